@@ -107,5 +107,5 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mirror import cluster
-else:  # what most programs do without; and an unknown name is one to type checkers
+else:  # imported on demand; hidden from type checkers, which must report unknown names
     __getattr__ = names_of("mirror", lazy={"cluster", "keras", "lightning"})

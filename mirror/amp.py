@@ -1,4 +1,4 @@
-"""Mixed precision for mirrored models: the names of ``mirror.amp``."""
+"""The public names of ``mirror.amp``: mixed precision for mirrored models."""
 
 from typing import TYPE_CHECKING
 
@@ -7,5 +7,5 @@ from mirror.replica.optimizers.grad_scaler import GradScaler
 
 __all__ = ["GradScaler"]
 
-if not TYPE_CHECKING:  # to which an unknown name is one
+if not TYPE_CHECKING:  # type checkers must report unknown names
     __getattr__ = names_of("mirror.amp")

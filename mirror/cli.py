@@ -1,6 +1,6 @@
 """The command line: ``mirror run``, ``check``, ``doctor``, ``demo``, ``plan``, ``bench`` and more.
 
-A command is a function that adds its parser, and one that runs it and imports what it needs.
+Each command has a function that adds its parser, and a function that imports its tool and runs it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mirror import __version__
 from mirror.errors import MirrorError
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+"""The exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 
 _BENCHMARKS = {
     "all-reduce": ("all_reduce.py", "bandwidth of all-reduce, of every backend that can run here"),
-    "overhead": ("overhead.py", "what mirror costs where it has nothing to do"),
+    "overhead": ("overhead.py", "the cost of mirror on one device, where it has no work"),
     "servers": ("servers.py", "calls, pulls, pushes and steps over parameter servers"),
     "train": ("train_step.py", "step times beside plain PyTorch, DDP and DataParallel"),
 }
-"""The benchmarks: the file of each, and what it measures."""
-_OF_PLAN = (
+"""The benchmarks: the file of each, and the quantity that it measures."""
+_PLAN_ARGUMENTS = (
     *"batch_size parameters tensors forward_share link network devices_per_machine".split(),
     *"max_devices scaling algorithm bucket_bytes wire_dtype".split(),
 )
@@ -39,9 +39,9 @@ _OPTIONS = {
     "update_seconds": "--update-ms",
     "case": "--case",
     "devices": "--devices",
-    **{name: f"--{name.replace('_', '-')}" for name in _OF_PLAN},
+    **{name: f"--{name.replace('_', '-')}" for name in _PLAN_ARGUMENTS},
 }
-"""The options that set Python's keyword arguments, which messages of errors name."""
+"""The options for Python's keyword arguments, which errors name."""
 _DEVICES_HELP = "one replica on each, for example cuda:0,cuda:1; repeat one to simulate: cpu,cpu"
 
 
@@ -49,17 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
     Args:
-        argv: the arguments after the program's name; ``None`` takes those of the process.
+        argv: the arguments after the program's name; ``None`` for the process's arguments.
     """
     args, unknown = _parser().parse_known_args(argv)
-    if unknown:  # said by the command itself, whose usage names its options
+    if unknown:  # reported by the command's parser, since its usage lists the options
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return _run(args)
     finally:
         if argv is None:
-            # The process is about to end: a second Ctrl-C would only litter its last moments
-            # with a traceback, and change the exit code.
+            # The process ends now: a second Ctrl-C would print a traceback, and change the exit
+            # code.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -73,8 +73,8 @@ def _run(args: argparse.Namespace) -> int:
         print("mirror: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone (mirror demo | head). What is still buffered has nowhere to go, and
-        # Python would complain about it on exit.
+        # The reader has exited (mirror demo | head). Buffered output is discarded, so that Python
+        # reports no error on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except MirrorError as error:
@@ -91,7 +91,8 @@ def _name_options(message: str) -> str:
         scaling='strong' needs batch_size=      --scaling strong needs --batch-size
         pass devices=['cpu'] * 4                pass --devices cpu,cpu,cpu,cpu
 
-    A keyword that is an English word, too, is one where "=" follows, or " must" at the beginning.
+    A keyword that is also an English word is replaced only before "=", or before " must" at the
+    beginning.
     """
 
     def repeat(match: re.Match[str]) -> str:
@@ -269,11 +270,11 @@ def _tolerance(text: str) -> float | str:
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="look at devices and backends, and test them",
-        description="Shows devices, topology, peer access and libnccl, which backends can serve "
-        "and why the others cannot, and runs a data-integrity test of each that can; and the "
-        "cluster that torchrun, TF_CONFIG, Slurm or Kubernetes tell of. Exits with 1 if a test "
-        "fails or what these tell is wrong.",
+        help="show devices and backends, and test them",
+        description="Shows devices, topology, peer access and libnccl, the available backends, "
+        "and why other backends are unavailable; runs a data-integrity test of each available "
+        "one. Shows the cluster that torchrun, TF_CONFIG, Slurm or Kubernetes describe. Exits "
+        "with 1 if a test fails or the description of the cluster is wrong.",
     )
     parser.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
     parser.add_argument("--json", action="store_true", help="for machines")
@@ -293,7 +294,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "bench",
         help="measure on this machine",
-        description="Runs one of the benchmarks, and prints what it measures:\n\n" + rows,
+        description="Runs one of the benchmarks, and prints its measurements:\n\n" + rows,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -302,20 +303,20 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     options = parser.add_argument(
         "options",
         nargs=argparse.REMAINDER,
-        help="its own; 'mirror bench train --help' shows those of train",
+        help="the benchmark's options; 'mirror bench train --help' shows those of train",
     )
-    options.required = False  # some versions of argparse list it among what is missing
+    options.required = False  # some versions of argparse report it as missing
     parser.set_defaults(command=_bench, parser=parser)
 
 
 def _bench(args: argparse.Namespace) -> int:
     name, _ = _BENCHMARKS[args.benchmark]
     package = Path(__file__).resolve().parent
-    places = (package / "benchmarks", package.parent / "benchmarks")  # of a wheel, of a checkout
-    script = next((folder / name for folder in places if (folder / name).exists()), None)
+    folders = (package / "benchmarks", package.parent / "benchmarks")  # of a wheel, of a checkout
+    script = next((folder / name for folder in folders if (folder / name).exists()), None)
     if script is None:
         raise MirrorError(
-            f"benchmarks/{name} is missing in this installation; install mirror anew"
+            f"benchmarks/{name} is missing in this installation; install mirror again"
         )
     return subprocess.run([sys.executable, str(script), *args.options]).returncode
 
@@ -323,8 +324,8 @@ def _bench(args: argparse.Namespace) -> int:
 def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "checkpoint",
-        help="look into a checkpoint",
-        description="Shows what is in a checkpoint, or in the newest one of a directory; or "
+        help="show or export a checkpoint",
+        description="Shows the content of a checkpoint, or of the newest one in a directory; or "
         "writes it as a file that torch.load reads.",
     )
     actions = parser.add_subparsers(metavar="action", required=True)
@@ -336,34 +337,6 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     export.add_argument("path", type=Path, help="of the checkpoint, or of a directory of several")
     export.add_argument("to", type=Path, help="the new file")
     export.set_defaults(command=_export, parser=export)
-
-
-def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "serve",
-        help="be a parameter server or a worker of a program elsewhere",
-        description="Serves programs whose ParameterServerStrategy(cluster=...) has this address, "
-        "one after another, until it is interrupted. The key in MIRROR_ENGINE_KEY, 16 bytes or "
-        "more in hexadecimal, is the same in all their processes.",
-    )
-    parser.add_argument(
-        "address", nargs="?", metavar="HOST:PORT", help="default: the task's that TF_CONFIG says"
-    )
-    parser.add_argument("--host", help="where to listen, if not there; 0.0.0.0: on all networks")
-    parser.set_defaults(command=_serve, parser=parser)
-
-
-def _serve(args: argparse.Namespace) -> int:
-    from mirror.cluster import TFConfigResolver
-    from mirror.server import Server
-
-    if args.address is None and "TF_CONFIG" not in os.environ:
-        args.parser.error("needs HOST:PORT, the address to serve at, or TF_CONFIG with a task")
-    cluster = TFConfigResolver() if args.address is None else args.address
-    with Server(cluster, host=args.host) as server:
-        print(f"serving at {server.address}", flush=True)
-        server.join()
-    return 0
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -380,12 +353,42 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="run a parameter server or a worker for a program on another machine",
+        description="Serves programs that have this address in ParameterServerStrategy("
+        "cluster=...), one after another, until it is interrupted. All processes need the same "
+        "key in MIRROR_ENGINE_KEY, 16 bytes or more in hexadecimal.",
+    )
+    parser.add_argument(
+        "address", nargs="?", metavar="HOST:PORT", help="default: this task's in TF_CONFIG"
+    )
+    parser.add_argument(
+        "--host", help="the address to listen on, if it differs; 0.0.0.0: all networks"
+    )
+    parser.set_defaults(command=_serve, parser=parser)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from mirror.cluster import TFConfigResolver
+    from mirror.server import Server
+
+    if args.address is None and "TF_CONFIG" not in os.environ:
+        args.parser.error("needs HOST:PORT, the address to serve at, or TF_CONFIG with a task")
+    cluster = TFConfigResolver() if args.address is None else args.address
+    with Server(cluster, host=args.host) as server:
+        print(f"serving at {server.address}", flush=True)
+        server.join()
+    return 0
+
+
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "demo",
-        help="train a small network on all devices and compare with one",
+        help="train a small network on all devices and compare with one device",
         description="Trains a small convolutional network on all GPUs, or on 4 simulated devices "
-        "where there is none, then the same on one plain device, and compares the results.",
+        "if there is none, then the same network on one plain device, and compares the results.",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
@@ -431,10 +434,10 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "plan",
         help="predict a step on 1 to 1,024 devices",
         description="Predicts step time, hidden communication and efficiency on 1 to 1,024 "
-        "devices from the step of one, and says when one process stops being enough. "
-        "docs/planning.md has the model, its limits and its errors.",
+        "devices from the step of one device, and shows when one process is no longer enough. "
+        "docs/planning.md describes the model, its limits and its errors.",
     )
-    step = parser.add_argument_group("the step of one device alone")
+    step = parser.add_argument_group("the step of a single device")
     step.add_argument("--case", metavar="NAME", help="a published one, such as resnet50-v100")
     step.add_argument("--step-ms", type=_above_zero, metavar="MS", help="how long it takes")
     step.add_argument("--batch-size", type=_positive, metavar="N", help="its examples")
@@ -457,7 +460,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     more.add_argument("--bucket-bytes", type=_above_zero, metavar="N", help="default: 25 MiB")
     more.add_argument("--wire-dtype", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--json", action="store_true", help="for machines")
-    parser.add_argument("--plot", metavar="FILE", help="draw it, too: .png, .svg or .pdf")
+    parser.add_argument("--plot", metavar="FILE", help="also draw it: .png, .svg or .pdf")
     parser.add_argument("--links", action="store_true", help="the links, and their sources")
     parser.add_argument("--check", action="store_true", help="errors against published figures")
     parser.set_defaults(command=_plan, parser=parser)
@@ -473,14 +476,14 @@ def _plan(args: argparse.Namespace) -> int:
         return 0
     if args.case is None and None in (args.step_ms, args.parameters):
         args.parser.error("needs --case NAME, or both --step-ms MS and --parameters N")
-    given = {name: getattr(args, name) for name in _OF_PLAN}
+    given = {name: getattr(args, name) for name in _PLAN_ARGUMENTS}
     for name in ("step", "host", "update"):
         milliseconds = getattr(args, f"{name}_ms")
         given[f"{name}_seconds"] = None if milliseconds is None else milliseconds / 1e3
-    made = make_plan(given, args.case)
+    found = make_plan(given, args.case)
     if args.plot:
-        made.plot(args.plot)
-    print(made.to_json() if args.json else made)
+        found.plot(args.plot)
+    print(found.to_json() if args.json else found)
     return 0
 
 

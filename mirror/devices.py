@@ -1,6 +1,6 @@
-"""The only "CPU or CUDA?": names of devices, and what one does with a device on either.
+"""Names of devices, and the operations that differ between CPU and CUDA; no other file asks which.
 
-A CPU device is a simulated one: ``["cpu"] * 4`` are four devices, told apart by position alone.
+A CPU device is a simulated one: ``["cpu"] * 4`` are four devices, distinguished by their position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mirror.errors import DeviceError, short_repr
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
 _NAME = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]+))?", re.IGNORECASE)
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far apart
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples modulo 2**63 are far apart
 _reading = threading.Lock()
 _SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
 
@@ -28,32 +28,31 @@ _SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
 def resolve(
     devices: Sequence[torch.device | str | int] | torch.device | str | None = None,
 ) -> tuple[torch.device, ...]:
-    """Returns the devices that the names stand for, one per replica, in order.
+    """Returns the named devices, one per replica, in order.
 
-    Understood, in any case, are ``"cpu"``, ``"cuda"`` (the first one), ``"cuda:1"``, ``"cpu:1"``
-    (the CPU again: it has no index), TensorFlow's ``"GPU:1"``, ``"/gpu:1"``, ``"/device:GPU:1"``,
-    and in a sequence the number 1 for ``"cuda:1"``. A repeated entry stays: it makes several
-    replicas on one device.
+    Names may be, in upper or lower case, ``"cpu"``, ``"cuda"`` (the first GPU), ``"cuda:1"``,
+    ``"cpu:1"`` (the CPU: it has no index), TensorFlow's ``"GPU:1"``, ``"/gpu:1"``,
+    ``"/device:GPU:1"``, and in a sequence the number 1 for ``"cuda:1"``. A repeated entry makes
+    several replicas on one device.
 
     Args:
-        devices: a sequence of devices or names, or one of them alone; ``None`` or empty for all
-            visible CUDA devices, or one CPU device where there is none.
+        devices: a device or name, or a sequence of these; ``None`` or an empty sequence for all
+            visible CUDA devices, or one CPU device if there is none.
 
     Raises:
         DeviceError: a device does not exist or is of an unknown type, CPU and CUDA are mixed, or
-            a replica is given several.
+            a replica has several devices.
     """
     wanted: tuple[object, ...]
     if devices is None:
         wanted = ()
     elif isinstance(devices, torch.nn.Module):
         raise DeviceError(
-            f"devices are where the replicas are; got {short_repr(devices)}, a model; "
-            "leave devices "
-            "out for all GPUs, and pass the model to strategy.mirror(model)"
+            f"devices are the replicas' devices; got {short_repr(devices)}, a model; leave "
+            "devices out for all GPUs, and pass the model to strategy.mirror(model)"
         )
     elif _is_index(devices):
-        is_all = str(devices).startswith("-")  # -1 is so elsewhere
+        is_all = str(devices).startswith("-")  # other libraries write -1 for all GPUs
         one = "" if is_all else f"[{devices}] for the GPU of that index, "
         raise DeviceError(
             f"devices have one entry per replica; got '{devices}', a number; leave devices out "
@@ -71,8 +70,8 @@ def resolve(
                 "several for one replica; a model that one GPU cannot hold has its layers on the "
                 "devices of mirror.MirroredStrategy([[...], [...]]), or is sharded with "
                 "torch.distributed.fsdp.fully_shard, or its layers placed with "
-                "torch.distributed.pipelining, in a process per GPU; where the optimizer's state "
-                "is what does not fit, use mirror.CentralStorageStrategy"
+                "torch.distributed.pipelining, in a process per GPU; if only the optimizer's "
+                "state does not fit, use mirror.CentralStorageStrategy"
             )
     if not wanted:
         return tuple(torch.device("cuda", i) for i in range(num_cuda)) or (_CPU,)
@@ -87,14 +86,14 @@ def resolve(
 
 
 def resolve_places(devices: Any = None) -> tuple[tuple[torch.device, ...], ...]:
-    """Returns each replica's devices: several, where a list of lists says so.
+    """Returns each replica's devices; several if ``devices`` is a list of lists.
 
     Args:
-        devices: what ``resolve`` takes, or a sequence with a sequence of them for each replica.
+        devices: an argument of ``resolve``, or a sequence with one sequence for each replica.
 
     Raises:
-        DeviceError: as ``resolve``; the lists are of unlike length or empty, are mixed with
-            devices, or a GPU is there twice.
+        DeviceError: as ``resolve``; or the lists differ in length, are empty, are mixed with
+            devices, or have a GPU twice.
     """
     if not _is_list(devices) or not any(map(_is_list, devices)):
         return tuple((device,) for device in resolve(devices))
@@ -126,7 +125,10 @@ def num_cuda_devices() -> int:
 
 
 def count_cuda_devices() -> int:
-    """Returns their number without starting CUDA: CUDA_VISIBLE_DEVICES can still be set then."""
+    """Returns the number of CUDA devices without starting CUDA.
+
+    The program can still set CUDA_VISIBLE_DEVICES after this call.
+    """
     return torch.cuda.device_count()
 
 
@@ -137,27 +139,27 @@ def cuda_devices_in_use() -> tuple[torch.device, ...]:
 
 
 def is_simulated(devices: Sequence[torch.device]) -> bool:
-    """Whether all the devices are CPU devices."""
+    """Returns whether all devices are CPU devices."""
     return all(device.type == "cpu" for device in devices)
 
 
 def are_distinct(devices: Sequence[torch.device]) -> bool:
-    """Whether no two replicas share a device; CPU replicas always share the one CPU."""
+    """Returns whether no two replicas share a device; replicas on the CPU always share it."""
     return len(set(devices)) == len(devices)
 
 
 def describe(device: torch.device) -> str:
-    """Returns the name of a GPU's model, ``"cpu"`` for the CPU."""
+    """Returns the model name of a GPU, or ``"cpu"``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def using(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the calling thread's current one; does nothing for the CPU."""
+    """Makes a CUDA device the calling thread's current device; no effect for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all work enqueued on it; the CPU always has."""
+    """Waits until a device has done all enqueued work; the CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -165,11 +167,11 @@ def synchronize(device: torch.device) -> None:
 def backward_in_calling_thread(
     devices: Sequence[torch.device],
 ) -> AbstractContextManager[object]:
-    """Makes backward passes of the calling thread run in it, rather than in autograd's threads.
+    """Makes backward passes run in the calling thread, instead of autograd's threads.
 
-    A replica's backward may contain a merge point, at which it waits for the other replicas.
-    Autograd has one thread per GPU, so replicas that share a GPU would wait for each other in
-    that one thread for ever. A CPU backward runs in the calling thread anyway.
+    A replica's backward pass may contain a merge point, where it waits for the other replicas.
+    Autograd has one thread per GPU, so replicas that share a GPU would deadlock in that thread. A
+    backward pass on the CPU always runs in the calling thread.
     """
     return _NOTHING if is_simulated(devices) else torch.autograd.set_multithreading_enabled(False)
 
@@ -180,11 +182,11 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 
 def state_of(generator: torch.Generator) -> torch.Tensor:
-    """Returns the state of a generator; any number of threads may ask at once.
+    """Returns the state of a generator; several threads may call this at once.
 
-    torch makes the tensor while it holds the generator's mutex. Garbage that is collected there
-    may let go of the GIL, and a thread that gets it, and asks for the same mutex, keeps both from
-    ever going on. So none is collected.
+    torch creates the tensor while it holds the generator's mutex. A garbage collection at that
+    point may release the GIL, and a thread that takes it and waits for the mutex causes a
+    deadlock. So collection is disabled.
     """
     with _reading:
         if not gc.isenabled():
@@ -204,17 +206,17 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 def _generator(device: torch.device) -> torch.Generator:
     if device.type != "cuda":
         return torch.default_generator
-    torch.cuda.init()  # there are no generators before, and to look at devices does not do it
+    torch.cuda.init()  # creates the generators; counting devices does not
     return torch.cuda.default_generators[device.index]
 
 
 def separate_streams(generators: Sequence[torch.Generator]) -> None:
-    """Gives devices that were seeded alike random streams of their own.
+    """Gives generators with equal seeds different random sequences.
 
-    ``torch.manual_seed(s)`` gives every GPU the seed ``s``, so that all replicas would draw the
-    same dropout masks. The first generator keeps its stream; the others get seeds derived from
-    its seed, so one seed still makes a run reproducible. What was seeded apart stays as it is,
-    streams restored by ``torch.cuda.set_rng_state_all`` too: a state carries its seed.
+    ``torch.manual_seed(s)`` gives every GPU the seed ``s``, and all replicas would draw the same
+    dropout masks. The first generator keeps its seed; the other generators get seeds that are
+    derived from it, so one seed still makes a run reproducible. Generators with other seeds are
+    unchanged, also those restored by ``torch.cuda.set_rng_state_all``: a state has its seed.
     """
     first = generators[0].initial_seed()
     for k, generator in enumerate(generators[1:], 1):
@@ -223,20 +225,20 @@ def separate_streams(generators: Sequence[torch.Generator]) -> None:
 
 
 def stream_seed(seed: int, k: int) -> int:
-    """Returns the seed of stream ``k`` of those that one seed gives."""
+    """Returns the seed of the ``k``-th random sequence that is derived from one seed."""
     return (seed + k * _GOLDEN) % 2**63
 
 
 def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
-    """Returns the default generators of distinct GPUs; the CPU's one stream is drawn in turns."""
+    """Returns the default generators of the distinct GPUs; replicas share the CPU's generator."""
     return [_generator(device) for device in dict.fromkeys(devices) if device.type == "cuda"]
 
 
 def parse(devices: Iterable[object]) -> tuple[torch.device, ...]:
-    """Returns the devices that the names stand for, whether or not they exist.
+    """Returns the named devices, without a check that they exist.
 
     Raises:
-        DeviceError: something is no name of a device.
+        DeviceError: an entry is no name of a device.
     """
     return tuple(_parse_one(device, num_cuda_devices())[1] for device in devices)
 

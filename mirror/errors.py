@@ -1,6 +1,6 @@
-"""The exceptions mirror raises; each message says the rule, what came, and what to do.
+"""The exceptions of mirror. Each message states the rule, the value and the remedy.
 
-``short_repr`` puts what came in words: short, and never the data in it.
+``short_repr`` describes a value in a message: briefly, and without the data of tensors.
 
 MirrorError
     DeviceError(ValueError)               a device does not exist, or devices do not go together
@@ -13,18 +13,18 @@ MirrorError
     ShapeError(ValueError)                tensors of one collective differ in shape or dtype
     DivergenceError(RuntimeError)         replicas did not reach the same merge points
     CollectiveTimeoutError(TimeoutError)  a collective or a replica took too long
-    NanLossError(ArithmeticError)         what a training has logged is NaN or infinite
+    NanLossError(ArithmeticError)         a value that a training has logged is NaN or infinite
     ReplicaMismatchError(RuntimeError)    variables that must be equal have different bits
     GradientError(ArithmeticError)        a gradient is NaN or infinite
     CheckpointError(RuntimeError)         a checkpoint is missing, damaged or foreign
-    RecordError(ValueError)               a record is damaged, or does not hold what it should
-    WorkerLostError(RuntimeError)         a worker, another process of the training, is gone
-    ServerLostError(RuntimeError)         a parameter server is gone, with what it held
+    RecordError(ValueError)               a record is damaged, or has unexpected content
+    WorkerLostError(RuntimeError)         a worker, another process of the training, is lost
+    ServerLostError(RuntimeError)         a parameter server is lost, with its values
     ActorDied(RuntimeError)               the process of an actor, a server or a worker, has ended
     RemoteError(RuntimeError)             an actor's method has raised
-    WireError(RuntimeError)               something from a connection is no message, or cannot go
-    ClusterError(ValueError, RuntimeError)  what is said of the cluster is wrong, or missing
-        ClusterTypeError(TypeError)       or of another type
+    WireError(RuntimeError)               received bytes are no message, or a value cannot be sent
+    ClusterError(ValueError, RuntimeError)  the description of the cluster is wrong or incomplete
+        ClusterTypeError(TypeError)       it has a wrong type
 """
 
 from __future__ import annotations
@@ -71,27 +71,27 @@ class MirrorError(Exception):
 
 
 class DeviceError(MirrorError, ValueError):
-    """A device does not exist, is not visible, or does not go with the others."""
+    """A device does not exist, is not visible, or does not fit the other devices."""
 
 
 class BackendError(MirrorError, RuntimeError):
-    """A communication backend is unknown or cannot serve these devices; carries the reason."""
+    """A communication backend is unknown or cannot serve the devices; with the reason."""
 
 
 class StrategyError(MirrorError, RuntimeError):
-    """Something was called at a time or in a context where it has no meaning."""
+    """A call was made at the wrong time or in the wrong context."""
 
 
 class CompileError(StrategyError):
-    """A step does what no trace of it can follow; names the line."""
+    """A step cannot be traced; the message names the line."""
 
 
 class StepError(StrategyError, TypeError):
-    """A step that was scheduled holds what cannot be sent to a worker; names it."""
+    """A scheduled step has a value that cannot be sent to a worker; the message names it."""
 
 
 class StructureError(MirrorError, ValueError):
-    """Nested values that must have one structure on all replicas do not."""
+    """Nested values differ in structure between replicas."""
 
 
 class BatchError(MirrorError, ValueError):
@@ -107,7 +107,7 @@ class DivergenceError(MirrorError, RuntimeError):
 
 
 class CollectiveTimeoutError(MirrorError, TimeoutError):
-    """A collective, or a replica that others wait for, took longer than the timeout."""
+    """A collective, or a replica at which other replicas wait, took longer than the timeout."""
 
 
 class GradientError(MirrorError, ArithmeticError):
@@ -115,30 +115,30 @@ class GradientError(MirrorError, ArithmeticError):
 
 
 class NanLossError(MirrorError, ArithmeticError):
-    """What a training has logged, its loss as a rule, is NaN or infinite."""
+    """A value that a training has logged, usually its loss, is NaN or infinite."""
 
 
 class ReplicaMismatchError(MirrorError, RuntimeError):
-    """A variable or an optimizer state that must be equal on all replicas is not."""
+    """A variable or an optimizer state differs between replicas."""
 
 
 class CheckpointError(MirrorError, RuntimeError):
-    """A checkpoint is missing, damaged, or was written for something else."""
+    """A checkpoint is missing, damaged, or was written by another program."""
 
 
 class WorkerLostError(MirrorError, RuntimeError):
-    """Another process of the training is gone, or has not moved for the timeout."""
+    """Another process of the training is lost, or has made no progress for the timeout."""
 
 
 class ServerLostError(MirrorError, RuntimeError):
-    """A parameter server is gone, and with it the values and optimizer states it had."""
+    """A parameter server is lost, and with it its values and optimizer states."""
 
 
 class ActorDied(MirrorError, RuntimeError):
-    """The process of an actor, a parameter server or a worker, has ended, or was never there.
+    """The process of an actor, a parameter server or a worker, has ended or never started.
 
     Attributes:
-        name: the actor's.
+        name: the actor's name.
     """
 
     def __init__(self, name: str, what: str = "its process has ended") -> None:
@@ -150,13 +150,13 @@ class ActorDied(MirrorError, RuntimeError):
 
 
 class RemoteError(MirrorError, RuntimeError):
-    """A method of an actor has raised; the message ends with its traceback there.
+    """A method of an actor has raised; the message ends with the traceback of that process.
 
     Attributes:
         type_name: the name of the exception's class.
-        message: its text.
-        traceback: of the actor's process.
-        original: the exception, rebuilt here; ``None`` where pickle cannot. Also ``__cause__``.
+        message: the exception's text.
+        traceback: the traceback in the actor's process.
+        original: the unpickled exception; ``None`` if it cannot be pickled. Also ``__cause__``.
     """
 
     def __init__(
@@ -175,27 +175,28 @@ class RemoteError(MirrorError, RuntimeError):
 
 
 class WireError(MirrorError, RuntimeError):
-    """What came over a connection is not what was agreed, or something cannot be sent over it."""
+    """Bytes of a connection violate the protocol, or a value cannot be sent."""
 
 
 class ClusterError(MirrorError, ValueError, RuntimeError):
-    """What a launcher or the program says of the cluster is wrong, contradictory or missing.
+    """The description of the cluster, by a launcher or the program, is wrong or incomplete.
 
-    TensorFlow raises ValueError for some of it and RuntimeError for the rest; this is both.
+    TensorFlow raises ValueError for some of these faults and RuntimeError for the rest; this is
+    both.
     """
 
 
 class ClusterTypeError(ClusterError, TypeError):
-    """What a launcher or the program says of the cluster is of another type than it has to be."""
+    """The description of the cluster has a wrong type."""
 
 
 class RecordError(MirrorError, ValueError):
-    """A record of a data file is damaged, or does not hold what it should.
+    """A record of a data file is damaged, or has unexpected content.
 
     Attributes:
-        path: the file, ``None`` for a record that came from none.
+        path: the file; ``None`` for a record that is not from a file.
         record: the record's number in the file, from 0.
-        offset: bytes from the start of the (decompressed) file to the start of the record.
+        offset: the start of the record in the (decompressed) file, in bytes.
     """
 
     path: str | None = None
@@ -204,15 +205,15 @@ class RecordError(MirrorError, ValueError):
 
     @classmethod
     def at_record(cls, path: str, record: int, offset: int, what: str) -> RecordError:
-        """Returns the error that says ``what`` is wrong with which record."""
-        # Not arguments of the constructor: a DataLoader rebuilds errors from the text alone.
+        """Returns the error for a fault of one record."""
+        # Not arguments of the constructor: a DataLoader creates errors again from the text alone.
         error = cls(f"{path}, record {record} at byte {offset}: {what}")
         error.path, error.record, error.offset = path, record, offset
         return error
 
 
 def short_repr(value: object) -> str:
-    """Returns what a value is: itself where that is short, else its kind and size.
+    """Returns the ``repr`` of a value if it is short, else its kind and size.
 
     ::
 

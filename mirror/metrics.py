@@ -1,4 +1,4 @@
-"""Merging torchmetrics that each replica has updated for itself."""
+"""The public names of ``mirror.metrics``: merges metrics that replicas have updated separately."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mirror.values import PerReplica, map_structure
 
 
 def merge(metrics: Any) -> Any:
-    """Returns one metric that has seen what the replicas' metrics have seen together.
+    """Returns one metric with the updates of all replicas' metrics.
 
-    Its ``compute()`` gives the value of one device. The replicas' metrics are left as they are::
+    Its ``compute()`` returns the value of one device. The replicas' metrics are unchanged::
 
         devices = iter(strategy.devices)  # this worker's, in the order of its replicas
         metrics = strategy.distribute_values_from_function(
@@ -26,21 +26,21 @@ def merge(metrics: Any) -> Any:
             strategy.run(evaluate, args=(model, batch, metrics))  # metric.update(outputs, y)
         accuracy = mirror.metrics.merge(metrics).compute()
 
-    Where there are several workers, ``compute()`` is over all of them, and all must call it.
+    With several workers, ``compute()`` covers all of them, and all must call it.
 
     Args:
         metrics: a PerReplica of ``torchmetrics.Metric`` or ``MetricCollection``, or a structure
-            of them. Replicas that have updated nothing count nothing. A metric that is not
-            distributed is the only one.
+            of them. Metrics without updates do not count. A metric that is not distributed is
+            taken as the only one.
 
     Returns:
-        A new metric, or the structure of new metrics, on the first replica's device; to be
-        computed, not updated further: some metrics keep their parts apart until then.
+        A new metric, or the structure of new metrics, on the first replica's device. Compute it,
+        but do not update it: some metrics hold their parts separately until they are computed.
 
     Raises:
-        TypeError: not a PerReplica of metrics.
-        ValueError: a state that averages over replicas differs between them; what its parts count
-            is not known.
+        TypeError: ``metrics`` is not a PerReplica of metrics.
+        ValueError: a state that is averaged over replicas differs between them, and the weights
+            of its parts are unknown.
     """
     return map_structure(_merge, metrics)
 
@@ -54,7 +54,7 @@ def _merge(metrics: Any) -> nn.Module:
         )
     seen = [part for part in parts if any(map(_is_updated, part.modules()))] or parts[:1]
     merged: nn.Module = copy.deepcopy(seen[0])
-    # A collection, or a metric around another one, has metrics among its modules.
+    # A collection, or a metric that wraps another, has metrics among its modules.
     for target, *sources in zip(merged.modules(), *(part.modules() for part in seen), strict=True):
         updated = [source for source in sources if _is_updated(source)]
         if updated:
@@ -65,13 +65,13 @@ def _merge(metrics: Any) -> nn.Module:
 def _merge_states(target: Any, sources: list[Any]) -> None:
     for name, reduction in target._reductions.items():
         states = [getattr(source, name) for source in sources]
-        setattr(target, name, _reduced(states, reduction, name, target.device))
+        setattr(target, name, _reduce_state(states, reduction, name, target.device))
     target._update_count = sum(source.update_count for source in sources)
     target._computed = None
 
 
-def _reduced(states: list[Any], reduction: Any, name: str, device: torch.device) -> Any:
-    """Combines one state, as torchmetrics does with what it gathers from processes."""
+def _reduce_state(states: list[Any], reduction: Any, name: str, device: torch.device) -> Any:
+    """Returns one combined state, as torchmetrics combines states that it gathers."""
     if isinstance(states[0], list):
         return [_move(entry, device) for state in states for entry in state]
     tensors = [state.to(device) for state in states]
@@ -83,8 +83,8 @@ def _reduced(states: list[Any], reduction: Any, name: str, device: torch.device)
     if kind == "dim_zero_mean":
         if any(not torch.equal(tensor, tensors[0]) for tensor in tensors):
             raise ValueError(
-                f"the metric's state {name!r} is a mean over replicas, which does not know what "
-                "each part counts; combine the values with strategy.reduce instead"
+                f"the metric's state {name!r} is a mean over replicas, but the weights of its "
+                "parts are unknown; combine the values with strategy.reduce instead"
             )
         return tensors[0].clone()
     stacked = torch.stack(tensors)
@@ -111,5 +111,5 @@ def _move(entry: Any, device: torch.device) -> Any:
     return entry.to(device) if isinstance(entry, Tensor) else entry
 
 
-if not TYPE_CHECKING:  # to which an unknown name is one
+if not TYPE_CHECKING:  # type checkers must report unknown names
     __getattr__ = names_of("mirror.metrics")

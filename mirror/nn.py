@@ -1,4 +1,4 @@
-"""Layers and losses for mirrored models: the names of ``mirror.nn``."""
+"""The public names of ``mirror.nn``: layers and losses for mirrored models."""
 
 from typing import TYPE_CHECKING
 
@@ -13,5 +13,5 @@ __all__ = [
     "scale_regularization_loss",
 ]
 
-if not TYPE_CHECKING:  # to which an unknown name is one
+if not TYPE_CHECKING:  # type checkers must report unknown names
     __getattr__ = names_of("mirror.nn")

@@ -1,4 +1,4 @@
-"""PerReplica, and walking, selecting and regrouping nested values."""
+"""PerReplica, and functions that map, select from and regroup nested values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Absent:
-    """What stands in ``PerReplica.values`` for a replica that has no part."""
+    """The placeholder in ``PerReplica.values`` for a replica without a part."""
 
     def __repr__(self) -> str:
         return "<no part>"
@@ -33,8 +33,8 @@ class _Absent:
 ABSENT = _Absent()
 
 
-# What does to the parts of a tensor what it does to the whole, wherever the examples are.
-_OF_EVERY_PART = frozenset(
+# Functions that give the same result on parts as on the whole, on any dimension of examples.
+_PARTWISE = frozenset(
     "detach detach_ clone contiguous to cpu cuda pin_memory type type_as requires_grad_ zero_ "
     "bfloat16 half float double bool char byte short int long zeros_like ones_like".split()
 )
@@ -43,18 +43,18 @@ _OF_EVERY_PART = frozenset(
 class PerReplica(Generic[T]):
     """One value per replica, as ``strategy.run`` returns and takes them.
 
-    Of tensors, what works on every part by itself gives a PerReplica again: ``detach``, ``clone``,
+    Some functions of tensors work on every part and return a PerReplica: ``detach``, ``clone``,
     ``contiguous``, ``to``, ``cpu``, ``cuda``, ``pin_memory``, ``float`` and the other dtypes,
     ``type_as``, ``requires_grad_``, ``zero_``, ``data``, ``torch.zeros_like``, ``ones_like``.
-    Whatever else a tensor has is a TypeError that names ``run``, ``reduce`` and ``gather``.
+    Any other member of a tensor raises a TypeError that names ``run``, ``reduce`` and ``gather``.
 
     Attributes:
-        values: one entry per replica, in replica order. The entry of a replica that has no part
-            (a batch smaller than the number of replicas) is a placeholder;
-            ``strategy.local_results`` leaves it out.
-        weights: the replicas' shares in a weighted mean: the number of examples of each part of
-            a distributed batch, or the ``ReplicaContext.weight`` of each replica in the run that
-            the value came out of; ``None`` where all count the same.
+        values: one entry per replica, in replica order. The entry of a replica without a part (in
+            a batch with fewer examples than replicas) is a placeholder, which
+            ``strategy.local_results`` omits.
+        weights: the replicas' weights in a mean: the number of examples of each part of a
+            distributed batch, or each replica's ``ReplicaContext.weight`` in the run that
+            returned the value; ``None`` for equal weights.
     """
 
     __slots__ = ("__weakref__", "_is_output", "values", "weights")
@@ -63,7 +63,7 @@ class PerReplica(Generic[T]):
     def __init__(self, values: Iterable[T], *, weights: Sequence[float] | None = None) -> None:
         self.values: tuple[T, ...] = tuple(values)
         self.weights = weights if weights is None or isinstance(weights, tuple) else tuple(weights)
-        self._is_output = False  # of a split call, which could not join the parts
+        self._is_output = False  # a split call has returned it, since it could not join the parts
         if self.weights is not None and len(self.weights) != len(self.values):
             raise StructureError(
                 f"PerReplica needs one weight per value; got {len(self.weights)} weights for "
@@ -71,11 +71,11 @@ class PerReplica(Generic[T]):
             )
 
     def parts(self) -> Iterator[tuple[int, T]]:
-        """Yields ``(replica_id, value)`` of the replicas that have a part."""
+        """Yields ``(replica_id, value)`` for each replica that has a part."""
         return ((i, v) for i, v in enumerate(self.values) if v is not ABSENT)
 
-    def _left_apart(self, is_output: bool) -> PerReplica[T]:
-        """Notes that a split call could not join the parts."""
+    def _from_split_call(self, is_output: bool) -> PerReplica[T]:
+        """Records whether a split call has returned this value, for errors."""
         self._is_output = is_output
         return self
 
@@ -83,8 +83,11 @@ class PerReplica(Generic[T]):
         parts = ", ".join(f"{i}: {value!r}" for i, value in enumerate(self.values))
         return f"PerReplica({{{parts}}})"
 
-    def _of_every_part(self, name: str, fn: Callable[..., Any], *others: Any) -> PerReplica[Any]:
-        """Returns ``fn`` of every part, and its part of others; itself, if all parts stay."""
+    def _map_parts(self, name: str, fn: Callable[..., Any], *others: Any) -> PerReplica[Any]:
+        """Returns ``fn`` of every part and of its part of ``others``.
+
+        Returns itself if ``fn`` returns every part itself.
+        """
         values = list[Any](self.values)
         for i, part in self.parts():
             if not isinstance(part, torch.Tensor):
@@ -93,21 +96,21 @@ class PerReplica(Generic[T]):
             values[i] = fn(part, *own)
         if are_identical(values, self.values):
             return self
-        return PerReplica(values, weights=self.weights)._left_apart(self._is_output)
+        return PerReplica(values, weights=self.weights)._from_split_call(self._is_output)
 
     def __getattr__(self, name: str) -> Any:
         if name == "data":
-            return self._of_every_part(".data", lambda part: part.data)
-        if name in _OF_EVERY_PART and hasattr(torch.Tensor, name):
+            return self._map_parts(".data", lambda part: part.data)
+        if name in _PARTWISE and hasattr(torch.Tensor, name):
 
             def method(*args: Any, **kwargs: Any) -> PerReplica[Any]:
                 call = partial(_call_method, name, kwargs)
-                return self._of_every_part(f".{name}", call, *args)
+                return self._map_parts(f".{name}", call, *args)
 
             return method
         if not name.startswith("__") and hasattr(torch.Tensor, name):
             self._refuse(f".{name}")
-        origin = "" if name in self.__slots__ else self._origin()  # not set yet: being unpickled
+        origin = "" if name in self.__slots__ else self._origin()  # slots are unset in unpickling
         raise AttributeError(f"'PerReplica' object has no attribute {name!r}{origin}")
 
     def __format__(self, spec: str) -> str:
@@ -127,8 +130,8 @@ class PerReplica(Generic[T]):
             "cross-replica context; pass it to strategy.run(fn, args=(value,)) to work on each "
             "part, combine the parts with strategy.reduce('sum' or 'mean', value) or "
             "strategy.gather(value, axis), or take them as a tuple with "
-            "strategy.local_results(value); what works on every part by itself is .detach(), "
-            f".clone(), .to(...), .float() and the like{self._origin()}"
+            "strategy.local_results(value); only functions of every part, such as .detach(), "
+            f".clone(), .to(...) and .float(), can be called directly{self._origin()}"
         )
 
     def _origin(self) -> str:
@@ -143,11 +146,11 @@ class PerReplica(Generic[T]):
         ]
         sizes = [int(weight) for weight in self.weights or () if weight]
         return (
-            f". It came out of a split call, whose replicas had {sizes} examples and left "
+            f". A split call has returned it: its replicas had {sizes} examples and returned "
             f"{', '.join(kinds)}: only tensors with the examples as their first dimension, 0-d "
             "floating ones and equal values are joined; return it with the examples first, join "
             "it along their dimension with strategy.gather(value, axis), or pass it to the next "
-            "split call, which hands each replica its part"
+            "split call, where each replica gets its part"
         )
 
     @classmethod
@@ -159,8 +162,8 @@ class PerReplica(Generic[T]):
         kwargs: dict[str, object] | None = None,
     ) -> PerReplica[Any]:
         name = getattr(func, "__name__", repr(func))
-        if name in _OF_EVERY_PART and args and isinstance(args[0], PerReplica):
-            return args[0]._of_every_part(name, partial(func, **(kwargs or {})), *args[1:])
+        if name in _PARTWISE and args and isinstance(args[0], PerReplica):
+            return args[0]._map_parts(name, partial(func, **(kwargs or {})), *args[1:])
         values = [*args, *(kwargs or {}).values()]
         operand = next((v for v in values if isinstance(v, PerReplica)), PerReplica(()))
         operand._refuse(name)
@@ -177,7 +180,7 @@ def _format_part(value: Any, spec: str) -> str:
     return format(value, spec)
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
+def _make_refusing_method(name: str) -> Callable[..., NoReturn]:
     def method(self: PerReplica[object], *args: object, **kwargs: object) -> NoReturn:
         self._refuse(name)
 
@@ -190,28 +193,28 @@ for _name in (
     "floordiv rfloordiv mod rmod pow rpow neg pos abs invert and rand or ror xor rxor lt le gt ge "
     "divmod rdivmod float int complex bool index len iter getitem setitem contains array round"
 ).split():
-    setattr(PerReplica, f"__{_name}__", _refusing(f"__{_name}__"))
+    setattr(PerReplica, f"__{_name}__", _make_refusing_method(f"__{_name}__"))
 
 
-# The usual ones, seen at once: every step walks its arguments and results.
+# Usual types of leaves, for a fast path: every step walks its arguments and results.
 _LEAVES = frozenset({torch.Tensor, PerReplica, type(None), bool, int, float, str})
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is a Python or numpy number or a numpy array."""
+    """Returns whether ``value`` is a Python or NumPy number or a NumPy array."""
     return isinstance(value, (numbers.Number, np.generic, np.ndarray))
 
 
 def are_identical(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two sequences hold the very same objects in the same order; 20 ns an object."""
+    """Returns whether two sequences have identical objects in the same order; 20 ns an object."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 def map_structure(fn: Callable[..., object], tree: Any, *others: Any) -> Any:
-    """Applies ``fn`` to corresponding leaves of trees of one structure and keeps the structure.
+    """Returns the structure with ``fn`` of the corresponding leaves of all trees.
 
-    Inner nodes are tuples, namedtuples, lists, mappings and dataclasses, with their classes;
-    everything else, ``torch.Size`` included, is a leaf.
+    Inner nodes are tuples, namedtuples, lists, mappings and dataclasses, which keep their
+    classes; any other value, ``torch.Size`` included, is a leaf.
 
     Raises:
         StructureError: the trees differ in type, length, keys or fields.
@@ -243,7 +246,7 @@ def map_structure(fn: Callable[..., object], tree: Any, *others: Any) -> Any:
             _check_leaf(tree, other)
         return fn(tree, *others)
     for other in others:
-        _check_alike(tree, other, children)
+        _check_same_structure(tree, other, children)
     mapped = {
         key: map_structure(fn, child, *(_child(other, key) for other in others))
         for key, child in children.items()
@@ -267,7 +270,7 @@ def rebuild_structure(tree: Any, leaves: Iterable[Any]) -> Any:
 
 
 def describe_structure(tree: Any) -> str:
-    """Returns the structure of ``tree`` in words, a leaf as ``*``."""
+    """Returns a description of the structure of ``tree``, with ``*`` for a leaf."""
     children = None if isinstance(tree, (torch.Tensor, PerReplica)) else children_of(tree)
     if children is None:
         return "*"
@@ -279,7 +282,7 @@ def select(tree: Any, replica_id: int) -> Any:
     """Returns ``tree`` with every PerReplica replaced by the part of one replica."""
     if isinstance(tree, PerReplica):
         return tree.values[replica_id]
-    if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):  # as arguments mostly are
+    if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):  # the usual arguments
         return tuple([v.values[replica_id] if type(v) is PerReplica else v for v in tree])
     return map_structure(
         lambda leaf: leaf.values[replica_id] if isinstance(leaf, PerReplica) else leaf, tree
@@ -301,7 +304,7 @@ def children_of(tree: Any) -> dict[Any, Any] | None:
         return None if isinstance(tree, torch.Size) else dict(enumerate(tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, torch.nn.Module)):
         names = dict.fromkeys(f.name for f in dataclasses.fields(tree))
-        names.update(dict.fromkeys(getattr(tree, "__dict__", ())))  # as of __post_init__
+        names.update(dict.fromkeys(getattr(tree, "__dict__", ())))  # attributes of __post_init__
         return {name: getattr(tree, name) for name in names if hasattr(tree, name)}
     if isinstance(tree, MutableMapping):
         return dict(tree)
@@ -317,7 +320,7 @@ def _check_leaf(leaf: Any, other: Any) -> None:
         raise StructureError(f"a {type(leaf).__name__} here, a {type(other).__name__} there")
 
 
-def _check_alike(tree: Any, other: Any, children: dict[Any, Any]) -> None:
+def _check_same_structure(tree: Any, other: Any, children: dict[Any, Any]) -> None:
     if type(tree) is not type(other):
         raise StructureError(f"a {type(tree).__name__} here, a {type(other).__name__} there")
     keys = (children_of(other) or {}).keys()
@@ -328,6 +331,7 @@ def _check_alike(tree: Any, other: Any, children: dict[Any, Any]) -> None:
 
 
 def rebuild_node(tree: Any, mapped: dict[Any, Any]) -> Any:
+    """Returns an inner node like ``tree`` with other children."""
     kind = type(tree)
     if kind is list:
         return list(mapped.values())

@@ -1,4 +1,4 @@
-"""mirror.data: feeds batches to the replicas; knows no model."""
+"""The public names of ``mirror.data``: distributed datasets, arrays and TFRecord files."""
 
 from typing import TYPE_CHECKING
 
@@ -25,5 +25,5 @@ __all__ = [
     "serialize_example",
 ]
 
-if not TYPE_CHECKING:  # to which an unknown name is one
+if not TYPE_CHECKING:  # type checkers must report unknown names
     __getattr__ = names_of("mirror.data")

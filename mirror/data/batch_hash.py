@@ -1,4 +1,4 @@
-"""Digests of batches: whether several workers have read the same."""
+"""Hashes of batches, by which workers check that they have read the same."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MAX_BYTES = 2**16  # of a leaf
+_MAX_BYTES = 2**16  # the part of a leaf that is hashed
 
 
 def batch_hash(value: object) -> bytes:
-    """Returns a hash of nested values; of a large leaf its beginning counts."""
+    """Returns a hash of nested values, in 8 bytes; of a large leaf only its beginning is read."""
     digest = hashlib.blake2b(digest_size=8)
 
     def add(value: object) -> None:

@@ -1,4 +1,4 @@
-"""Reuse: seeing that a dataset fills the same memory again for its next batch."""
+"""Detects datasets that fill the same memory again for their next batch."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ SMALL_BYTES = 8 * 2**20
 
 
 class BufferReuse:
-    """Copies what a dataset yields in memory that it uses again, which reading ahead overwrites.
+    """Copies leaves that lie in memory that a dataset reuses.
 
-    A plain loop is done with a batch when it asks for the next one, so a generator may fill one
-    buffer over and over. Here several batches are alive, and their parts are views. So the first
-    batch is kept, and a leaf that comes at the same address again is copied from then on; with
-    more buffers than batches are alive at once nothing needs to be done. The first batch itself
-    is copied if it is small; otherwise the second one is not read before it is done with. Where
-    several batches make a step nothing can wait, and all are copied until it is known.
-
-    The batches of a list are there anyway; each is what it is in a plain loop.
+    A plain loop has finished a batch when it asks for the next one, so a generator may fill one
+    buffer repeatedly. With prefetching several batches are alive, and their parts are views. So
+    the addresses of the first batch's leaves are kept, and a leaf that appears at the same address
+    again is copied from then on. A dataset with more buffers than live batches needs no copies.
+    The first batch is copied if it is small; otherwise the second is read only after the consumer
+    has finished it. If a step has several batches, none can wait: all are copied until the check
+    is complete. The batches of a list or tuple are never copied.
 
     Args:
-        prefetch: how many steps are ready at once.
-        batches_per_step: how many batches are in one.
+        prefetch: the number of steps that are kept ready.
+        batches_per_step: the number of batches in a step.
 
     Attributes:
-        must_wait: whether nothing may be read before the consumer is done with this batch.
+        must_wait: whether the next read must wait until the consumer has finished this batch.
     """
 
     def __init__(self, dataset: object, prefetch: int, batches_per_step: int) -> None:
         self.must_wait = False
         self._can_wait = batches_per_step == 1
-        # As many as are alive: those ready, the one in use, and the one being read.
+        # The number of live batches: those that are ready, in use, and being read.
         self._num_checks = batches_per_step * (prefetch + 2)
         if type(dataset) in (list, tuple) or (prefetch == 0 and self._can_wait):
             self._num_checks = 0
         self._first: list[Any] | None = None
-        self._reused: set[int] = set()  # places among the leaves
+        self._reused: set[int] = set()  # indices of leaves
 
     def check(self, batch: Any) -> Any:
-        """Returns the batch, with copies of the leaves whose memory will be written again."""
+        """Returns the batch, with copies of the leaves that lie in reused memory."""
         self.must_wait = False
         if not self._num_checks:
-            return _copied(batch, self._reused) if self._reused else batch
+            return _copy_leaves(batch, self._reused) if self._reused else batch
         self._num_checks -= 1
         leaves = leaves_of(batch)
         is_first = self._first is None
@@ -56,20 +55,20 @@ class BufferReuse:
             self._first = leaves
         else:
             found = {
-                place
-                for place, (old, new) in enumerate(zip(self._first, leaves, strict=False))
+                i
+                for i, (old, new) in enumerate(zip(self._first, leaves, strict=False))
                 if _address(old) and _address(old) == _address(new)
             }
-            # Batches read before may lie in the memory that comes next.
+            # The next read may overwrite a batch that was not copied.
             self.must_wait = not found <= self._reused
             self._reused |= found
         if not self._num_checks:
             self._first = []
         is_small = sum(map(_num_bytes, leaves)) <= SMALL_BYTES
         if not self._can_wait or (is_first and is_small):
-            return _copied(batch, set(range(len(leaves))))
+            return _copy_leaves(batch, set(range(len(leaves))))
         self.must_wait = self.must_wait or is_first
-        return _copied(batch, self._reused) if self._reused else batch
+        return _copy_leaves(batch, self._reused) if self._reused else batch
 
 
 def _address(leaf: Any) -> int:
@@ -86,10 +85,10 @@ def _is_dense(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
-def _copied(batch: Any, places: set[int]) -> Any:
-    def copy(place: int, leaf: Any) -> Any:
-        if place in places and isinstance(leaf, np.ndarray):
+def _copy_leaves(batch: Any, indices: set[int]) -> Any:
+    def copy(i: int, leaf: Any) -> Any:
+        if i in indices and isinstance(leaf, np.ndarray):
             return leaf.copy()
-        return leaf.clone() if place in places and _is_dense(leaf) else leaf
+        return leaf.clone() if i in indices and _is_dense(leaf) else leaf
 
     return rebuild_structure(batch, (copy(*item) for item in enumerate(leaves_of(batch))))

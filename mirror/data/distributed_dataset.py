@@ -1,4 +1,4 @@
-"""DistributedDataset: an iterable of batches, seen as batches distributed over the replicas."""
+"""DistributedDataset: yields the batches of a dataset, distributed over the replicas."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from mirror.base.migration_hints import with_hints
 from mirror.base.no_copy import NoCopy
 from mirror.base.timeline import CROSS, INPUT, Timeline
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.data.adapters import DatasetAdapter, adapter_of
+from mirror.data.adapters import DatasetAdapter, make_adapter
 from mirror.data.distributed_steps import Assembly, Delivery, DistributedStep, DistributedSteps
 from mirror.data.input_options import InputOptions, or_default
-from mirror.data.load_balance import Balance, balance_of
+from mirror.data.load_balance import Balance, make_balance
 from mirror.data.prefetch import Closed, OnDemand, Prefetcher
-from mirror.data.resume_state import PassPosition, SavedPosition, gather_states, own_state_of
-from mirror.data.rng_state import capture_streams, restore_streams, streams_at
-from mirror.data.worker_agreement import AgreedBatches, BatchReader, SameBatches, longest
-from mirror.data.worker_sharding import sharding_of
+from mirror.data.resume_state import PassPosition, SavedPosition, gather_states, select_own_state
+from mirror.data.rng_state import capture_rng, replayed_rng, restore_rng
+from mirror.data.worker_agreement import AgreedBatches, BatchReader, SameBatches, max_num_steps
+from mirror.data.worker_sharding import choose_sharding
 
 Measure = Callable[[], Callable[[], Sequence[float]]]
 
 
 @with_hints
 class DistributedDataset(NoCopy):
-    """What ``strategy.distribute_dataset`` returns; iterating gives one distributed batch a step.
+    """The result of ``strategy.distribute_dataset``; iterating yields one batch per step.
 
-    It can be iterated as often as the dataset can: a ``DataLoader`` again and again, also several
-    times at once, a generator once. Of an iterator nothing that was read ahead is lost when its
-    consumer leaves: the next ``for`` loop goes on there.
+    It can be iterated as often as the dataset: a ``DataLoader`` repeatedly, also several times at
+    once, a generator once. If a loop over an iterator ends early, the batches that were read
+    ahead are kept, and the next ``for`` loop continues with them.
 
     Attributes:
-        waited_seconds: how long consumers have waited for batches, in all iterations.
-        num_delivered: how many distributed batches they have got.
-        before_next: called when a consumer asks for a batch, before anything changes.
+        waited_seconds: the time that consumers have waited for batches, in all iterations.
+        num_delivered: the number of batches that consumers have received.
+        before_next: functions that are called when a consumer asks for a batch, before any change.
     """
 
     _instead = (
@@ -62,18 +62,18 @@ class DistributedDataset(NoCopy):
         """Distributes the batches of ``dataset`` over ``devices``.
 
         Args:
-            joins: whether each batch is for one replica (``distribute_dataset_from_function``)
-                rather than a global one to split.
-            measure: begins to measure the replicas for ``weights="auto"``, see ``Balance``.
+            joins: whether each batch is for one replica (``distribute_dataset_from_function``),
+                instead of a global batch to split.
+            measure: starts measuring the replicas for ``weights="auto"``, see ``Balance``.
             check_usable: raises if the strategy is closed.
-            timeline: notes how long consumers wait.
-            workers: the processes whose replicas train together, see ``sharding_of``.
+            timeline: records the time that consumers wait.
+            workers: the processes that train together, see ``choose_sharding``.
 
         Raises:
-            TypeError: the dataset is no iterable of batches, or the options are something else.
-            ValueError: the weights do not go with the devices, or they, or the sharding, with
-                ``joins``.
-            BatchError: the dataset cannot be sharded so.
+            TypeError: the dataset is no iterable of batches, or the options have another type.
+            ValueError: the weights do not fit the devices, or the weights or the sharding do not
+                fit ``joins``.
+            BatchError: the dataset cannot be sharded by this policy.
         """
         if isinstance(dataset, DistributedDataset):
             raise TypeError("this dataset is distributed already; iterate over it as it is")
@@ -82,32 +82,32 @@ class DistributedDataset(NoCopy):
         self.before_next: list[Callable[[], None]] = []
         self._options = or_default(options, InputOptions)
         self._workers = workers = workers or LocalWorkerGroup(len(devices))
-        shares = balance_of(self._options, workers, len(devices), joins=joins, measure=measure)
+        shares = make_balance(self._options, workers, len(devices), joins=joins, measure=measure)
         policy = self._options.policy(joins=joins)
-        sharding = sharding_of(dataset, policy, workers, len(devices), shares)
+        sharding = choose_sharding(dataset, policy, workers, len(devices), shares)
         self._balance = shares if isinstance(shares, Balance) else None
         self._is_own = sharding.is_own
         is_split = workers.is_multi_process and not self._is_own
-        self._source = adapter_of(sharding.dataset, sharding.window if is_split else None)
+        self._source = make_adapter(sharding.dataset, sharding.window if is_split else None)
         options = replace(self._options, drop_remainder=False) if self._is_own else self._options
         self._assembly = Assembly(devices, options, sharding.window, joins=joins)
         self._check_usable = check_usable
         self._timeline = timeline
-        self._position: PassPosition | None = None  # of the pass that began last, until it is over
-        self._saved: SavedPosition | None = None  # a loaded position, where the next pass begins
+        self._position: PassPosition | None = None  # of the latest pass, until it ends
+        self._saved: SavedPosition | None = None  # a loaded position: the next pass begins there
         self._shared: tuple[BatchReader, PassPosition] | None = (
             None  # the one pass over an iterator
         )
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
         if self._is_own:
-            self._num_steps = longest(workers, self._own_steps())
+            self._num_steps = max_num_steps(workers, self._own_steps())
 
     def __iter__(self) -> DistributedIterator:
-        """Begins a pass; with ``prefetch`` it is read ahead from the first batch on.
+        """Begins a pass; with ``prefetch`` a thread reads ahead from the first batch on.
 
         Raises:
             StrategyError: the strategy is closed.
-            ValueError: the dataset has not the batches that a loaded state counts as consumed.
+            ValueError: the dataset has fewer batches than a loaded state counts as consumed.
         """
         self._check_usable()
         reader, self._position = self._shared or self._begin()
@@ -122,9 +122,9 @@ class DistributedDataset(NoCopy):
         """Returns the number of distributed batches of a pass.
 
         Raises:
-            TypeError: the dataset has no length; with ``drop_remainder`` whether its last batch
-                is smaller is not known before it is read, but for a ``DataLoader``. Of workers
-                with batches of their own the longest counts.
+            TypeError: the dataset has no length. With ``drop_remainder`` only a ``DataLoader``
+                has one, since the size of the last batch must be known. If workers have their own
+                batches, the longest dataset counts.
         """
         if self._is_own and not self._options.drop_remainder and self._num_steps is not None:
             return self._num_steps
@@ -141,12 +141,13 @@ class DistributedDataset(NoCopy):
         return num_whole // per_step or min(length, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the iteration that began last stands, as plain values and tensors.
+        """Returns the position of the latest iteration, as plain values and tensors.
 
-        What was read ahead and not consumed counts as not read. A ``for`` loop that was left
-        stands where it was left, until another one begins. Included are the states of the global
-        random streams, of the loader's samplers and generators, and of a dataset that has one of
-        its own. Workers with batches of their own all call it: it says where each one stands.
+        Batches that were read ahead and not consumed count as not read. A ``for`` loop that ended
+        early keeps its position until the next one begins. The state includes the global random
+        generators, the loader's samplers and generators, and the dataset's own state if it has
+        one. If workers have their own batches, all of them call it, and the state has the
+        position of each.
         """
         saved = self._saved
         if saved is None:
@@ -156,47 +157,47 @@ class DistributedDataset(NoCopy):
                 has_begun=self._position is not None,
                 position=self._position
                 or PassPosition(self._source.order(), own_state=self._source.own_state()),
-                streams=capture_streams(),
+                streams=capture_rng(),
             )
         state = copy.deepcopy(saved.as_state())
         return gather_states(state, self._workers) if self._is_own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration see exactly what was left when the state was taken.
+        """Makes the next iteration yield exactly the batches that remained when it was saved.
 
-        The order of a map-style ``DataLoader`` is replayed without reading the data; an iterable
-        with a ``state_dict`` of its own is given that; of any other what was consumed is read
-        again and dropped. The global random streams (torch's on the CPU, Python's, numpy's) are
-        set to where they stood, so that what follows draws what the uninterrupted run draws, the
-        order of later epochs included. Only what a loader's processes draw begins anew. Ends
-        iterations that are going on. The number of replicas may have changed.
+        The order of a map-style ``DataLoader`` is replayed without reading its data. An iterable
+        with its own ``state_dict`` loads its state. Any other dataset reads the consumed batches
+        again and drops them. The global random generators (torch's on the CPU, Python's, NumPy's)
+        are restored, so that the program draws the numbers of an uninterrupted run, also for the
+        order of later epochs; only a loader's worker processes start new sequences. Active
+        iterations end. The number of replicas may differ.
 
         Raises:
             TypeError: the state is not a dict.
-            ValueError: it is not one of this class, or of another kind of dataset, or of one with
-                another number of batches, of samplers or generators. Nothing is changed then.
+            ValueError: the state is not of this class, or is of a dataset of another kind or with
+                another number of batches, samplers or generators. Nothing is changed.
         """
         if self._is_own:
-            state = own_state_of(state, self._workers)
+            state = select_own_state(state, self._workers)
         saved = SavedPosition.from_state(state, self._source.kind, self._source.num_batches())
         self._source.check_order(saved.position.order)
         self._end_iterations()
         self._source.load_own_state(saved.position.own_state)
         if not saved.has_begun:
             self._source.reorder(saved.position.order)
-        restore_streams(saved.streams)
+        restore_rng(saved.streams)
         self._shared = self._position = None
         self._saved = saved if saved.has_begun else None
 
     def __repr__(self) -> str:
         num_batches = self._source.num_batches()
-        of = "" if num_batches is None else f" of {num_batches} batches"
+        size = "" if num_batches is None else f" of {num_batches} batches"
         devices = ", ".join(map(str, self._assembly.devices))
-        return f"{type(self).__name__}({type(self._source.dataset).__name__}{of}, [{devices}])"
+        return f"{type(self).__name__}({type(self._source.dataset).__name__}{size}, [{devices}])"
 
     @property
     def is_iterated(self) -> bool:
-        """Whether somebody holds an iterator of it, as a ``for`` loop does."""
+        """Whether an iterator of it is alive, as in a ``for`` loop."""
         return bool(self._iterators)
 
     def close(self) -> None:
@@ -215,7 +216,7 @@ class DistributedDataset(NoCopy):
                 found = self._source.sample(position.order)
                 sample = None if found is None else DistributedStep([found], None, self._assembly)
             self._source.reorder(position.order)
-            with streams_at(position.order["streams"]):
+            with replayed_rng(position.order["streams"]):
                 batches = self._source.begin(position.num_consumed, position.order)
             self._saved = None
         steps = DistributedSteps(
@@ -237,7 +238,7 @@ class DistributedDataset(NoCopy):
         return reader, position
 
     def _own_steps(self, num_consumed: int = 0) -> int | None:
-        """Returns how many steps this worker's batches still make, ``None`` if not sure."""
+        """Returns the number of this worker's remaining steps; ``None`` if it is not certain."""
         length, per_step = self._source.num_batches(), self._assembly.batches_per_step
         if length is None or not self._source.has_sure_length:
             return None
@@ -245,7 +246,7 @@ class DistributedDataset(NoCopy):
 
     def _end_iterations(self) -> None:
         for iterator in list(self._iterators):
-            iterator.close()  # now: at its end, later, it would rewind what a state has set
+            iterator.close()  # a later finalizer would rewind what a loaded state has set
         if self._shared is not None:
             self._shared[0].close()
 
@@ -255,7 +256,7 @@ class DistributedDataset(NoCopy):
         if self._balance is not None:
             self._balance.record(delivery.sizes)
 
-    def _note_end(self, position: PassPosition) -> None:
+    def _on_pass_end(self, position: PassPosition) -> None:
         if position is self._position and not self._source.is_shared:
             self._position = None  # the next pass begins at the start
 
@@ -264,8 +265,8 @@ class DistributedIterator(NoCopy):
     """One iteration over a ``DistributedDataset``; dropping it ends its thread and workers.
 
     Attributes:
-        waited_seconds: how long its consumer has waited for batches.
-        num_delivered: how many distributed batches it has got.
+        waited_seconds: the time that its consumer has waited for batches.
+        num_delivered: the number of batches that its consumer has received.
     """
 
     _instead = "take the state_dict() of the distributed dataset"
@@ -291,19 +292,19 @@ class DistributedIterator(NoCopy):
     def __next__(self) -> Any:
         """Returns the next batch, with ``PerReplica`` leaves on the replicas' devices.
 
-        On GPUs the streams of computation wait for the copies; the host does not.
+        On GPUs the compute streams wait for the copies; the host does not.
 
         Raises:
             BatchError: the leaves of a batch cannot be split together.
             StrategyError: the strategy is closed.
-            BaseException: what the dataset raised at this batch.
+            BaseException: the error that the dataset raised at this batch.
         """
         dataset, position = self._dataset, self._position
         dataset._check_usable()
-        if not self._leave.alive:  # closed; another iteration may go on with its reader
+        if not self._leave.alive:  # closed; another iteration may use its reader
             raise StopIteration
-        for asked in tuple(dataset.before_next) if dataset.before_next else ():
-            asked()
+        for listener in tuple(dataset.before_next) if dataset.before_next else ():
+            listener()
         timeline, begun = dataset._timeline, perf_counter()
         if timeline is not None:
             timeline.begin(CROSS, INPUT)
@@ -314,7 +315,7 @@ class DistributedIterator(NoCopy):
             position.first_size = self._reader.steps.first_size
             delivery = step.delivery()
         except StopIteration:
-            dataset._note_end(position)
+            dataset._on_pass_end(position)
             raise
         except Closed:
             dataset._check_usable()
@@ -335,7 +336,7 @@ class DistributedIterator(NoCopy):
         except (StopIteration, Closed):
             raise
         except Exception:
-            self._position.num_consumed += 1  # a loader goes on with the batch after this one
+            self._position.num_consumed += 1  # a loader continues with the next batch
             raise
 
     def close(self) -> None:
@@ -344,12 +345,12 @@ class DistributedIterator(NoCopy):
 
 
 def _leave(reader: BatchReader, source: DatasetAdapter, position: PassPosition) -> None:
-    """Ends a pass whose iterator is gone."""
+    """Ends a pass when its iterator is closed or freed."""
     reader.close()
     if reader.was_left:
         source.rewind(position.order, position.num_consumed, position.own_state)
 
 
 def _leave_shared(reader: BatchReader, source: DatasetAdapter, position: PassPosition) -> None:
-    """Ends the thread of an iterator's one pass; another iteration may go on with it."""
+    """Ends the thread of a shared pass; another iteration may continue the pass."""
     reader.stop()

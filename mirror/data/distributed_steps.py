@@ -1,4 +1,4 @@
-"""Steps: the batches of one pass, as they go to the replicas."""
+"""Reads the batches of one pass, and assembles each step's batches for the replicas."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from torch import Tensor
 from mirror.data.adapters import DatasetAdapter, DatasetPass
 from mirror.data.buffer_reuse import BufferReuse
 from mirror.data.input_options import InputOptions
-from mirror.data.join_batches import examples_of, join_batches
-from mirror.data.split_batch import batch_size, host_part, is_batched, is_strings, split_batch
+from mirror.data.loader_copy import WindowBatch
+from mirror.data.split_batch import (
+    batch_size,
+    count_examples,
+    host_part,
+    is_batched,
+    is_strings,
+    join_batches,
+    split_batch,
+)
 from mirror.data.worker_sharding import Window
-from mirror.data.worker_slices import Fetched
 from mirror.device.side_streams import CopyStreams
 from mirror.devices import is_simulated
 from mirror.values import PerReplica, children_of, leaves_of, rebuild_node
@@ -25,13 +32,13 @@ from mirror.values import PerReplica, children_of, leaves_of, rebuild_node
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What the replicas get for one step.
+    """The distributed batch of one step.
 
     Attributes:
-        batch: with ``PerReplica`` leaves on the replicas' devices.
+        batch: the batch, with ``PerReplica`` leaves on the replicas' devices.
         sizes: the replicas' numbers of examples.
-        num_examples: all, those for other workers included.
-        events: what must happen before the batch may be used, see ``CopyStreams``.
+        num_examples: the number of examples of all workers.
+        events: the events that precede any use of the batch, see ``CopyStreams``.
     """
 
     batch: Any
@@ -47,16 +54,16 @@ class Delivery:
 
 
 class Assembly:
-    """How a dataset's batches become steps: global ones are split, replicas' own ones joined.
+    """Assembles steps from a dataset's batches: splits global ones, joins those for one replica.
 
     Args:
-        window: which replicas these are of those that a global batch is split over.
+        window: these replicas, among all over which a global batch is split.
         joins: whether each batch is for one replica.
 
     Attributes:
-        batches_per_step: how many of the dataset's batches make a step.
-        copies: whether parts are copied to devices, which should begin early; otherwise they are
-            views, made in the consumer's thread, so that a slow loader's does nothing but load.
+        batches_per_step: the number of the dataset's batches in a step.
+        copies: whether parts are copied to devices, which the reading thread then starts early.
+            Otherwise they are views, which the consumer's thread makes.
     """
 
     def __init__(
@@ -77,13 +84,13 @@ class Assembly:
 
     def num_examples(self, batches: Sequence[Any]) -> int:
         """Returns the number of examples of a step, those for other workers included."""
-        return sum(map(examples_of if self._joins else _global_size, batches))
+        return sum(map(count_examples if self._joins else _global_size, batches))
 
     def assemble(self, batches: Sequence[Any]) -> Delivery:
         """Splits, or joins, the batches of a step, and copies the parts to the devices."""
         num_replicas = len(self.devices)
         if self._joins:
-            sizes = (*map(examples_of, batches), *[0] * (num_replicas - len(batches)))
+            sizes = (*map(count_examples, batches), *[0] * (num_replicas - len(batches)))
             num_examples = sum(sizes)
             batch = join_batches(
                 batches,
@@ -98,7 +105,7 @@ class Assembly:
             sizes = window.sizes(num_examples)
             begin = sum(sizes[: window.first])
             num_read = num_examples
-            if isinstance(whole, Fetched):  # it begins with the window
+            if isinstance(whole, WindowBatch):  # its first example is the window's first
                 whole, begin = whole.part, 0
                 num_read = batch_size(whole)
             sizes = sizes[window.first : window.first + num_replicas]
@@ -116,12 +123,12 @@ class Assembly:
 
 
 class DistributedStep:
-    """The batches of one step, read and perhaps assembled.
+    """The batches of one step, already assembled if parts are copied to devices.
 
     Attributes:
-        num_batches: how many of the dataset's batches are in it.
-        own_state: the dataset's own state after them, if it has one.
-        batches: as they were read.
+        num_batches: the number of the dataset's batches in the step.
+        own_state: the dataset's own state after these batches, if it has one.
+        batches: the batches as they were read.
     """
 
     __slots__ = (
@@ -143,29 +150,29 @@ class DistributedStep:
 
     def empty(self) -> DistributedStep:
         """Returns a step without examples, of the structure of this one."""
-        step = DistributedStep([_emptied(self.batches[0])], self.own_state, self._assembly)
+        step = DistributedStep([_make_empty(self.batches[0])], self.own_state, self._assembly)
         step.num_batches = 0
         return step
 
     def num_examples(self) -> int:
-        """Returns the number of examples of all replicas, those of other workers included."""
+        """Returns the number of examples of the replicas of all workers."""
         if self._delivery is not None:
             return self._delivery.num_examples
         return self._assembly.num_examples(self.batches)
 
     def delivery(self) -> Delivery:
-        """Returns what the replicas get; called once."""
+        """Returns the distributed batch; called once."""
         return self._delivery or self._assembly.assemble(self.batches)
 
 
 class DistributedSteps:
     """Reads the batches of a pass, one step at a time.
 
-    Calling ``next`` again after an error goes on with the next batch, where the dataset does.
+    A call of ``next`` after an error continues with the next batch, if the dataset can.
 
     Attributes:
-        first_size: the number of examples of the pass's first step, which only
-            ``drop_remainder`` needs; ``None`` before it.
+        first_size: the number of examples of the pass's first step, for ``drop_remainder``;
+            ``None`` before it.
     """
 
     def __init__(
@@ -183,16 +190,16 @@ class DistributedSteps:
         self._reuse = BufferReuse(
             source.dataset, assembly.options.prefetch, assembly.batches_per_step
         )
-        self._read: list[Any] = []  # for a step that is not complete
+        self._read: list[Any] = []  # batches of an incomplete step
         self._held: list[DistributedStep] = []
-        # Whether copies read the dataset's own memory after they were enqueued: pinned memory.
-        # From any other they read it before.
+        # Copies from pinned memory read the dataset's own memory after they were enqueued; from
+        # other memory the host reads before.
         self._is_read_later = False
         self._error: BaseException | None = None
 
     @property
     def must_wait(self) -> bool:
-        """Whether the next step may be read only when this one is done with."""
+        """Whether the next step may be read only after the consumer has finished this one."""
         return self._reuse.must_wait
 
     def __next__(self) -> DistributedStep:
@@ -204,17 +211,17 @@ class DistributedSteps:
             if self.first_size is None:
                 self.first_size = size
             elif size < self.first_size:
-                self._look_beyond()
+                self._read_next()
         return step
 
-    def _look_beyond(self) -> None:
-        """Raises ``StopIteration`` if what was read last is the last."""
+    def _read_next(self) -> None:
+        """Reads the next step; raises ``StopIteration`` if there is none."""
         try:
             self._held.append(self._next())
         except StopIteration:
             raise
         except BaseException as error:
-            self._error = error  # belongs to the batch after
+            self._error = error  # is raised at the next batch
 
     def _raise_held(self) -> NoReturn:
         error, self._error = self._error, None
@@ -226,7 +233,7 @@ class DistributedSteps:
 
     def _next(self) -> DistributedStep:
         if self._is_read_later:
-            # To be done with a batch, as a dataset takes it that fills the same memory again.
+            # A dataset that fills the same memory again expects that the last batch was copied.
             self._assembly.streams.synchronize()
             self._is_read_later = False
         while len(self._read) < self._assembly.batches_per_step:
@@ -239,22 +246,22 @@ class DistributedSteps:
             self._read.append(self._reuse.check(batch))
         batches, self._read = self._read, []
         if self._assembly.copies:
-            # Also if no step is made of them: an error may come when some copies are under way.
+            # Set before the step is made: an error may occur while some copies are in flight.
             self._is_read_later = any(map(_is_pinned, chain(*map(leaves_of, batches))))
         return DistributedStep(batches, self._source.own_state(), self._assembly)
 
     def end(self) -> None:
-        """Lets go of the dataset."""
+        """Ends the pass, and frees its batches."""
         self._held.clear()
         self._pass.end()
 
 
-def _emptied(batch: Any) -> Any:
-    """Returns a batch of no examples."""
-    batch = batch.part if isinstance(batch, Fetched) else batch
-    size = examples_of(batch)
+def _make_empty(batch: Any) -> Any:
+    """Returns a batch of the same structure without examples."""
+    batch = batch.part if isinstance(batch, WindowBatch) else batch
+    size = count_examples(batch)
 
-    def emptied(tree: Any) -> Any:
+    def make_empty(tree: Any) -> Any:
         if is_batched(tree):
             return tree[:0].copy() if isinstance(tree, np.ndarray) else tree[:0].clone()
         if is_strings(tree) and len(tree) == size:
@@ -262,17 +269,17 @@ def _emptied(batch: Any) -> Any:
         children = None if isinstance(tree, Tensor) else children_of(tree)
         if children is None:
             return tree
-        return rebuild_node(tree, {key: emptied(child) for key, child in children.items()})
+        return rebuild_node(tree, {key: make_empty(child) for key, child in children.items()})
 
-    return emptied(batch)
+    return make_empty(batch)
 
 
 def _global_size(batch: Any) -> int:
-    return batch.num_examples if isinstance(batch, Fetched) else batch_size(batch)
+    return batch.num_examples if isinstance(batch, WindowBatch) else batch_size(batch)
 
 
 def _is_pinned(leaf: Any) -> bool:
-    # An array that needs a copy becomes a tensor of other memory, which its first row shows.
+    # The first row of an array shows whether its tensor is a copy in other memory.
     tensor = host_part(leaf[:1] if leaf.ndim else leaf) if isinstance(leaf, np.ndarray) else leaf
     is_dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided
     return is_dense and tensor.device.type == "cpu" and tensor.is_pinned()

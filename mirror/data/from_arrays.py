@@ -1,4 +1,4 @@
-"""from_arrays: batches of arrays that are in memory."""
+"""Batches of arrays that are in memory."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def from_arrays(
 ) -> DataLoader[Any]:
     """Returns a ``DataLoader`` over the examples of arrays that are in memory.
 
-    Whole batches are taken at once, which is as fast as copying them. Batches are fresh memory:
-    what happens to one never reaches the arrays.
+    Whole batches are taken at once, at the speed of a copy. Batches have their own memory, so
+    writes to a batch never reach the arrays.
 
     Args:
         arrays: tensors or numpy arrays that share their first dimension, nested in tuples, lists,
             dicts, namedtuples or dataclasses; batches have the same structure. Other leaves are
-            in every batch as they are.
-        batch_size: examples per batch; the last batch has what is left.
-        shuffle: whether every pass has an order of its own.
-        seed: of these orders; ``None`` draws them from torch's global generator.
-        repeat: how many epochs a pass over the loader has. ``None`` and ``False`` are one epoch,
-            ``True`` never ends, and such a loader has no ``len()``. No batch has examples of two
-            epochs, so the last one of each may be smaller. With ``shuffle`` every epoch has an
-            order of its own: with a seed those that as many passes without ``repeat`` have.
+            in every batch unchanged.
+        batch_size: the number of examples in a batch; the last batch may have fewer.
+        shuffle: whether every pass has a new random order.
+        seed: the seed of these orders; ``None`` draws them from torch's global generator.
+        repeat: the number of epochs in a pass over the loader. ``None`` and ``False`` are one
+            epoch. ``True`` never ends, and such a loader has no ``len()``. No batch has examples
+            of two epochs, so the last one of each may be smaller. With ``shuffle`` every epoch
+            has its own order; with a seed these are the orders of as many passes without
+            ``repeat``.
 
     Raises:
-        BatchError: the arrays differ in length, or there is none.
-        ValueError: a batch size that is not an int >= 1, a ``shuffle`` that is not a bool, a
-            seed that is not an int of 64 bits, or a ``repeat`` that is neither ``None``, a bool
-            nor an int >= 1.
+        BatchError: the arrays differ in length, or there is no array.
+        ValueError: ``batch_size`` is not an int >= 1, ``shuffle`` is not a bool, ``seed`` is not
+            an int of 64 bits, or ``repeat`` is neither ``None``, a bool nor an int >= 1.
     """
     if not is_int(batch_size) or batch_size < 1:
         raise ValueError(f"batch_size must be an int >= 1, got {short_repr(batch_size)}")
@@ -81,7 +81,7 @@ def from_arrays(
 
 
 class Arrays(Dataset[Any]):
-    """The examples, by a slice or a tensor of indices."""
+    """A dataset of arrays, indexed by a slice or a tensor of indices."""
 
     def __init__(self, arrays: Any, num_examples: int) -> None:
         self._arrays = arrays
@@ -98,7 +98,7 @@ class _Indices(Sampler[Index]):
     """The batches of a pass, as slices or tensors of indices.
 
     Args:
-        num_epochs: of a pass; ``None`` for a pass that never ends.
+        num_epochs: the number of epochs in a pass; ``None`` for a pass that never ends.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class _Indices(Sampler[Index]):
 
     @property
     def num_whole_batches(self) -> int | None:
-        """How many batches are as large as the first one; ``None`` if that is not all but one."""
+        """The number of batches as large as the first; ``None`` if several batches are smaller."""
         if self._num_epochs is None:
             return None
         is_even = not self._num_examples % self._batch_size
@@ -146,9 +146,9 @@ class _Indices(Sampler[Index]):
     def _orders(self) -> Iterator[Tensor]:
         """Yields the order of each epoch of a pass.
 
-        All that moves a generator which others can see happens before the first order. Later
-        epochs are drawn whenever the reader comes to them, which may be ahead of its consumer:
-        their draws from a shared generator would depend on how far that is.
+        All draws from a shared generator happen before the first order. Later orders come from a
+        private generator: the reader may draw them ahead of its consumer, and the number of
+        draws from a shared generator would then depend on timing.
         """
         draw = functools.partial(torch.randperm, self._num_examples)
         if self._num_epochs == 1:
@@ -159,7 +159,7 @@ class _Indices(Sampler[Index]):
             own.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         else:
             own.set_state(self.generator.get_state())
-            # The next pass goes on after this one; after one that never ends, an epoch later.
+            # The next pass continues after this one; after an endless one, an epoch later.
             for _ in range(self._num_epochs or 1):
                 draw(generator=self.generator)
         while True:

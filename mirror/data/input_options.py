@@ -1,4 +1,4 @@
-"""InputOptions and InputContext: how a strategy's input is split, fetched ahead and weighted."""
+"""Options of distributed input, and the contexts that input functions get."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Attributes:
-        prefetch: how many batches a background thread keeps ready, split and copied to their
-            devices; 0 reads, splits and copies each batch when it is asked for.
+        prefetch: the number of batches that a background thread keeps ready, split and copied to
+            their devices; 0 reads, splits and copies each batch when it is asked for.
         drop_remainder: drops a last batch that has fewer examples than the first one, or, with
             ``distribute_dataset_from_function``, that does not reach all replicas.
-        weights: how a batch is split over unlike devices: one number >= 0 per replica, see
-            ``mirror.data.split_batch.split_sizes``; ``"auto"`` to follow the replicas' measured
-            speed, see ``mirror.data.load_balance.Balance``; ``None`` for equal parts.
-        weight_of: gives a replica's weight in the gradient mean from its part of the batch, as it
-            is on the host: ``lambda batch: batch["attention_mask"].sum()`` counts tokens. ``None``
+        weights: the split of a batch over devices of different speed: one number >= 0 per
+            replica, see ``mirror.data.split_batch.split_sizes``; ``"auto"`` follows the replicas'
+            measured speed, see ``mirror.data.load_balance.Balance``; ``None`` for equal parts.
+        weight_of: computes a replica's weight in the gradient mean from its part of the batch on
+            the host: ``lambda batch: batch["attention_mask"].sum()`` counts tokens. ``None``
             counts examples.
-        sharding: what each of several workers reads: ``"data"``, which ``"auto"`` means, its part
-            of global batches that are the same on all; ``"file"``, a shard of the records;
-            ``"off"``, batches of its own. See ``mirror.data.worker_sharding.sharding_of``.
+        sharding: the data that each of several workers reads. ``"data"``, the meaning of
+            ``"auto"``: its part of global batches that are the same on all workers. ``"file"``: a
+            shard of the records. ``"off"``: its own batches. See
+            ``mirror.data.worker_sharding.choose_sharding``.
 
     Raises:
-        ValueError: a negative or fractional ``prefetch``; a ``drop_remainder`` that is not a bool;
-            ``weights`` that are not finite, are negative, or all zero; a ``weight_of`` that
-            cannot be called; a ``sharding`` that is none of these.
+        ValueError: ``prefetch`` is negative or no integer; ``drop_remainder`` is not a bool;
+            ``weights`` are not finite, negative, or all zero; ``weight_of`` is not callable;
+            ``sharding`` is not one of these names.
     """
 
     prefetch: int = 2
@@ -60,7 +61,7 @@ class InputOptions:
         if self.weights is not None and not (
             isinstance(self.weights, str) and self.weights == "auto"
         ):
-            object.__setattr__(self, "weights", _checked_weights(self.weights))
+            object.__setattr__(self, "weights", _check_weights(self.weights))
         if self.weight_of is not None and not callable(self.weight_of):
             raise ValueError(
                 "weight_of must be a function of a replica's part of the batch, got "
@@ -71,10 +72,13 @@ class InputOptions:
             raise ValueError(f"sharding must be one of {names}; got {short_repr(self.sharding)}")
 
     def policy(self, *, joins: bool) -> str:
-        """Returns the sharding of a dataset, or of one made by a function on every worker.
+        """Returns the sharding of a dataset.
+
+        Args:
+            joins: whether a function makes each worker's batches, one per replica.
 
         Raises:
-            ValueError: what the function makes would be sharded again.
+            ValueError: the sharding would split the function's batches again.
         """
         if not joins:
             return self.sharding
@@ -89,12 +93,12 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class InputContext:
-    """What ``distribute_dataset_from_function`` tells its function.
+    """The argument of a function for ``distribute_dataset_from_function``.
 
     Attributes:
-        num_input_pipelines: how many times the function is called: once per process.
-        input_pipeline_id: which of the calls this is.
-        num_replicas_in_sync: over how many replicas the batches are distributed.
+        num_input_pipelines: the number of calls of the function: one per process.
+        input_pipeline_id: the index of this call.
+        num_replicas_in_sync: the number of replicas over which the batches are distributed.
     """
 
     num_input_pipelines: int = 1
@@ -102,10 +106,11 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the number of examples that each replica gets of a global batch.
+        """Returns the number of examples of a global batch for each replica.
 
         Raises:
-            ValueError: the global batch size is not an int >= 1 that the replicas divide.
+            ValueError: the global batch size is not an int >= 1, or not a multiple of the number
+                of replicas.
         """
         if not is_int(global_batch_size) or global_batch_size < 1:
             raise ValueError(
@@ -121,28 +126,27 @@ class InputContext:
 
 
 def or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
-    """Returns the options of a ``kind`` that a caller has passed, the default ones for ``None``.
+    """Returns the caller's options, or the default ones of ``kind`` for ``None``.
 
     Raises:
-        TypeError: it is something else, a dict for instance.
+        TypeError: the options are not of this kind, but for instance a dict.
     """
     if options is None:
         return kind()
     if not isinstance(options, kind):
         raise TypeError(
-            f"options must be a mirror.{kind.__name__} or None, got "
-            f"{short_repr(options)}; options "
-            f"in a dict are passed as mirror.{kind.__name__}(**options)"
+            f"options must be a mirror.{kind.__name__} or None, got {short_repr(options)}; "
+            f"options in a dict are passed as mirror.{kind.__name__}(**options)"
         )
     return options
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an integer, of numpy too, and not a bool."""
+    """Returns whether a value is an integer, also one of NumPy, and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _checked_weights(weights: Sequence[float] | str) -> tuple[float, ...]:
+def _check_weights(weights: Sequence[float] | str) -> tuple[float, ...]:
     rule = "weights must be one finite number >= 0 per replica, not all zero, or 'auto'"
     try:
         checked = tuple(float(weight) for weight in weights)
@@ -155,7 +159,7 @@ def _checked_weights(weights: Sequence[float] | str) -> tuple[float, ...]:
 
 
 class ValueContext:
-    """What ``distribute_values_from_function`` tells its function.
+    """The argument of a function for ``distribute_values_from_function``.
 
     Attributes:
         replica_id_in_sync_group: the replica that the value is for.
@@ -167,5 +171,5 @@ class ValueContext:
         self.num_replicas_in_sync = num_replicas_in_sync
 
     def __repr__(self) -> str:
-        place = f"replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}"
-        return f"{type(self).__name__}({place})"
+        replica = f"replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}"
+        return f"{type(self).__name__}({replica})"

@@ -1,4 +1,4 @@
-"""Reading steps: ahead of use in a background thread, or when they are asked for."""
+"""Readers of steps: ahead of use in a background thread, or on demand."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from mirror.data.distributed_steps import DistributedStep, DistributedSteps
-from mirror.data.rng_state import TorchDraws, capture_streams, same_streams
+from mirror.data.rng_state import TorchDraws, capture_rng, same_rng
 
-# How long a consumer that leaves waits for a loader that is in the middle of a batch.
+# The time that a consumer that stops waits for a loader in the middle of a batch, in seconds.
 DRAIN_SECONDS = 5.0
 
 _CPU = torch.device("cpu")
 
 
 class Closed(Exception):
-    """The reading was ended while the consumer waited."""
+    """The reader was closed while the consumer waited."""
 
 
 class OnDemand:
-    """Reads each step when it is asked for, in the consumer's thread."""
+    """Reads each step on demand, in the consumer's thread."""
 
     def __init__(self, steps: DistributedSteps) -> None:
         self.steps = steps
@@ -38,29 +38,29 @@ class OnDemand:
         return next(self.steps)
 
     def has_next(self) -> bool | None:
-        """Whether there is another step, ``None``: nobody knows yet."""
+        """Returns ``None``: the next step is not read yet."""
         return None
 
     def stop(self) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
-        """Lets go of the dataset."""
+        """Ends the pass, and frees the dataset's batches."""
         self.steps.end()
 
     @property
     def was_left(self) -> bool:
-        """Whether something was read ahead that nobody will take."""
+        """Whether steps were read ahead that no consumer will take."""
         return False
 
 
 class Prefetcher:
-    """Keeps up to ``depth`` steps ready, read by a thread that lives while somebody consumes.
+    """Keeps up to ``depth`` steps ready, read by a background thread for one consumer thread.
 
-    One thread consumes. The thread reads on if fewer than ``depth`` steps are ready, and what
-    must be read on demand when the consumer waits for it; see [Note: Draws of a loader]. It ends
-    with the pass, at an error (the consumer may go on after it), by ``stop``, which keeps what is
-    ready, or by ``close``. Everything below is guarded by ``_changed``.
+    The thread reads while fewer than ``depth`` steps are ready. It reads steps that draw random
+    numbers only while the consumer waits; see [Note: Draws of a loader]. It ends with the pass, at
+    an error (the consumer may continue after it), by ``stop``, which keeps the ready steps, or by
+    ``close``. The condition ``_changed`` guards the attributes below it.
     """
 
     def __init__(self, steps: DistributedSteps, depth: int) -> None:
@@ -80,16 +80,16 @@ class Prefetcher:
         self._process = os.getpid()
 
     def start(self) -> None:
-        """Starts the thread, or lets it go on."""
+        """Starts the thread, or continues it after ``stop``."""
         self._check_process()
         with self._changed:
             self._is_stopping = False
             if not (self._is_reading or self._is_over or self._is_closed):
                 self._is_reading = True
-                caller = _CallersState()
+                consumer = _ConsumerState()
                 self._thread = threading.Thread(
                     target=contextvars.copy_context().run,
-                    args=(self._work, caller),
+                    args=(self._work, consumer),
                     name="mirror input",
                     daemon=True,  # a loader that never returns must not keep the process alive
                 )
@@ -100,8 +100,8 @@ class Prefetcher:
 
         Raises:
             StopIteration: the pass is over.
-            Closed: by ``close``, also while this call waits.
-            BaseException: what the dataset raised instead of this step, with its traceback.
+            Closed: the reader is closed, also while this call waits.
+            BaseException: the error that the dataset raised at this step, with its traceback.
         """
         self._check_process()
         with self._changed:
@@ -126,26 +126,26 @@ class Prefetcher:
         try:
             raise outcome
         finally:
-            del outcome  # it would hold this frame, which holds it
+            del outcome  # its traceback holds this frame: a reference cycle
 
     def has_next(self) -> bool | None:
-        """Whether there is another step, or an error in its place; ``None``: it is not read."""
+        """Returns whether another step, or an error, follows; ``None`` if it is not read yet."""
         with self._changed:
             if self._ready:
                 return not isinstance(self._ready[0], StopIteration)
             return False if self._is_over else None
 
     def stop(self) -> None:
-        """Ends the thread, and keeps what it has read; does nothing in a forked process."""
+        """Ends the thread, and keeps the steps that it has read; no effect in a forked process."""
         if os.getpid() != self._process:
-            return  # the thread is not in this process, and may have held the lock
+            return  # the thread does not exist in this process, and may have held the lock
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
         self._join()
 
     def close(self) -> None:
-        """Ends the thread and lets go of the dataset and of what is ready; idempotent."""
+        """Ends the thread and the pass, and frees the ready steps. Idempotent."""
         is_first, self._is_closed = not self._is_closed, True
         self.stop()
         if os.getpid() == self._process:
@@ -156,40 +156,40 @@ class Prefetcher:
 
     @property
     def was_left(self) -> bool:
-        """Whether it was closed before its consumer had got the whole pass, and nothing reads."""
+        """Whether it was closed before its consumer took the whole pass, and the thread ended."""
         return self._was_left
 
     def _join(self) -> None:
         thread = self._thread
-        # The garbage collector may end an iterator anywhere, in the thread itself, too.
+        # The garbage collector may close an iterator in any thread, this one included.
         if thread is not None and thread is not threading.current_thread():
             thread.join(DRAIN_SECONDS)
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "an iterator of a distributed dataset serves the process it was made in; this "
-                "one is a fork; iterate over the dataset anew"
+                "an iterator of a distributed dataset works only in the process that created it; "
+                "this process is a fork; iterate over the dataset again"
             )
 
-    # The thread.
+    # - the reading thread
 
-    def _work(self, caller: _CallersState) -> None:
+    def _work(self, consumer: _ConsumerState) -> None:
         try:
-            with caller.applied(), TorchDraws(self._await_demand):
+            with consumer.apply(), TorchDraws(self._await_demand):
                 while self._await_turn():
-                    if not self._hand_over(self._read()):
+                    if not self._deliver(self._read()):
                         return
-        except BaseException as error:  # our own: it must not leave the consumer waiting
-            self._hand_over(error)
+        except BaseException as error:  # a bug here must not leave the consumer waiting
+            self._deliver(error)
         finally:
             self._release()
 
-    def _hand_over(self, outcome: DistributedStep | BaseException) -> bool:
-        """Gives the consumer what was read; returns whether to go on."""
+    def _deliver(self, outcome: DistributedStep | BaseException) -> bool:
+        """Delivers a step or an error to the consumer; returns whether to continue."""
         with self._changed:
             self._ready.append(outcome)
-            self._is_demanded = False  # here: the consumer may be slow to wake up
+            self._is_demanded = False  # set here, since the consumer may wake up late
             if not isinstance(outcome, DistributedStep):
                 self._is_over = isinstance(outcome, StopIteration)
                 self._is_reading = False
@@ -208,28 +208,28 @@ class Prefetcher:
 
     def _read(self) -> DistributedStep | BaseException:
         on_demand = not self._reads_ahead
-        before = capture_streams() if on_demand else None
+        before = capture_rng() if on_demand else None
         self._has_drawn = False
         try:
             return next(self.steps)
         except BaseException as error:
             return error
         finally:
-            if before is not None and not same_streams(before, capture_streams()):
+            if before is not None and not same_rng(before, capture_rng()):
                 self._has_drawn = True
             self._reads_ahead = not self._has_drawn and not self.steps.must_wait
 
     def _await_demand(self) -> None:
-        """Called in the middle of a read, before a draw."""
+        """Waits in the middle of a read, before a draw, until the consumer asks for the step."""
         self._has_drawn = True
         with self._changed:
             while not self._is_demanded and not self._is_stopping:
                 self._changed.wait()
             if self._is_closed:
-                raise _Abandoned  # nothing drawn, as if this batch had not been begun
+                raise _ReadCancelled  # before the draw, as if the read had not started
 
     def _release(self) -> None:
-        """Ends the pass, once nobody reads it or will."""
+        """Ends the pass if the thread has ended, and the pass is over or closed."""
         with self._changed:
             if not self._is_reading and (self._is_closed or self._is_over):
                 if self._is_closed:
@@ -237,12 +237,12 @@ class Prefetcher:
                 self.steps.end()
 
 
-class _Abandoned(BaseException):
-    """Ends a read that nobody waits for; not an Exception, which loaders may catch."""
+class _ReadCancelled(BaseException):
+    """Cancels a read of a closed reader; not an Exception, since loaders may catch these."""
 
 
-class _CallersState:
-    """What holds in the consumer's thread and not by itself in others."""
+class _ConsumerState:
+    """The thread-local modes of the consumer's thread: grad, inference, default device."""
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
@@ -250,7 +250,7 @@ class _CallersState:
         self.device = torch.get_default_device()
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def apply(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())

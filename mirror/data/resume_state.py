@@ -1,7 +1,4 @@
-"""Position: where a pass over a dataset stands, and how that is saved.
-
-States: where every worker stands in batches of its own, as one state for all.
-"""
+"""The position of a pass over a dataset: saved, checked, and gathered from all workers."""
 
 from __future__ import annotations
 
@@ -16,20 +13,23 @@ import torch
 from torch import Tensor
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.data.rng_state import capture_streams, streams_at
+from mirror.data.rng_state import capture_rng, replayed_rng
 from mirror.errors import short_repr
 
 VERSION = 1
 
 
+WORKERS = "workers"
+
+
 @dataclass
 class PassPosition:
-    """Where a pass stands for its consumer, whatever has been read ahead.
+    """The position of a pass for its consumer; batches that were read ahead don't count.
 
     Attributes:
-        order: what the order of the pass follows from, see ``Source.order``.
-        num_consumed: the dataset's batches in the steps that were delivered.
-        first_size: the number of examples of the first step, which ``drop_remainder`` needs.
+        order: the state that decides the order of the pass, see ``DatasetAdapter.order``.
+        num_consumed: the number of the dataset's batches in delivered steps.
+        first_size: the number of examples of the first step, for ``drop_remainder``.
         own_state: the dataset's own state, if it has one.
     """
 
@@ -41,13 +41,13 @@ class PassPosition:
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """A position with what belongs to it in a ``state_dict``.
+    """A position with the other entries of a ``state_dict``.
 
     Attributes:
-        kind: of the source.
-        num_batches: of the dataset, ``None`` where it has no length.
-        has_begun: whether a pass was going on; otherwise the next one begins at the start.
-        streams: the global random streams when it was saved.
+        kind: the kind of the dataset's adapter.
+        num_batches: the length of the dataset; ``None`` if it has none.
+        has_begun: whether a pass was active; otherwise the next one begins at the start.
+        streams: the states of the global random generators.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class SavedPosition:
     streams: dict[str, Any]
 
     def as_state(self) -> dict[str, Any]:
-        """Returns it as plain values and tensors."""
+        """Returns the state as plain values and tensors."""
         return {
             "version": VERSION,
             "kind": self.kind,
@@ -72,11 +72,11 @@ class SavedPosition:
 
     @classmethod
     def from_state(cls, state: object, kind: str, num_batches: int | None) -> SavedPosition:
-        """Returns what a state says, for a dataset of this kind and length.
+        """Returns the saved position of a state.
 
         Raises:
-            TypeError: it is not a mapping.
-            ValueError: it does not fit.
+            TypeError: the state is not a mapping.
+            ValueError: the state does not fit a dataset of this kind and length.
         """
         _check(state, kind, num_batches)
         state = copy.deepcopy(state)
@@ -114,31 +114,33 @@ def _check(state: object, kind: str, num_batches: int | None) -> None:
         )
     if state["kind"] != kind:
         raise ValueError(
-            f"a state goes back into the kind of dataset it was taken from, {state['kind']!r}; "
-            f"this one is of kind {kind!r} (loader: a DataLoader; stateful: with a state_dict of "
-            "its own; iterable: any other)"
+            f"a state fits only the kind of dataset it was taken from, {state['kind']!r}; this "
+            f"one is of kind {kind!r} (loader: a DataLoader; stateful: with its own state_dict; "
+            "iterable: any other)"
         )
     if num_batches is not None and state["num_batches"] not in (None, num_batches):
         raise ValueError(
-            f"a state goes back into the dataset it was taken from, of {state['num_batches']} "
+            f"a state fits only the dataset it was taken from, of {state['num_batches']} "
             f"batches; this one has {num_batches}; keep the examples and the batch size"
         )
     for key in ("num_consumed", "first_size"):  # a batch may be empty
         if state[key] is not None and state[key] < 0:
             raise ValueError(f"{rule}; its {key} is {state[key]}, below 0")
-    template = capture_streams()
+    template = capture_rng()
     _check_streams(state["streams"], template)
     _check_streams(state["order"].get("streams"), template)
 
 
 def _check_streams(streams: object, template: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` unless the streams are such as ``capture_streams`` returns."""
+    """Raises ``ValueError`` unless ``capture_rng`` could have returned these states."""
     fits = isinstance(streams, Mapping) and streams.keys() - {"numpy"} == {"torch", "python"}
     if fits and isinstance(streams, Mapping):
-        fits = all(_is_alike(streams[key], template.get(key, streams[key])) for key in streams)
+        fits = all(
+            _has_structure_of(streams[key], template.get(key, streams[key])) for key in streams
+        )
     if fits and isinstance(streams, Mapping):
         try:
-            with streams_at(streams):  # what the generators themselves refuse
+            with replayed_rng(streams):  # the generators check the values
                 return
         except (TypeError, ValueError, OverflowError, RuntimeError):
             pass
@@ -148,12 +150,12 @@ def _check_streams(streams: object, template: Mapping[str, Any]) -> None:
     )
 
 
-def _is_alike(value: Any, template: Any) -> bool:
+def _has_structure_of(value: Any, template: Any) -> bool:
     if isinstance(template, Mapping):
         return (
             isinstance(value, Mapping)
             and value.keys() == template.keys()
-            and all(_is_alike(value[key], template[key]) for key in template)
+            and all(_has_structure_of(value[key], template[key]) for key in template)
         )
     if isinstance(template, Tensor):
         return (
@@ -173,30 +175,30 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-WORKERS = "workers"
-
-
 def gather_states(state: Mapping[str, Any], workers: LocalWorkerGroup) -> dict[str, Any]:
-    """Returns the states of all workers; called by all of them.
+    """Returns the states of all workers; all of them must call it.
 
     Raises:
-        TypeError: a state holds what cannot be sent.
+        TypeError: a state has a value that cannot be sent.
     """
     tensors: list[Tensor] = []
-    text = json.dumps(_encoded(state, tensors)).encode()
+    text = json.dumps(_encode(state, tensors)).encode()
     header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     what = "state_dict of a distributed dataset"
-    parcels = workers.exchange_tensors(what, None, [header, *tensors])
-    sent = (parcel.tensors for parcel in parcels)
-    return {WORKERS: [_decoded(_read(said), others) for said, *others in sent]}
+    messages = workers.exchange_tensors(what, None, [header, *tensors])
+    states = [
+        _decode(json.loads(header.numpy().tobytes()), tensors)
+        for header, *tensors in (message.tensors for message in messages)
+    ]
+    return {WORKERS: states}
 
 
-def own_state_of(state: Any, workers: LocalWorkerGroup) -> Any:
-    """Returns this worker's of the states of all.
+def select_own_state(state: Any, workers: LocalWorkerGroup) -> Any:
+    """Returns this worker's state from a state of all workers.
 
     Raises:
-        TypeError: it is not a mapping.
-        ValueError: it is not one of as many workers.
+        TypeError: the state is not a mapping.
+        ValueError: the state is of another number of workers.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -205,16 +207,16 @@ def own_state_of(state: Any, workers: LocalWorkerGroup) -> Any:
         )
     states = state.get(WORKERS)
     if not isinstance(states, (list, tuple)) or len(states) != workers.size:
-        of = f"{len(states)} workers" if isinstance(states, (list, tuple)) else "one process"
+        saved = f"{len(states)} workers" if isinstance(states, (list, tuple)) else "one process"
         raise ValueError(
-            "with batches of their own every worker goes on where it stood, so the state must be "
-            f"one of {workers.size} workers; this one is of {of}; start as many, or begin the "
-            "pass anew"
+            "workers with their own batches continue at their own positions, so the state must "
+            f"be of {workers.size} workers; this one is of {saved}; start as many workers, or "
+            "begin the pass again without the state"
         )
     return states[workers.rank]
 
 
-def _encoded(value: Any, tensors: list[Tensor]) -> Any:
+def _encode(value: Any, tensors: list[Tensor]) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, np.integer)):
@@ -229,21 +231,17 @@ def _encoded(value: Any, tensors: list[Tensor]) -> Any:
         return {kind: len(tensors) - 1}
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_encoded(item, tensors) for item in value]}
+        return {kind: [_encode(item, tensors) for item in value]}
     if isinstance(value, Mapping):
         items = value.items()
-        return {"dict": [[_encoded(k, tensors), _encoded(v, tensors)] for k, v in items]}
+        return {"dict": [[_encode(k, tensors), _encode(v, tensors)] for k, v in items]}
     raise TypeError(
-        "a state that goes to other workers holds plain values, tensors and arrays; this one has "
-        f"{short_repr(value)}"
+        "a state that is sent to other workers may have plain values, tensors and arrays; this "
+        f"one has {short_repr(value)}"
     )
 
 
-def _read(header: Tensor) -> Any:
-    return json.loads(header.numpy().tobytes())
-
-
-def _decoded(value: Any, tensors: list[Tensor]) -> Any:
+def _decode(value: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, held),) = value.items()
@@ -254,6 +252,6 @@ def _decoded(value: Any, tensors: list[Tensor]) -> Any:
     if kind in ("tensor", "array"):
         return tensors[held] if kind == "tensor" else tensors[held].numpy()
     if kind == "dict":
-        return {_decoded(k, tensors): _decoded(v, tensors) for k, v in held}
-    items = [_decoded(item, tensors) for item in held]
+        return {_decode(k, tensors): _decode(v, tensors) for k, v in held}
+    items = [_decode(item, tensors) for item in held]
     return items if kind == "list" else tuple(items)

@@ -1,22 +1,22 @@
-"""The process's random streams: torch's, Python's and numpy's global generators.
+"""The global random generators of the process: torch's on the CPU, Python's and NumPy's.
 
 [Note: Draws of a loader]
-A loader that runs in this process may draw from the global generators (a random crop, a shuffle),
-and so may the training step (dropout). Side by side they would draw in an order that depends on
-the machine's mood, and a seed would no longer make a run reproducible. So what draws is read when
-it is asked for, while the consumer waits, and gets the very numbers it gets in a plain loop; only
-what does not draw is read ahead:
+A loader in this process may draw from the global generators (a random crop, a shuffle), and so
+may the training step (dropout). If both drew concurrently, the order of draws would depend on
+timing, and a seed would not make a run reproducible. So a batch that draws is read on demand,
+while the consumer waits: it gets the numbers of a plain loop. Only batches that draw nothing are
+read ahead:
 
-- the first batch of a pass is always read on demand, and the streams are compared;
-- a later one is read ahead if the one before it drew nothing; should it draw by torch after all,
-  it waits in the middle, before it draws, until it is asked for.
+- the first batch of a pass is read on demand, and the generators are compared before and after;
+- a later batch is read ahead if the one before it drew nothing. If it draws by torch after all,
+  it waits before the draw until the consumer asks for it.
 
-A ``torch.Generator`` of the dataset's own counts as well, also one that nothing but the dataset
-holds. A loop that is left early would else leave it behind the draws of batches that the loop has
-not taken, and the next epoch would have another order. Own generators of numpy and Python are not
-seen: a dataset that holds one, and is left early, needs ``prefetch=0``.
+A ``torch.Generator`` of the dataset counts as well. If a loop ended early, its reads ahead would
+have advanced that generator past the batches that the loop took, and the next epoch would have
+another order. Generators of NumPy and Python that a dataset owns are not detected: such a dataset
+needs ``prefetch=0`` if a loop over it may end early.
 
-Workers of a ``DataLoader`` draw in their own processes and hold nothing up.
+Workers of a ``DataLoader`` draw in their own processes, and need no such order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mirror.devices import random_state, set_random_state
 
 _CPU = torch.device("cpu")
 
-# The functions whose operators torch tags as nondeterministic_seeded.
+# The functions with operators that torch tags as nondeterministic_seeded.
 _DRAWING = frozenset(
     "alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout_ "
     "exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ "
@@ -45,7 +45,7 @@ _DRAWING = frozenset(
 )
 
 
-def capture_streams() -> dict[str, Any]:
+def capture_rng() -> dict[str, Any]:
     """Returns the states of the global generators, as tensors and plain numbers."""
     version, state, gauss = random.getstate()
     streams: dict[str, Any] = {
@@ -63,8 +63,8 @@ def capture_streams() -> dict[str, Any]:
     return streams
 
 
-def restore_streams(streams: Mapping[str, Any]) -> None:
-    """Puts the global generators to where they stood when ``streams`` were captured."""
+def restore_rng(streams: Mapping[str, Any]) -> None:
+    """Restores the global generators to captured states."""
     set_random_state(_CPU, streams["torch"])
     python = streams["python"]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
@@ -74,29 +74,29 @@ def restore_streams(streams: Mapping[str, Any]) -> None:
         np.random.set_state(("MT19937", key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
 
 
-def same_streams(a: Any, b: Any) -> bool:
-    """Whether two captured states are equal."""
+def same_rng(a: Any, b: Any) -> bool:
+    """Returns whether two captured states are equal."""
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_streams(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same_rng(a[key], b[key]) for key in a)
     return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
 @contextmanager
-def streams_at(streams: Mapping[str, Any]) -> Iterator[None]:
-    """Replays what was drawn from ``streams``; afterwards the global ones are as before."""
-    now = capture_streams()
+def replayed_rng(streams: Mapping[str, Any]) -> Iterator[None]:
+    """Sets the global generators to ``streams`` inside the block, and restores them after it."""
+    now = capture_rng()
     try:
-        restore_streams(streams)
+        restore_rng(streams)
         yield
     finally:
-        restore_streams(now)
+        restore_rng(now)
 
 
 class TorchDraws(TorchFunctionMode):
-    """Sees, in the thread that enters it, draws of torch's functions before they happen.
+    """Calls a function before each draw of this thread by a function of torch.
 
     Args:
-        before_draw: called each time, whichever generator the function draws from.
+        before_draw: the function; it is called for draws from any generator.
     """
 
     def __init__(self, before_draw: Callable[[], None]) -> None:

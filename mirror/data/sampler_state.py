@@ -1,4 +1,4 @@
-"""The samplers of a loader, and their generators: what decides the order of its examples."""
+"""A loader's samplers and their generators, which decide the order of its examples."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from mirror.data.rng_state import streams_at
+from mirror.data.rng_state import replayed_rng
 from mirror.devices import state_of
 
 SHARDED = (
     "a DistributedSampler gives this process 1 / {} of the examples, and no other process reads "
-    "the rest: mirror feeds all replicas from one; use the loader without it, with shuffle=True"
+    "the rest: mirror feeds all replicas from one process; use the loader without the sampler, "
+    "with shuffle=True"
 )
 
 
 def reads_a_shard(sampler: object) -> bool:
-    """Whether a sampler leaves out what other processes would read, and there are none."""
+    """Returns whether a sampler leaves examples to other processes although there are none."""
     if not isinstance(sampler, DistributedSampler) or sampler.num_replicas < 2:
         return False
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized())
 
 
-def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns what decides the order of a pass that would begin now."""
+def capture_order(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Returns the state that decides the order of a pass that begins now."""
     samplers, generators = samplers_of(loader)
     return {
         "generators": list(map(state_of, generators)),
@@ -41,16 +42,16 @@ def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def check_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` for an order that is not one of this loader's; changes nothing."""
+    """Raises ``ValueError`` if an order is not one of this loader; changes nothing."""
     samplers, generators = samplers_of(loader)
     states, positions = order.get("samplers", []), order.get("generators", [])
     if not isinstance(states, (list, tuple)) or not isinstance(positions, (list, tuple)):
-        raise ValueError("a state has lists of what belongs to samplers and generators")
+        raise ValueError("the entries 'samplers' and 'generators' of a state must be lists")
     if (len(states), len(positions)) != (len(samplers), len(generators)):
         raise ValueError(
-            "a state goes back into a loader with the samplers and generators it was taken "
-            f"from; it is of {len(states)} samplers and {len(positions)} generators, this "
-            f"loader has {len(samplers)} and {len(generators)}"
+            "a state fits only a loader with the same samplers and generators; it is of "
+            f"{len(states)} samplers and {len(positions)} generators, this loader has "
+            f"{len(samplers)} and {len(generators)}"
         )
     for sampler, state in zip(samplers, states, strict=True):
         if not isinstance(state, Mapping) or state.keys() not in _keys_for(sampler):
@@ -65,7 +66,7 @@ def check_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
 
 
 def set_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
-    """Makes the loader's next pass have this order."""
+    """Gives the loader's next pass this order."""
     samplers, generators = samplers_of(loader)
     _set_states(generators, order.get("generators", ()))
     for sampler, state in zip(samplers, order.get("samplers", ()), strict=True):
@@ -75,15 +76,15 @@ def set_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
 def rewind_generators(
     loader: DataLoader[Any], order: Mapping[str, Any], num_consumed: int
 ) -> None:
-    """Puts a loader's generators to where a plain loop that ended early would have left them.
+    """Sets a loader's generators to their states after a plain loop that ended early.
 
-    torch's samplers draw while they are read, and once more at their end. A plain loop reads what
-    it consumes, and ahead of that what the loader's own processes prefetch. Other samplers are
-    left alone, and so are generators from which the program has drawn as well.
+    torch's samplers draw while they are read, and once more at their end. A plain loop reads the
+    indices that it consumes, and those that the loader's processes prefetch. Other samplers, and
+    generators from which the program has also drawn, are unchanged.
 
     Args:
-        order: of the pass that was left early; it may have been read further.
-        num_consumed: how many of its batches the loop took.
+        order: the order of the pass that ended early; it may have been read further.
+        num_consumed: the number of batches that the loop took.
     """
     samplers, generators = samplers_of(loader)
     are_torchs = all(type(s).__module__ == "torch.utils.data.sampler" for s in samplers)
@@ -91,7 +92,7 @@ def rewind_generators(
         return
     now = _states_of(generators)
     _set_states(generators, order["generators"])
-    with streams_at(order["streams"]):
+    with replayed_rng(order["streams"]):
         if not order.get("reuses_workers"):  # the seed of the workers
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         indices = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
@@ -114,7 +115,7 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor])
 def _reaches(
     indices: Iterator[Any], generators: Sequence[torch.Generator], states: Sequence[Tensor]
 ) -> bool:
-    """Whether the generators come to have these states while the indices are read to the end."""
+    """Returns whether the generators reach these states while the indices are read to the end."""
     ended = object()
     while not all(map(torch.equal, _states_of(generators), states)):
         if next(indices, ended) is ended:
@@ -123,7 +124,7 @@ def _reaches(
 
 
 def samplers_of(loader: DataLoader[Any]) -> tuple[list[Any], list[torch.Generator]]:
-    """Returns the samplers that a loader is made of, inner ones too, and their generators."""
+    """Returns a loader's samplers, nested ones included, and their generators."""
     samplers: dict[int, Any] = {}
     generators: dict[int, torch.Generator] = {}
     holders: list[Any] = [loader]
@@ -142,15 +143,15 @@ def _sampler_state(sampler: Any) -> dict[str, Any]:
     if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
         return {"own": copy.deepcopy(sampler.state_dict())}
     epoch = getattr(sampler, "epoch", None)
-    # Of numpy, too; what is saved is to be a plain number.
+    # A NumPy integer too is saved as a plain number.
     return {"epoch": int(epoch)} if isinstance(epoch, numbers.Integral) else {}
 
 
 def _keys_for(sampler: Any) -> list[set[str]]:
-    """Returns what the keys of a sampler's state may be."""
+    """Returns the possible sets of keys of a sampler's state."""
     keys = set(_sampler_state(sampler))
     has_epochs = hasattr(sampler, "epoch") or hasattr(sampler, "set_epoch")
-    # One that was made just now may learn of its first epoch later.
+    # A new sampler may get its first epoch later.
     return [keys, {"epoch"}] if has_epochs and not keys else [keys]
 
 

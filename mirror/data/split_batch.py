@@ -1,4 +1,7 @@
-"""Splitting a global batch over the replicas, by the one balanced rule."""
+"""Distributes batches over the replicas: splits a global batch, or joins one batch per replica.
+
+All splits of the package follow ``split_sizes``.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from mirror.errors import BatchError
+from mirror.errors import BatchError, StructureError
 from mirror.values import (
     ABSENT,
     PerReplica,
     children_of,
+    is_number,
+    leaves_of,
     map_structure,
     rebuild_node,
     select,
@@ -28,28 +33,28 @@ Copy = Callable[[Tensor, torch.device], Tensor]
 
 
 class ExampleCounts(tuple[float, ...]):
-    """Weights of replicas that are their numbers of examples, of a batch that was split."""
+    """Replicas' weights that are their numbers of examples, from a batch that was split."""
 
 
 class GivenWeights(tuple[float, ...]):
-    """Weights of replicas that a program has set.
+    """Replicas' weights that a program has set.
 
     Attributes:
-        counts: the numbers of examples that they stand for; ``None`` if these are not known.
+        counts: the replicas' numbers of examples; ``None`` if these are not known.
     """
 
     counts: tuple[float, ...] | None = None
 
     @classmethod
     def for_counts(cls, weights: Iterable[float], counts: Sequence[float] | None) -> GivenWeights:
-        """Returns weights, set for replicas with these numbers of examples."""
+        """Returns weights for replicas with these numbers of examples."""
         given = cls(weights)
         given.counts = None if counts is None else tuple(counts)
         return given
 
 
 def counts_of(weights: Sequence[float]) -> Sequence[float] | None:
-    """Returns the numbers of examples that weights stand for; ``None`` if these are not known."""
+    """Returns the numbers of examples behind weights; ``None`` if these are not known."""
     if isinstance(weights, GivenWeights):
         return weights.counts
     return weights if isinstance(weights, ExampleCounts) else None
@@ -58,13 +63,13 @@ def counts_of(weights: Sequence[float]) -> Sequence[float] | None:
 def split_sizes(
     num_examples: int, num_replicas: int, weights: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Returns how many examples each replica gets, in replica order; they sum to all.
+    """Returns the number of examples of each replica, in replica order; their sum is the total.
 
-    Without weights at most one apart, the larger ones first, as ``torch.tensor_split`` has it.
-    With weights in proportion to them, by largest remainders (Hamilton's method): everyone gets
-    the whole part of its quota ``num_examples * weight / sum(weights)``, and what is left goes,
-    one each, to the largest fractional parts, earlier replicas first. Quotas are computed exactly,
-    and equal weights give equal parts as above.
+    Without weights, parts differ by at most one, the larger parts first, as in
+    ``torch.tensor_split``. With weights, parts are proportional by largest remainders (Hamilton's
+    method): each replica gets the whole part of its quota ``num_examples * weight /
+    sum(weights)``. The rest goes, one example each, to the largest fractional parts, earlier
+    replicas first. Quotas are computed exactly, and equal weights give the parts without weights.
     """
     if weights is None:
         size, num_larger = divmod(num_examples, num_replicas)
@@ -80,7 +85,7 @@ def split_sizes(
 
 
 def batch_size(batch: Any) -> int:
-    """Returns the first dimension that all batched leaves of a batch share.
+    """Returns the size of the first dimension of all batched leaves of a batch.
 
     Batched leaves are tensors and numpy arrays of at least one dimension.
 
@@ -99,15 +104,15 @@ def batch_size(batch: Any) -> int:
     if len(lengths) > 1:
         found = ", ".join(f"{path} of shape {shape}" for path, shape in shapes.items())
         raise BatchError(
-            "all tensors and arrays of a batch must have the examples as their first dimension, "
-            f"equally many; got {found}; give what belongs to no example as a 0-d tensor, or "
-            "not as part of the batch"
+            "all tensors and arrays of a batch must have the same number of examples as their "
+            f"first dimension; got {found}; pass a value that belongs to no example as a 0-d "
+            "tensor, or outside the batch"
         )
     return lengths.pop()
 
 
 def is_batched(leaf: object) -> bool:
-    """Whether a leaf of a batch has a dimension of examples."""
+    """Returns whether a leaf of a batch has a dimension of examples."""
     return isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim > 0
 
 
@@ -131,51 +136,51 @@ def split_batch(
                                           the replica's device already
     numpy array, at least 1-d             the same with tensors, which may share its memory;
                                           with arrays for dtypes that torch lacks (strings)
-    list or tuple of ``batch_size``       ``PerReplica`` of its parts, lists or tuples: the
-    strings, nothing else                 names of the examples, as ``default_collate`` has them
+    list or tuple of ``batch_size``       ``PerReplica`` of its parts, lists or tuples: names
+    strings, nothing else                 of the examples, as ``default_collate`` returns them
     0-d tensor                            ``PerReplica`` of the whole on every device
-    anything else                         itself, and so goes to every replica
+    anything else                         itself: every replica gets it
     ====================================  ====================================================
 
-    Any other list or tuple is structure: a list of numbers goes to every replica whole, as do
-    strings that are not as many as the examples.
+    Any other list or tuple is structure: every replica gets a list of numbers whole, and also
+    strings that differ in number from the examples.
 
-    Each ``PerReplica`` has the numbers of examples as its ``weights``, or what ``weight_of``
-    gives. A replica without examples has no part (``ABSENT``) of what was split, and sits out. If
-    no example is for these (an empty batch, a worker without examples), the first replica gets the
-    empty part with weight 0: it runs, since collectives need every worker.
+    Each ``PerReplica`` has as ``weights`` the numbers of examples, or the results of
+    ``weight_of``. A replica without examples is idle: its part of split leaves is ``ABSENT``. If
+    all these replicas are without examples (an empty batch, or one for other workers), the first
+    one gets the empty part with weight 0. It runs, since collectives need every worker.
 
     Args:
-        sizes: of the parts; by default those of ``split_sizes``.
-        begin: the example that the parts begin with; those before it, and those after the parts,
-            are for others.
-        num_examples: of the batch; ``None`` if all are for these.
-        weight_of: gives a part's weight, see ``InputOptions``.
-        pin: makes a whole tensor ready for ``copy`` of its parts.
-        copy: brings a tensor to a device.
+        sizes: the sizes of the parts; by default those of ``split_sizes``.
+        begin: the first example of the first part; other workers get the examples before it and
+            after the parts.
+        num_examples: the number of examples in the batch; by default the sum of ``sizes``.
+        weight_of: computes a part's weight, see ``InputOptions``.
+        pin: prepares a whole tensor for ``copy`` of its parts.
+        copy: copies a tensor to a device.
 
     Raises:
-        BatchError: see ``batch_size``.
-        ValueError: ``weight_of`` gave no finite number >= 0.
+        BatchError: the batch has no examples' dimension, or cannot be split, see ``batch_size``.
+        ValueError: ``weight_of`` has not returned a finite number >= 0.
     """
     if sizes is None:
         sizes = split_sizes(batch_size(batch), len(devices))
-    num_here = sum(sizes)
-    num_examples = num_here if num_examples is None else num_examples
+    num_local = sum(sizes)
+    num_examples = num_local if num_examples is None else num_examples
     bounds = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
     def per_replica(part_of: Callable[[int, int], object]) -> PerReplica[Any]:
         return PerReplica(
-            part_of(start, size) if size or (replica_id == 0 and num_here == 0) else ABSENT
+            part_of(start, size) if size or (replica_id == 0 and num_local == 0) else ABSENT
             for replica_id, (start, size) in enumerate(bounds)
         )
 
     def split(tree: Any) -> Any:
         if isinstance(tree, Tensor):
             if tree.ndim == 0:
-                # Not one for all: what a replica does to its own in place must not reach others.
+                # Copies, so that an in-place change by one replica does not reach the others.
                 return PerReplica([tree, *(tree.clone() for _ in devices[1:])])
-            own = tree if num_here == num_examples else tree.narrow(0, begin, num_here)
+            own = tree if num_local == num_examples else tree.narrow(0, begin, num_local)
             whole = own if pin is None else pin(own)
             return per_replica(lambda start, size: _narrow(whole, start, size))
         if isinstance(tree, np.ndarray) and tree.ndim:
@@ -192,10 +197,60 @@ def split_batch(
             return tree
         return rebuild_node(tree, {key: split(child) for key, child in children.items()})
 
-    return place(split(batch), devices, sizes, weight_of=weight_of, copy=copy)
+    return place_parts(split(batch), devices, sizes, weight_of=weight_of, copy=copy)
 
 
-def place(
+def join_batches(
+    batches: Sequence[Any],
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    *,
+    weight_of: Callable[[Any], Any] | None = None,
+    copy: Copy = Tensor.to,
+) -> Any:
+    """Distributes batches to the replicas in order, each on its device.
+
+    Tensors, NumPy arrays and numbers become ``PerReplica``. Another leaf is unchanged if it is the
+    same object in all batches. Replicas without a batch have no part.
+
+    Args:
+        batches: at most one per replica.
+        sizes: the batches' numbers of examples, see ``count_examples``; they are the ``weights``
+            unless ``weight_of`` returns others.
+
+    Raises:
+        BatchError: the batches differ in structure.
+        ValueError: ``weight_of`` has not returned a finite number >= 0.
+    """
+    missing = [ABSENT] * (len(devices) - len(batches))
+
+    def join(*leaves: Any) -> Any:
+        first = leaves[0]
+        if not isinstance(first, Tensor) and not is_number(first):
+            if all(leaf is first for leaf in leaves):
+                return first
+        parts = [host_part(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+        return PerReplica([*parts, *missing])
+
+    try:
+        parts = map_structure(join, *batches)
+    except StructureError as error:
+        raise BatchError(
+            f"the batches of one step must have one structure, one batch per replica; {error}"
+        ) from None
+    return place_parts(parts, devices, sizes, weight_of=weight_of, copy=copy)
+
+
+def count_examples(batch: Any) -> int:
+    """Returns a batch's number of examples; 1 for a batch of single values.
+
+    Raises:
+        BatchError: see ``batch_size``.
+    """
+    return batch_size(batch) if any(is_batched(leaf) for leaf in leaves_of(batch)) else 1
+
+
+def place_parts(
     parts: Any,
     devices: Sequence[torch.device],
     sizes: Sequence[int],
@@ -203,11 +258,11 @@ def place(
     weight_of: Callable[[Any], Any] | None,
     copy: Copy,
 ) -> Any:
-    """Brings a batch whose ``PerReplica`` leaves are on the host to the devices, with weights."""
+    """Copies the host parts of a batch to their devices, and adds the replicas' weights."""
     weights: Sequence[float] = ExampleCounts(sizes)
     if weight_of is not None:
         given = [
-            checked_weight(weight_of(select(parts, r)), r) if size else 0.0
+            check_weight(weight_of(select(parts, r)), r) if size else 0.0
             for r, size in enumerate(sizes)
         ]
         weights = GivenWeights.for_counts(given, sizes)
@@ -224,29 +279,33 @@ def place(
     return map_structure(move, parts)
 
 
-def checked_weight(value: Any, replica_id: int) -> float:
-    """Returns what ``weight_of`` gave as a number."""
+def check_weight(value: Any, replica_id: int) -> float:
+    """Returns the result of ``weight_of`` as a number.
+
+    Raises:
+        ValueError: it is not a finite number >= 0.
+    """
     try:
         weight = float(value)
     except (TypeError, ValueError, RuntimeError):
         weight = math.nan
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(
-            "weight_of must give a finite number >= 0, or a tensor of one element, for each "
-            f"replica's part; for replica {replica_id} it gave {_summary(value)}"
+            "weight_of must return a finite number >= 0, or a tensor of one element, for each "
+            f"replica's part; for replica {replica_id} it returned {_summary(value)}"
         )
     return weight
 
 
 def _narrow(tensor: Tensor, start: int, size: int) -> Tensor:
-    # Not tensor_split: autograd forbids writing to one of several views that one call returned.
+    # Not tensor_split: autograd forbids in-place changes of views that one call has returned.
     part = tensor.narrow(0, start, size)
-    # The rows of an expanded tensor are one and the same memory.
+    # The rows of an expanded tensor share one memory.
     return part.clone() if tensor.stride(0) == 0 and len(tensor) > 1 else part
 
 
 def host_part(array: Any) -> Any:
-    """Returns a numpy array as a tensor over its memory, or itself where torch has no dtype."""
+    """Returns an array as a tensor over its memory; the array itself if torch lacks its dtype."""
     try:
         return _as_tensor(array)
     except TypeError:
@@ -254,22 +313,22 @@ def host_part(array: Any) -> Any:
 
 
 def _as_tensor(array: Any) -> Tensor:
-    """Raises ``TypeError`` where torch has no such dtype."""
+    """Returns an array as a tensor; raises ``TypeError`` if torch lacks its dtype."""
     try:
-        # Torch warns about read-only memory, since its tensors can always be written to.
+        # torch warns about read-only memory, since its tensors are always writable.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except ValueError:  # a reversed or byte-swapped array
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
 def is_strings(tree: Any) -> bool:
-    """Whether something is a list or tuple of strings, the names of examples perhaps."""
+    """Returns whether a node is a list or tuple of strings, which may be names of examples."""
     return type(tree) in (list, tuple) and all(isinstance(item, (str, bytes)) for item in tree)
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a batch with where they are, like ``batch['image'][0]``."""
-    _refuse_unsplittable(tree, path)
+    """Yields the leaves of a batch with their paths, such as ``batch['image'][0]``."""
+    _check_splittable(tree, path)
     children = None if isinstance(tree, Tensor) else children_of(tree)
     if children is None:
         yield path, tree
@@ -279,11 +338,11 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(child, path + step)
 
 
-def _refuse_unsplittable(tree: object, path: str) -> None:
+def _check_splittable(tree: object, path: str) -> None:
     if isinstance(tree, PackedSequence):
         what, advice = "a PackedSequence", "pass the padded tensor and the lengths, and pack in fn"
     elif isinstance(tree, PerReplica):
-        what, advice = "a PerReplica", "pass the global batch, from before it was distributed"
+        what, advice = "a PerReplica", "pass the global batch, before its distribution"
     elif isinstance(tree, Tensor) and (tree.layout is not torch.strided or tree.is_nested):
         kind = "nested" if tree.is_nested else str(tree.layout).removeprefix("torch.")
         what, advice = f"a {kind} tensor", "pass a dense tensor, and convert it in fn"
@@ -291,14 +350,14 @@ def _refuse_unsplittable(tree: object, path: str) -> None:
         what, advice = f"a {type(tree).__name__}", "pass its columns as numpy arrays or tensors"
     elif _hides_tensors(tree):
         what = f"a {type(tree).__name__}, which holds tensors,"
-        advice = "pass its tensors in a dict, or make it a dataclass, and put it together in fn"
+        advice = "pass its tensors in a dict, or make it a dataclass, and construct it in fn"
     else:
         return
     raise BatchError(f"{what} cannot be split over replicas; {path} is one; {advice}")
 
 
 def _hides_tensors(tree: object) -> bool:
-    """Whether an object of a class of the user's, no inner node, holds batched tensors."""
+    """Returns whether an object of a user's class, which is a leaf here, holds batched tensors."""
     if isinstance(tree, (Tensor, np.ndarray)) or children_of(tree) is not None:
         return False
     return any(map(is_batched, getattr(tree, "__dict__", {}).values()))

@@ -1,16 +1,17 @@
-"""Agreement: several workers take the steps of a pass together, and end it together.
+"""Readers with which several workers take the steps of a pass together, and end it together.
 
 [Note: Ends of workers]
-Workers with batches of their own may have unlike numbers of them, and who has none left must go on
-with empty batches, or the others wait for it. Which is known before the pass where everybody's
-dataset tells its length; otherwise all say at each step whether they have another. That happens
-when the consumers ask, in the order of the program, and not in the threads that read ahead: these
-do not end at the same batch when a loop is left, and several passes are read side by side. But who
-gets a step begins to tell whether the next one is read already, which arrives during the step;
-only if somebody did not know do all wait for each other.
+Workers with their own batches may have different numbers of them. A worker that runs out continues
+with empty batches until all workers have ended, since the other workers wait for it in
+collectives. If every dataset has a certain length, the number of steps is known before the pass.
 
-Where all read the same global batches they need to tell nothing; but whether they are the same is
-compared once a pass, before the first batch is used.
+Otherwise the workers tell each other at each step whether they have another one. This happens when
+the consumer asks, in the order of the program, never in the reading threads: these end at
+different batches when a loop ends early, and several passes may be read at once. To save the wait,
+a worker announces during each step whether the next one is already read. The workers exchange
+again only if one of them did not know.
+
+Workers that read the same global batches only compare the first batch of a pass before its use.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.batch_hash import batch_hash
 from mirror.data.distributed_steps import DistributedStep, DistributedSteps
-from mirror.data.worker_slices import Fetched
+from mirror.data.loader_copy import WindowBatch
 from mirror.errors import BatchError, DivergenceError
 from mirror.values import leaves_of
 
@@ -31,40 +32,40 @@ _UNKNOWN = -1
 
 
 class BatchReader(Protocol):
-    """What gives the steps of a pass."""
+    """Reads the steps of a pass."""
 
     steps: DistributedSteps
 
     def start(self) -> None:
-        """Lets it read ahead."""
+        """Starts to read ahead."""
 
     def take(self) -> DistributedStep:
-        """Returns the next step; ``StopIteration`` after the last."""
+        """Returns the next step; raises ``StopIteration`` after the last."""
 
     def has_next(self) -> bool | None:
-        """Whether there is another step, ``None``: nobody knows yet."""
+        """Returns whether there is another step; ``None`` if that is not known yet."""
 
     def stop(self) -> None:
-        """Ends what reads ahead, and keeps what was read."""
+        """Stops to read ahead, and keeps the steps that were read."""
 
     def close(self) -> None:
-        """Lets go of the dataset."""
+        """Ends the pass, and frees the dataset's batches."""
 
     @property
     def was_left(self) -> bool:
-        """Whether something was read ahead that nobody will take."""
+        """Whether steps were read ahead that no consumer will take."""
 
 
-def longest(workers: LocalWorkerGroup, num_steps: int | None) -> int | None:
-    """Returns the most steps of any worker's dataset, ``None`` unless all are known."""
+def max_num_steps(workers: LocalWorkerGroup, num_steps: int | None) -> int | None:
+    """Returns the largest number of steps of a worker's dataset; ``None`` unless all are known."""
     own = _UNKNOWN if num_steps is None else num_steps
-    said = workers.exchange("distribute_dataset", payload=lambda: _PLAN.pack(own, False))
-    counts = [_PLAN.unpack(one)[0] for one in said]
+    replies = workers.exchange("distribute_dataset", payload=lambda: _PLAN.pack(own, False))
+    counts = [_PLAN.unpack(one)[0] for one in replies]
     return None if _UNKNOWN in counts else max(counts)
 
 
-class _Around:
-    """A reader over another one."""
+class _WrappedReader:
+    """The base of readers that wrap another reader."""
 
     def __init__(self, reader: BatchReader) -> None:
         self._reader = reader
@@ -79,12 +80,12 @@ class _Around:
         return self._reader.was_left
 
 
-class SameBatches(_Around):
-    """Reads the same batches on all workers, and finds out if they are others.
+class SameBatches(_WrappedReader):
+    """Reads the same batches on all workers, and checks the first one.
 
     Args:
-        order: what decides the order of the pass.
-        num_batches: the dataset's, ``None`` where it does not tell.
+        order: the state that decides the order of the pass.
+        num_batches: the number of the dataset's batches; ``None`` if it is unknown.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class SameBatches(_Around):
         super().__init__(reader)
         self._workers = workers
         causes = order["streams"]["torch"], [order.get("generators"), order.get("samplers")]
-        self._told: list[object] = [*causes, num_batches]
+        self._facts: list[object] = [*causes, num_batches]
         self._has_begun = self._has_ended = False
 
     def take(self) -> DistributedStep:
         """Returns the next step.
 
         Raises:
-            DivergenceError: the batches are not the same as another worker's.
+            DivergenceError: the batches differ from another worker's.
         """
         try:
             step = self._reader.take()
@@ -121,27 +122,28 @@ class SameBatches(_Around):
         if self._has_begun:
             return
         self._has_begun = True
-        told = [*self._told, None if step is None else list(map(_shown, step.batches))]
-        said = self._workers.exchange(
+        batches = None if step is None else list(map(_identity, step.batches))
+        facts = [*self._facts, batches]
+        replies = self._workers.exchange(
             "the first batch of a pass over a distributed dataset",
-            payload=lambda: b"".join(map(batch_hash, told)),
+            payload=lambda: b"".join(map(batch_hash, facts)),
         )
-        size = len(said[0]) // len(_WHAT)
-        # What the order follows from need not be alike if nothing follows from it.
-        if all(one[2 * size :] == said[0][2 * size :] for one in said):
+        size = len(replies[0]) // len(_WHAT)
+        # Different generators are no error if the batches are equal all the same.
+        if all(one[2 * size :] == replies[0][2 * size :] for one in replies):
             return
         differ = [
             f"{what} of worker {w}"
-            for w, one in enumerate(said)
+            for w, one in enumerate(replies)
             for k, what in enumerate(_WHAT)
-            if one[k * size : (k + 1) * size] != said[0][k * size : (k + 1) * size]
+            if one[k * size : (k + 1) * size] != replies[0][k * size : (k + 1) * size]
         ]
         raise DivergenceError(
             "all workers must read the same global batches, of which each takes its part; "
-            f"{', '.join(differ)} {'is' if len(differ) == 1 else 'are'} not as worker 0's; seed "
-            "all workers alike (torch.manual_seed, and the loader's generator) and give them the "
-            "same dataset; examples that draw random numbers only now and then are drawn by "
-            "worker processes, num_workers >= 1; or give each worker batches of its own, "
+            f"{', '.join(differ)} {'differs' if len(differ) == 1 else 'differ'} from worker 0's; "
+            "use the same seed on all workers (torch.manual_seed, and the loader's generator) and "
+            "the same dataset; if only some examples draw random numbers, load them in worker "
+            "processes, num_workers >= 1; or let each worker read its own batches, "
             "InputOptions(sharding='off')"
         )
 
@@ -154,13 +156,13 @@ _WHAT = (
 )
 
 
-class AgreedBatches(_Around):
-    """Reads each worker's own batches, and goes on with empty ones until all have ended.
+class AgreedBatches(_WrappedReader):
+    """Reads each worker's own batches, then empty ones until all workers have ended.
 
     Args:
-        num_left: how many steps this worker has, ``None`` if unknown.
-        sample: what to make an empty step of, if this worker has none.
-        reads_ahead: whether it may be known during a step that there is another one.
+        num_left: the number of this worker's steps; ``None`` if it is unknown.
+        sample: a step from which empty ones are made, if this worker has no other.
+        reads_ahead: whether the next step may be read already during a step.
         drops_remainder: whether to drop a last step of fewer examples than the first one.
 
     Raises:
@@ -180,18 +182,18 @@ class AgreedBatches(_Around):
         super().__init__(reader)
         self._workers = workers
         self._drops_remainder = drops_remainder
-        self._tells = reads_ahead and not drops_remainder
+        self._announces = reads_ahead and not drops_remainder
         self._held: tuple[DistributedStep, int] | None = None
-        self._told: Callable[[], list[int]] | None = None
+        self._pending_answer: Callable[[], list[int]] | None = None
         self._empty: DistributedStep | None = None
         self._record(sample)
         own = _UNKNOWN if num_left is None else num_left
-        said = workers.exchange(
+        replies = workers.exchange(
             "the start of a pass over a distributed dataset",
-            (drops_remainder, self._tells),
+            (drops_remainder, self._announces),
             lambda: _PLAN.pack(own, num_left == 0 and self._empty is None),
         )
-        plans = [_PLAN.unpack(one) for one in said]
+        plans = [_PLAN.unpack(one) for one in replies]
         self._left: int | None = None
         if not drops_remainder and all(count != _UNKNOWN for count, _ in plans):
             self._left = max(count for count, _ in plans)
@@ -199,11 +201,11 @@ class AgreedBatches(_Around):
                 self._check([is_bare for _, is_bare in plans])
 
     def take(self) -> DistributedStep:
-        """Returns the next step, an empty one if only others have another.
+        """Returns the next step; an empty one if only other workers have another.
 
         Raises:
-            StopIteration: no worker has another.
-            BatchError: a worker has had none, or more than its dataset has told.
+            StopIteration: no worker has another step.
+            BatchError: a worker has had no step, or more steps than its dataset's length.
         """
         held, self._held = self._held, None
         step, total = held or self._next()
@@ -211,12 +213,12 @@ class AgreedBatches(_Around):
             if self.steps.first_size is None:
                 self.steps.first_size = total
             elif total < self.steps.first_size:
-                self._held = self._next()  # or it was the last
+                self._held = self._next()  # raises StopIteration if the step was the last
         return step
 
     def _next(self) -> tuple[DistributedStep, int]:
-        told, self._told = self._told, None
-        known = told() if told is not None else [_UNKNOWN]
+        answers, self._pending_answer = self._pending_answer, None
+        known = answers() if answers is not None else [_UNKNOWN]
         try:
             own: DistributedStep | None = self._reader.take()
         except StopIteration:
@@ -232,42 +234,46 @@ class AgreedBatches(_Around):
         if own is None:
             assert self._empty is not None
             own = self._empty.empty()
-        if self._left is None and self._tells:
+        if self._left is None and self._announces:
             self._exchange()
         return own, total
 
     def _exchange(self) -> None:
-        """Begins to tell whether there is another step here."""
+        """Announces to all workers whether this worker has another step."""
         has_next = self._reader.has_next()
         known = _UNKNOWN if has_next is None else int(has_next)
-        self._told = self._workers.all_gather_int(
+        self._pending_answer = self._workers.all_gather_int(
             "whether a distributed dataset has another batch", known
         )
 
     def _count(self, own: DistributedStep | None) -> None:
-        """Counts a step of those that are left; raises ``StopIteration`` after the last."""
+        """Counts a step of a pass with a known end; raises ``StopIteration`` after the last."""
         if self._left:
             self._left -= 1
             return
         if own is None:
             raise StopIteration
         raise BatchError(
-            "a dataset must give as many batches as its len() tells; worker "
-            f"{self._workers.rank}'s has more, which the others do not wait for"
+            "a dataset must yield as many batches as its len() says; worker "
+            f"{self._workers.rank}'s has more, and the other workers have ended"
         )
 
     def _ask(self, own: DistributedStep | None) -> int:
-        """Returns the number of examples of all workers; raises ``StopIteration`` if none has."""
+        """Returns the number of examples of all workers.
+
+        Raises:
+            StopIteration: no worker has another step.
+        """
         mine = _UNKNOWN if own is None else own.num_examples()
-        said = self._workers.exchange(
+        replies = self._workers.exchange(
             "the next batch of a distributed dataset",
             payload=lambda: _PLAN.pack(mine, self._empty is None),
         )
-        told = [_PLAN.unpack(one) for one in said]
-        if all(count == _UNKNOWN for count, _ in told):
+        answers = [_PLAN.unpack(one) for one in replies]
+        if all(count == _UNKNOWN for count, _ in answers):
             raise StopIteration
-        self._check([is_bare for _, is_bare in told])
-        return sum(count for count, _ in told if count != _UNKNOWN)
+        self._check([is_bare for _, is_bare in answers])
+        return sum(count for count, _ in answers if count != _UNKNOWN)
 
     def _record(self, step: DistributedStep | None) -> None:
         if step is not None and self._empty is None:
@@ -277,12 +283,12 @@ class AgreedBatches(_Around):
         if any(bare):
             without = ", ".join(str(w) for w, is_bare in enumerate(bare) if is_bare)
             raise BatchError(
-                "a worker that has no batches left goes on with empty ones, made like one that "
-                f"it has had; worker {without} has had none; give every worker at least one "
+                "a worker without remaining batches continues with empty ones, made from an "
+                f"earlier batch; worker {without} has had none; give every worker at least one "
                 "batch, or all the same dataset, with InputOptions(sharding='data')"
             )
 
 
-def _shown(batch: Any) -> object:
-    """Returns what tells batches apart."""
-    return batch.key if isinstance(batch, Fetched) else leaves_of(batch)
+def _identity(batch: Any) -> object:
+    """Returns the value that identifies a batch in the comparison of workers."""
+    return batch.key if isinstance(batch, WindowBatch) else leaves_of(batch)

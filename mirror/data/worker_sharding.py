@@ -1,4 +1,4 @@
-"""Sharding: how several workers share out the examples of one dataset."""
+"""Sharding: the part of a dataset that each of several workers reads."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mirror.errors import BatchError, short_repr
 
 @dataclass(frozen=True)
 class Window:
-    """The replicas that get the parts of a batch here, among all that it is split over.
+    """This worker's replicas, among all over which a batch is split.
 
     Attributes:
-        first: the first of them.
-        count: how many they are.
-        num_replicas: how many there are in all.
-        balance: has the shares of all.
+        first: this worker's first replica.
+        count: the number of this worker's replicas.
+        num_replicas: the number of all replicas.
+        balance: the shares of all replicas.
     """
 
     first: int
@@ -40,11 +40,11 @@ class Window:
     balance: Balance | FixedBalance
 
     def sizes(self, num_examples: int) -> tuple[int, ...]:
-        """Returns how many examples of a batch each replica gets, of all that there are."""
+        """Returns the number of examples of a batch for each of all replicas."""
         return split_sizes(num_examples, self.num_replicas, self.balance.shares)
 
     def bounds(self, num_examples: int) -> tuple[int, int]:
-        """Returns where the examples of the window begin and end."""
+        """Returns the indices of the window's first example and of the end."""
         sizes = self.sizes(num_examples)
         begin = sum(sizes[: self.first])
         return begin, begin + sum(sizes[self.first : self.first + self.count])
@@ -52,12 +52,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What one worker reads.
+    """The data that one worker reads.
 
     Attributes:
-        dataset: the user's, or a shard of it.
-        window: the replicas that a batch is split over.
-        is_own: whether the batches are this worker's own, rather than the same on all workers.
+        dataset: the user's dataset, or a shard of it.
+        window: the replicas over which a batch is split.
+        is_own: whether the batches are this worker's own, instead of the same on all workers.
     """
 
     dataset: Any
@@ -65,29 +65,30 @@ class Sharding:
     is_own: bool
 
 
-def sharding_of(
+def choose_sharding(
     dataset: Iterable[Any],
     policy: str,
     workers: LocalWorkerGroup,
     num_local: int,
     balance: Balance | FixedBalance,
 ) -> Sharding:
-    """Returns what this worker reads of a dataset of global batches.
+    """Returns this worker's part of a dataset of global batches.
 
     ============================  ============================================================
-    ``policy``                    what a worker reads
+    ``policy``                    data that a worker reads
     ============================  ============================================================
     ``"data"``, and ``"auto"``    the examples of its replicas in each global batch, which are
                                   the same on all workers
     ``"file"``                    every ``size``-th record, in batches of its part of the size
-    ``"off"``                     all that its dataset gives: batches of its own
+    ``"off"``                     its whole dataset: its own batches
     ============================  ============================================================
 
-    A loader with a ``DistributedSampler`` of this worker is a shard already: ``"auto"`` leaves it
-    as it is, and the others would split it twice.
+    A loader with this worker's ``DistributedSampler`` is a shard already: ``"auto"`` reads it as
+    ``"off"`` does, and other policies raise, as they would split it twice.
 
     Raises:
-        BatchError: the dataset cannot be read so.
+        BatchError: the dataset cannot be read by this policy.
+        ValueError: the weights leave this worker without examples of its own batches.
     """
     whole = Window(0, num_local, num_local, balance)
     if not workers.is_multi_process:
@@ -108,17 +109,17 @@ def sharding_of(
         balance = FixedBalance(balance.shares[first : first + num_local])
         if not any(balance.shares or ()):
             raise ValueError(
-                f"with batches of its own a worker needs weights above 0 for its replicas; worker "
-                f"{workers.rank} has none"
+                "a worker with its own batches needs a weight above 0 for one of its replicas; "
+                f"worker {workers.rank} has none"
             )
     return Sharding(dataset, Window(0, num_local, num_local, balance), is_own=True)
 
 
 def _is_shard(dataset: object, policy: str, workers: LocalWorkerGroup) -> bool:
-    """Whether a loader reads this worker's share of the examples already.
+    """Returns whether a loader already reads this worker's shard of the examples.
 
     Raises:
-        BatchError: it reads somebody else's, or is to be split a second time.
+        BatchError: the loader reads another worker's shard, or would be split a second time.
     """
     samplers = samplers_of(dataset)[0] if isinstance(dataset, DataLoader) else []
     for sampler in samplers:
@@ -153,20 +154,20 @@ def _shard(dataset: Any, workers: LocalWorkerGroup, window: Window) -> Any:
     sampler = _sampler_over(part, dataset)
     if sampler is None:
         raise BatchError(
-            "sharding='file' makes the samplers that batch_size= and shuffle= make, for a shard; "
+            "sharding='file' works with the samplers that batch_size= and shuffle= create; "
             f"this loader has a {type(dataset.sampler).__name__}; {remedy}"
         )
     begin, end = window.bounds(dataset.batch_size or 0)
     if begin == end:
         raise BatchError(
             f"sharding='file' gives each worker its part of the batch size, {dataset.batch_size} "
-            f"for all {window.num_replicas} replicas; worker {workers.rank} gets none of it; "
+            f"for all {window.num_replicas} replicas; worker {workers.rank} gets no example; "
             "make the batches larger"
         )
     loader = copy.copy(dataset)
     loader._iterator = None
     batches = BatchSampler(sampler, end - begin, dataset.drop_last)
-    # Past the setter, which forbids it: the loader has not begun.
+    # The setter forbids changes; they are safe before the loader's first iteration.
     loader.__dict__.update(
         dataset=part, sampler=sampler, batch_sampler=batches, batch_size=end - begin
     )
@@ -174,7 +175,7 @@ def _shard(dataset: Any, workers: LocalWorkerGroup, window: Window) -> Any:
 
 
 def _sampler_over(part: Any, loader: DataLoader[Any]) -> Any:
-    """Returns the loader's sampler for a part of its dataset; ``None`` for one of the user's."""
+    """Returns the loader's sampler for a part of its dataset; ``None`` for a user's sampler."""
     sampler: Any = loader.sampler
     if type(loader.batch_sampler) is not BatchSampler:
         return None

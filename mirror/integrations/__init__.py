@@ -1,1 +1,1 @@
-"""Other frameworks: what they need of mirror, and what mirror needs of them."""
+"""Integrations with other frameworks."""

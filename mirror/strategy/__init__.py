@@ -1,1 +1,1 @@
-"""What the user holds."""
+"""Strategies: the objects that users create."""

@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: parameters and optimizer state once, on a device of their own."""
+"""CentralStorageStrategy: parameters and optimizer state once, on a parameter device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirror.comm.communicator import Communicator
 from mirror.devices import is_simulated, resolve
 from mirror.errors import DeviceError
 from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.one_device import check_one
+from mirror.strategy.one_device import check_single_device
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
     Fallback,
@@ -31,27 +31,28 @@ class CentralStorageStrategy(MirroredStrategy):
 
         strategy = mirror.CentralStorageStrategy()   # state in the host's memory, all GPUs compute
 
-    It computes what ``MirroredStrategy`` computes. Gradients are reduced between the compute
-    devices and go to the parameter device once, where the optimizer steps; its result goes to all
-    copies. So N GPUs keep no optimizer state, for a transfer of gradients and parameters per
-    step. ``p``, ``p.grad`` and state are on the parameter device in the cross-replica context;
-    inside ``run`` a replica sees its copy, on its own. Buffers stay with the replicas. See
+    It computes the same as ``MirroredStrategy``. Gradients are reduced between the compute devices
+    and sent once to the parameter device, where the optimizer steps; the new values go to all
+    copies. So GPUs hold no optimizer state, at the cost of one transfer of gradients and
+    parameters per step. In the cross-replica context ``p``, ``p.grad`` and state are on the
+    parameter device; inside ``run`` a replica uses the copy on its own device. Buffers stay on
+    the replicas' devices. See
     ``mirror/replica/params/central_param.py``.
 
-    Simulated compute devices stand for others than the parameter device: their copies have memory
-    of their own, as on GPUs.
+    Simulated compute devices differ from the parameter device: their copies have their own memory,
+    as on GPUs.
 
     Args:
-        compute_devices: where the replicas are, as the devices of ``MirroredStrategy``; ``None``:
+        compute_devices: the replicas' devices, as for ``MirroredStrategy``; ``None`` stands for
             all visible CUDA devices, else one CPU.
-        parameter_device: where parameters and optimizer state are. One GPU that is both is that
-            of ``OneDeviceStrategy``.
+        parameter_device: the device of parameters and optimizer state. If it is the only compute
+            GPU, the strategy works like ``OneDeviceStrategy``.
         backend, communication_options, guards, gradient_reduction, schedule: see
             ``MirroredStrategy``.
 
     Raises:
-        DeviceError: a device does not exist, there is no compute device, the parameter device is
-            several.
+        DeviceError: a device does not exist, there is no compute device, or several parameter
+            devices are given.
         As ``MirroredStrategy``.
     """
 
@@ -72,7 +73,7 @@ class CentralStorageStrategy(MirroredStrategy):
                     "compute_devices has one entry per replica; got none; leave it out for all "
                     "GPUs, or pass ['cpu'] * n to simulate n"
                 )
-        check_one("parameter_device", parameter_device, "compute_devices")
+        check_single_device("parameter_device", parameter_device, "compute_devices")
         (self._parameter_device,) = resolve([parameter_device])
         super().__init__(
             compute_devices,
@@ -85,7 +86,7 @@ class CentralStorageStrategy(MirroredStrategy):
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where parameters and optimizer state are."""
+        """The device of parameters and optimizer state."""
         return self._parameter_device
 
     def __repr__(self) -> str:
@@ -95,17 +96,17 @@ class CentralStorageStrategy(MirroredStrategy):
     def compile(
         self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
     ) -> Any:
-        """Returns a step that runs as it is, for ``fallback="eager"``.
+        """Returns a step that runs uncompiled, for ``fallback="eager"``.
 
         Raises:
-            CompileError: there is no fallback: compiled steps have the optimizer's step on the
+            CompileError: ``fallback`` is "error": compiled steps run the optimizer on the
                 replicas' devices, where this strategy keeps no state.
         """
         return super().compile(step, fallback=fallback, mode=mode)
 
-    def _rows(self, devices: Any) -> Sequence[Sequence[torch.device]]:
+    def _resolve_devices(self, devices: Any) -> Sequence[Sequence[torch.device]]:
         return [(device,) for device in resolve(devices)]
 
-    def _home(self, devices: Sequence[torch.device]) -> torch.device | None:
+    def _choose_parameter_device(self, devices: Sequence[torch.device]) -> torch.device | None:
         is_one = tuple(devices) == (self._parameter_device,) and not is_simulated(devices)
         return None if is_one else self._parameter_device

@@ -1,4 +1,4 @@
-"""Compiling: a strategy's compiled steps, put together."""
+"""Creates a strategy's compiled steps."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mirror.compiler.runtime.param_sync import ParamSync
 from mirror.compiler.runtime.worker_consensus import WorkerConsensus
 from mirror.errors import CompileError
 from mirror.strategy.group import Group
-from mirror.strategy.run_arguments import check_call, taking_part
+from mirror.strategy.run_arguments import check_call, find_active
 from mirror.strategy.strategy_options import check_choice
 
 
-def compiled_step(
+def make_compiled_step(
     group: Group, run: Callable[..., Any], step: Callable[..., Any], *, fallback: str, mode: str
 ) -> CompiledStep:
     """Returns a step of this group's replicas that is compiled when it is called.
 
     Raises:
-        CompileError: a replica has several devices, or parameters have a home of their own, and
-            no ``fallback``.
-        TypeError: ``step`` is no function that ``run`` takes.
-        ValueError: an unknown ``fallback`` or ``mode``.
+        CompileError: a replica has several devices, or the strategy has a parameter device, and
+            ``fallback`` is "error".
+        TypeError: ``run`` could not call ``step``.
+        ValueError: ``fallback`` or ``mode`` is unknown.
     """
     check_choice("fallback", fallback, FALLBACKS)
     check_choice("mode", mode, MODES)
@@ -33,14 +33,14 @@ def compiled_step(
     if has_places and fallback == "error":
         raise CompileError(
             "compiled steps are programs of one device each, and a replica of this strategy has "
-            "several; call strategy.run(step, ...), or pass fallback='eager', which does so"
+            "several; call strategy.run(step, ...), or pass fallback='eager' to do so"
         )
     if group.replicas.has_parameter_device and fallback == "error":
         raise CompileError(
-            "compiled steps have the optimizer step on the replicas' devices, and this strategy "
-            "keeps parameters and optimizer state on the parameter device; call "
-            "strategy.run(step, ...), in which a model may be compiled by torch.compile, or pass "
-            "fallback='eager', which does so; or use mirror.MirroredStrategy"
+            "compiled steps run the optimizer on the replicas' devices, and this strategy keeps "
+            "parameters and optimizer state on the parameter device; call strategy.run(step, "
+            "...), where torch.compile may compile the model, or pass fallback='eager' to do so; "
+            "or use mirror.MirroredStrategy"
         )
     coherence = ParamSync(
         group.replicas, group.runner, group.variables, group.access, group.beside_copies
@@ -58,7 +58,7 @@ def compiled_step(
     return CompiledStep(
         step,
         run,
-        taking_part,
+        find_active,
         coherence,
         WorkerConsensus(group.replicas.workers),
         make,

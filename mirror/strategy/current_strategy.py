@@ -1,4 +1,4 @@
-"""Which strategy and which replica is current, for library code that takes what it finds."""
+"""Access to the current strategy and replica, for library code."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from mirror.strategy.replica_context import ReplicaContext
 
 
 def get_strategy() -> MirroredStrategy:
-    """Returns the strategy whose scope or replica is current, else a default of one replica."""
+    """Returns the strategy of the current scope or replica, else a default of one replica."""
     strategy: MirroredStrategy | None = current.strategy
     return _default_strategy() if strategy is None else strategy
 
 
 def has_strategy() -> bool:
-    """Whether a strategy other than the default is current."""
+    """Returns whether a strategy other than the default is current."""
     return current.strategy is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Whether a strategy is current and none of its replicas is."""
+    """Returns whether a strategy is current, but none of its replicas."""
     return current.strategy is not None and current.replica is None
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Returns the current replica's context, ``None`` in a cross-replica context.
+    """Returns the current replica's context; ``None`` in a cross-replica context.
 
-    Without any strategy, a context of one replica on which everything works.
+    Without a strategy it is the context of a default strategy of one replica.
     """
     if current.strategy is None:
         return _default_strategy().context_of(None)

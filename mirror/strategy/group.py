@@ -1,4 +1,4 @@
-"""Group: what one strategy is made of, put together here and known nowhere below."""
+"""Group: creates and connects the components of one strategy; only this file lists them all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-import mirror.replica.params.torch_function  # noqa: F401  registers what tensor functions do
+import mirror.replica.params.torch_function  # noqa: F401  registers overrides of functions
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
@@ -45,27 +45,27 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def all_groups() -> tuple[Group, ...]:
-    """Returns the groups of all strategies alive."""
+    """Returns the groups of all live strategies."""
     return tuple(_groups)
 
 
 class Group:
-    """The replicas of a strategy, what runs functions on them, and what keeps them equal.
+    """The replicas of a strategy, the runner of functions on them, and the parts.
 
     Args:
-        places: where the replicas are.
-        strategy: the one that this is the group of.
-        schedule: how replicas take turns, see [Note: Turns].
+        mesh: the devices of all replicas.
+        strategy: the strategy of this group.
+        schedule: the order in which replicas run, see [Note: Turns].
         weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
-        options: how the replicas communicate.
-        guards: what is watched meanwhile.
-        workers: the processes whose replicas train together; ``None``: this one alone.
-        home: where parameters and optimizer state are; ``None``: with the replicas.
+        options: the options of the replicas' communication.
+        guards: the checks during training.
+        workers: the processes that train together; ``None`` for this process only.
+        parameter_device: the device of parameters and optimizer state; ``None`` for the replicas'.
     """
 
     def __init__(
         self,
-        places: DeviceMesh,
+        mesh: DeviceMesh,
         communicator: Communicator,
         *,
         strategy: object,
@@ -74,16 +74,16 @@ class Group:
         options: CommunicationOptions,
         guards: Guards,
         workers: LocalWorkerGroup | None = None,
-        home: torch.device | None = None,
+        parameter_device: torch.device | None = None,
     ) -> None:
         replicas = Replicas(
-            places,
+            mesh,
             communicator,
             strategy=strategy,
             weighted=weighted,
             is_nested=current.replica is not None,
             workers=workers,
-            home=home,
+            home=parameter_device,
         )
         runner = Runner(replicas, schedule=schedule, timeout_seconds=options.timeout_seconds)
         registry, recorded = MirroredTensors(), PendingModules()
@@ -93,10 +93,12 @@ class Group:
         access: GradAccess
         variables: ReplicatedParams
         if replicas.has_parameter_device:
-            gradients = at_home = CentralGradReducer(replicas, runner, reducer, finite)
-            access = seen = CentralAccess(replicas, runner, at_home)
+            gradients = central_gradients = CentralGradReducer(replicas, runner, reducer, finite)
+            access = central_access = CentralAccess(replicas, runner, central_gradients)
             variables = CentralParams(replicas, registry, access)
-            self.optimizers: OptimizerRegistry = CentralOptimizers(replicas, runner, seen)
+            self.optimizers: OptimizerRegistry = CentralOptimizers(
+                replicas, runner, central_access
+            )
         else:
             gradients = GradReducer(replicas, runner, reducer, finite)
             if replicas.workers.is_multi_process:
@@ -111,9 +113,9 @@ class Group:
         self.modules = ModuleRegistry(
             replicas, runner, registry, recorded, variables, buffers, attributes
         )
-        several = replicas.workers.is_multi_process
-        compares = WorkerChecks if several else ReplicaChecks
-        self.comparison = compares(runner, self.variables, self.optimizers)
+        is_multi_process = replicas.workers.is_multi_process
+        checks = WorkerChecks if is_multi_process else ReplicaChecks
+        self.comparison = checks(runner, self.variables, self.optimizers)
         self.plain = UnmirroredParams(replicas, registry, recorded)
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
@@ -122,7 +124,7 @@ class Group:
             gradients.before_reducing = first_values.before_reducing
         parts = (
             self.modules.part(),
-            *((first_values.part(),) if several else ()),
+            *((first_values.part(),) if is_multi_process else ()),
             attributes.part(),
             assigned_part(),
             self.plain.part(),
@@ -133,19 +135,19 @@ class Group:
             access.part(variables),
             buffers.part(),
         )
-        # What one replica has, nobody has to agree with.
-        told = parts if replicas.mirrors else parts[:1]
-        runner.set_hooks(told)
-        # Compiled steps use the first copies as they are: see [Note: Compiled steps and copies].
-        of_copies = ("variables", "reduced gradients", "attributes", "assigned", "collectives")
-        beside = [part for part in told if part.name not in of_copies]
+        # A single replica needs only the modules: it has nothing to keep equal.
+        active_parts = parts if replicas.mirrors else parts[:1]
+        runner.set_hooks(active_parts)
+        # Compiled steps use the first copies directly: see [Note: Compiled steps and copies].
+        copied = ("variables", "reduced gradients", "attributes", "assigned", "collectives")
+        beside = [part for part in active_parts if part.name not in copied]
         self.beside_copies = AllLifecycleHooks(replicas.num_replicas, beside)
         self._simulates = replicas.mirrors and is_simulated(replicas.devices)
         if guards.replicas_every and replicas.mirrors:
             EveryNSteps(guards.replicas_every, runner, self.comparison.check_sums)
         if guards.finite_gradients and not replicas.mirrors:
             watch_only_replica(registry)
-        if several:
+        if is_multi_process:
             runner.on_outermost_end = buffers.combine_workers
         watch_backward()
         watch_optimizer_steps(are_mirrored=replicas.mirrors)

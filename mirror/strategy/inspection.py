@@ -1,4 +1,4 @@
-"""Questions about what is mirrored; settings of buffers."""
+"""Queries whether objects are mirrored, and sets the aggregation of buffers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mirror.strategy.group import all_groups
 
 
 def is_mirrored(obj: object) -> bool:
-    """Whether a module, parameter, buffer or optimizer is mirrored by a strategy.
+    """Returns whether a module, parameter, buffer or optimizer is mirrored by a strategy.
 
-    A module is if one of its own or its submodules' variables is; an optimizer if one of its
-    parameters is.
+    A module is mirrored if one of its own or its submodules' variables is; an optimizer if one of
+    its parameters is.
     """
     if isinstance(obj, nn.Module):
         return any(map(is_mirrored, (*obj.parameters(), *obj.buffers())))
@@ -35,15 +35,15 @@ def is_mirrored(obj: object) -> bool:
 def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
     """Sets how a mirrored buffer's copies combine when read in the cross-replica context.
 
-    With one replica there is nothing to combine, and it has no effect.
+    It has no effect with one replica.
 
     Args:
-        how: ``"mean"``; ``"sum"``: writing ``x`` in the cross-replica context gives ``x`` to the
-            first replica and zero to the rest; ``"first"``; ``"none"``: reading there raises
-            StrategyError.
+        how: ``"mean"``; ``"sum"``, where writing ``x`` in the cross-replica context sets the first
+            replica's copy to ``x`` and the rest to zero; ``"first"``; ``"none"``, where reading
+            raises StrategyError.
 
     Raises:
-        ValueError: unknown ``how``.
+        ValueError: ``how`` is unknown.
         AttributeError: the module has no such buffer.
         StrategyError: the buffer is not mirrored.
     """

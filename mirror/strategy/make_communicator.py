@@ -1,4 +1,4 @@
-"""From a strategy's ``backend`` argument to its communicator."""
+"""Creates the communicator for a strategy's ``backend`` argument."""
 
 from __future__ import annotations
 
@@ -16,43 +16,44 @@ from mirror.replica.collectives.wrapped_communicators import (
 from mirror.strategy.strategy_options import CommunicationOptions
 
 
-def communicator_at(
-    places: DeviceMesh, backend: object, options: CommunicationOptions
+def make_mesh_communicator(
+    mesh: DeviceMesh, backend: object, options: CommunicationOptions
 ) -> Communicator:
-    """Returns the communicator of replicas that have one device each, or several.
+    """Returns the communicator of replicas with one device each, or several.
 
     Raises:
-        BackendError: see ``make_communicator``; of several devices a replica, a communicator.
+        BackendError: see ``make_communicator``; or ``backend`` is a communicator, although
+            replicas have several devices each.
     """
-    if not places.is_model_parallel:
-        return make_communicator(backend, places.positions[0], options)
+    if not mesh.is_model_parallel:
+        return make_communicator(backend, mesh.positions[0], options)
     if isinstance(backend, Communicator):
         raise BackendError(
-            "replicas with several devices each reduce position by position, by a communicator "
-            f"for each; got {backend!r}, which is one; pass the name of a backend, or 'auto'"
+            "replicas with several devices each need one communicator per position; got the "
+            f"communicator {backend!r}; pass the name of a backend, or 'auto'"
         )
     return PerPositionCommunicator(
-        [make_communicator(backend, column, options) for column in places.positions]
+        [make_communicator(backend, column, options) for column in mesh.positions]
     )
 
 
 def make_communicator(
     backend: object, devices: tuple[torch.device, ...], options: CommunicationOptions
 ) -> Communicator:
-    """Returns the communicator that a strategy's arguments ask for.
+    """Returns the communicator for a strategy's arguments.
 
-    With a timeout it is watched, unless it has taken the timeout itself.
+    A timeout is enforced by a wrapper, unless the backend has its own.
 
     Args:
         backend: "auto", a name, or a communicator over the same devices.
 
     Raises:
-        BackendError: it is none of these, or cannot serve the devices or the options.
+        BackendError: the backend is none of these, or cannot serve the devices or the options.
     """
 
-    def watched(made: Communicator, own: dict[str, object]) -> Communicator:
+    def add_timeout(created: Communicator, own: dict[str, object]) -> Communicator:
         seconds = options.timeout_seconds
-        return made if seconds is None or own else TimeoutCommunicator(made, seconds)
+        return created if seconds is None or own else TimeoutCommunicator(created, seconds)
 
     if isinstance(backend, Communicator):
         if tuple(backend.devices) != devices:
@@ -60,7 +61,7 @@ def make_communicator(
                 f"the communicator serves {[str(d) for d in backend.devices]}, the strategy has "
                 f"{[str(d) for d in devices]}; make it over the same devices, in the same order"
             )
-        return watched(backend, {})
+        return add_timeout(backend, {})
     if not isinstance(backend, str):
         raise BackendError(f"backend must be a name or a Communicator, got {short_repr(backend)}")
 
@@ -75,11 +76,11 @@ def make_communicator(
             lambda name: attempt(name, devices, **timeout_of(name)),
             deterministic=options.deterministic,
         )
-        return watched(chosen, timeout_of(chosen.name))
+        return add_timeout(chosen, timeout_of(chosen.name))
     kind = check_name(backend)
     if options.deterministic and kind is not None and not kind.deterministic:
         raise BackendError(
             f"deterministic=True needs a backend that sums in replica order, and {backend!r} sums "
-            "in an order of its own; pass 'direct', 'host' or 'naive'"
+            "in another order; pass 'direct', 'host' or 'naive'"
         )
-    return watched(create(backend, devices, **timeout_of(backend)), timeout_of(backend))
+    return add_timeout(create(backend, devices, **timeout_of(backend)), timeout_of(backend))

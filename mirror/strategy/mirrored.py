@@ -1,4 +1,4 @@
-"""MirroredStrategy: one process trains one model on several devices, as one device would."""
+"""MirroredStrategy: one process trains one model on several devices, like one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirror.data.input_options import or_default
 from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import is_simulated, resolve_places
 from mirror.execution.parallel_runs import is_gil_enabled
-from mirror.strategy.make_communicator import communicator_at
+from mirror.strategy.make_communicator import make_mesh_communicator
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
@@ -50,40 +50,41 @@ class MirroredStrategy(Strategy):
                 optimizer.zero_grad(); loss.backward(); optimizer.step()
 
     Args:
-        devices: devices or their names; a repeated entry makes several replicas on one device,
-            ``["cpu"] * 4`` four simulated ones. ``None`` or empty: all visible CUDA devices,
-            else one CPU. A list for each replica places a model's layers on several devices, see
-            below.
+        devices: devices or their names. A repeated entry makes several replicas on one device;
+            ``["cpu"] * 4`` makes four simulated devices. ``None`` or an empty list stands for all
+            visible CUDA devices, else one CPU. A list for each replica places a model's layers on
+            several devices, see below.
         backend: ``"auto"``, the name of a communication backend, or a ``Communicator`` over the
             same devices.
         communication_options: see ``CommunicationOptions``.
-        guards: what the strategy watches while it trains, see ``Guards``.
-        gradient_reduction: what a backward pass inside ``run`` leaves in ``.grad``: ``"mean"``,
-            weighted by the replicas' numbers of examples, or ``"sum"``, as in tf.distribute.
-        schedule: how replicas take turns: ``"lockstep"``, one at a time, deterministic, or
-            ``"staggered"``, the next one starts also when the current one blocks on its device.
-            ``"auto"`` is ``"staggered"`` on CUDA; on simulated devices it gives the bits and the
-            order of ``"lockstep"``, and measures in the first steps, and every 1000, what else it
-            may do: have OpenMP's idle teams end, or backward passes outside ``run`` go on at once
-            where there are CPUs to spare. Staggered simulated devices share the intra-op threads
-            and, where that is measured to be faster, run at once: random numbers are then drawn
-            in the order in which the replicas come, and sums divided otherwise. What has been
-            chosen is logged, by "mirror". See [Note: Measured manners].
+        guards: the checks during training, see ``Guards``.
+        gradient_reduction: the value of ``.grad`` after a backward pass inside ``run``:
+            ``"mean"``, weighted by the replicas' numbers of examples, or ``"sum"``, as in
+            tf.distribute.
+        schedule: the order in which replicas run. ``"lockstep"`` runs one at a time, and is
+            deterministic. ``"staggered"`` also starts the next replica when the current one
+            blocks on its device. ``"auto"`` is ``"staggered"`` on CUDA. On simulated devices it
+            keeps the bits and the order of ``"lockstep"``, and measures in the first steps, and
+            every 1000, whether two options are faster: ending OpenMP's idle threads, and running
+            backward passes outside ``run`` at once on spare CPUs. Staggered simulated devices
+            share the intra-op threads, and run at once if that is measured to be faster: the
+            order of random draws and the division of sums then vary. The choice is logged by
+            "mirror". See [Note: Measured manners].
 
-    **Layers on several devices.** Under ``devices=[["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]`` a
-    model is written for the first replica: ``self.top.to("cuda:1")`` when it is made, and
-    ``h.to("cuda:1")`` in ``forward``. Replica r has copies of what is on the first one's device k
-    on its own device k, and where its code names that device in a function of tensors, its own is
-    meant. ``get_replica_context().devices`` has them for what is none: streams, generators,
-    ``torch.cuda.device``. Inputs go to the first device, results come from wherever they are. Each
-    GPU is in one place. Layers are placed before the model is first used. Lists of CPUs simulate
-    that: all their positions are the one CPU. See [Note: Places] in ``device/device_mesh.py``.
+    **Layers on several devices.** With ``devices=[["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]`` a
+    model is written for the first replica: ``self.top.to("cuda:1")`` at its creation, and
+    ``h.to("cuda:1")`` in ``forward``. Replica r has copies of the variables on the first replica's
+    device k on its own device k. A tensor function that names the first replica's device uses its
+    own. For streams, generators and ``torch.cuda.device`` use ``get_replica_context().devices``.
+    Inputs go to the first device; results stay on their devices. Each GPU may appear once. Place
+    layers before the first use of the model. Lists of CPUs simulate several devices on one CPU.
+    See [Note: Places] in ``device/device_mesh.py``.
 
     Raises:
-        DeviceError: a device does not exist, or CPU is mixed with CUDA; of lists, they are of
-            unlike length or empty, are mixed with devices, or a GPU is there twice.
+        DeviceError: a device does not exist, or CPU is mixed with CUDA; or lists differ in
+            length, are empty, are mixed with devices, or have a GPU twice.
         BackendError: the backend is unknown or cannot serve the devices.
-        ValueError: an unknown ``gradient_reduction`` or ``schedule``.
+        ValueError: ``gradient_reduction`` or ``schedule`` is unknown.
     """
 
     def __init__(
@@ -99,50 +100,50 @@ class MirroredStrategy(Strategy):
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
         options = or_default(communication_options, CommunicationOptions)
-        places = DeviceMesh(self._rows(devices))
-        resolved, manner = places.positions[0], str(schedule)
+        mesh = DeviceMesh(self._resolve_devices(devices))
+        resolved, schedule_name = mesh.positions[0], str(schedule)
         simulated = is_simulated(resolved)
         if len(resolved) == 1 and simulated:
-            manner = "lockstep"
+            schedule_name = "lockstep"
         elif schedule == "auto" and not simulated:
-            manner = "staggered" if is_gil_enabled() else "parallel"
+            schedule_name = "staggered" if is_gil_enabled() else "parallel"
         elif schedule == "staggered" and simulated:
-            manner = "concurrent"
+            schedule_name = "concurrent"
         if schedule == "parallel" and len(resolved) > 1 and is_gil_enabled():
             warn_user(_GIL)
         super().__init__(
-            places,
-            communicator_at(places, backend, options),
+            mesh,
+            make_mesh_communicator(mesh, backend, options),
             options,
             or_default(guards, Guards),
-            schedule=manner,
+            schedule=schedule_name,
             weighted=gradient_reduction == "mean",
-            workers=self._meet(resolved, backend, options),
-            home=self._home(resolved),
+            workers=self._join_workers(resolved, backend, options),
+            parameter_device=self._choose_parameter_device(resolved),
         )
 
     @property
     def places(self) -> tuple[tuple[torch.device, ...], ...]:
-        """Each replica's devices, in replica order: one, unless its layers are on several."""
+        """Each replica's devices, in replica order; several if layers are on several devices."""
         return self._group.replicas.places.replicas
 
-    # Programs give them the keywords of DistributedDataParallel and of Keras's compile.
+    # Programs pass keywords of DistributedDataParallel and of Keras's compile to these methods.
     mirror = signposted_keywords("MirroredStrategy.mirror")(Strategy.mirror)
     compile = signposted_keywords("MirroredStrategy.compile")(Strategy.compile)
 
-    def _rows(self, devices: Any) -> Sequence[Sequence[torch.device]]:
-        """Returns each replica's devices, of those that were asked for."""
+    def _resolve_devices(self, devices: Any) -> Sequence[Sequence[torch.device]]:
+        """Returns each replica's devices."""
         return resolve_places(devices)
 
-    def _meet(
+    def _join_workers(
         self,
         devices: Sequence[torch.device],
         backend: str | Communicator,
         options: CommunicationOptions,
     ) -> LocalWorkerGroup | None:
-        """Returns the processes whose replicas train together; ``None``: this one alone."""
+        """Returns the processes that train together; ``None`` for this process only."""
         return None
 
-    def _home(self, devices: Sequence[torch.device]) -> torch.device | None:
-        """Returns where parameters are, if not with the replicas."""
+    def _choose_parameter_device(self, devices: Sequence[torch.device]) -> torch.device | None:
+        """Returns the parameter device; ``None`` if parameters are on the replicas' devices."""
         return None

@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy: the devices of several processes train one model, as one would."""
+"""MultiWorkerMirroredStrategy: the devices of several processes train one model."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
         strategy = mirror.MultiWorkerMirroredStrategy()   # started by torchrun, on each machine
 
-    ``num_replicas_in_sync`` and ``replica_id_in_sync_group`` count the replicas of all workers,
-    ``devices`` are this worker's. Outside ``run`` a worker is to the others what a replica is to
-    the others inside: its loss counts with its examples. Worker 0 is the chief, whose initial
-    values all get, and who writes files.
+    ``num_replicas_in_sync`` and ``replica_id_in_sync_group`` count the replicas of all workers;
+    ``devices`` are this worker's. Outside ``run``, workers must agree just as replicas must inside
+    ``run``, and each worker's loss is weighted by its examples. Worker 0 is the chief: all workers
+    start from its initial values, and it writes files.
 
     Args:
-        devices, backend, communication_options, guards, gradient_reduction, schedule: of this
-            worker, see ``MirroredStrategy``; workers may have unlike numbers of devices.
-        cluster_resolver: says who and where the workers are; ``None``: the one for the launcher
-            that has started this process (torchrun, TF_CONFIG, Slurm, Kubernetes).
+        devices, backend, communication_options, guards, gradient_reduction, schedule: this
+            worker's arguments of ``MirroredStrategy``; workers may differ in number of devices.
+        cluster_resolver: the source of the workers' ranks and addresses. ``None`` selects it by
+            the launcher of this process (torchrun, TF_CONFIG, Slurm, Kubernetes).
 
     Raises:
-        ClusterError: what was found of the cluster is wrong, or contradictory.
-        WorkerLostError: a worker has not come, or is gone.
+        ClusterError: the description of the cluster is wrong or contradictory.
+        WorkerLostError: a worker has not arrived, or is lost.
         As ``MirroredStrategy``.
     """
 
@@ -79,18 +79,18 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What says who the workers are; ``None`` where nobody does, and this is the only one."""
+        """The source of the workers' ranks and addresses; ``None`` for a single worker."""
         return self._resolver
 
     def report(self) -> Report:
-        """Returns where the time of this worker's last steps went; printed, a table."""
+        """Returns the times of the parts of this worker's last steps; it prints as a table."""
         workers = self._group.replicas.workers
-        whose = f"worker {workers.rank} of {workers.size}" if workers.is_multi_process else None
-        return replace(super().report(), worker=whose)
+        worker = f"worker {workers.rank} of {workers.size}" if workers.is_multi_process else None
+        return replace(super().report(), worker=worker)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:
-        """Writes what happens inside, each worker its own: ``name.worker1.json``.
+        """Writes a trace of the block, one file for each worker: ``name.worker1.json``.
 
         Raises:
             As ``MirroredStrategy.trace``.
@@ -101,16 +101,16 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         with super().trace(path) as trace:
             yield trace
 
-    def _rows(self, devices: Any) -> Sequence[Sequence[torch.device]]:
+    def _resolve_devices(self, devices: Any) -> Sequence[Sequence[torch.device]]:
         return [(device,) for device in resolve(devices)]
 
-    def _meet(
+    def _join_workers(
         self,
         devices: Sequence[torch.device],
         backend: str | Communicator,
         options: CommunicationOptions,
     ) -> LocalWorkerGroup | None:
-        # All take their time to import, and most programs do without.
+        # Imported here, since the imports are slow and most programs need none of them.
         from mirror.cluster.launchers import launchers, resolver_of
         from mirror.comm.workers.distributed_group import DEFAULT_SECONDS, DistributedWorkerGroup
         from mirror.comm.workers.nccl_all_reduce import negotiate_nccl
@@ -122,11 +122,11 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         if size == 1 and not torch.distributed.is_initialized():
             return None
 
-        def where() -> str:
+        def find_user_line() -> str:
             return user_line(sys._getframe(1))
 
         seconds = options.timeout_seconds
-        workers = DistributedWorkerGroup(len(devices), where, seconds, line_of)
+        workers = DistributedWorkerGroup(len(devices), find_user_line, seconds, line_of)
         if backend in ("auto", "nccl"):
             sums = negotiate_nccl(
                 workers, devices, DEFAULT_SECONDS if seconds is None else seconds

@@ -1,4 +1,4 @@
-"""OneDeviceStrategy: one replica, for programs that are written for any number of them."""
+"""OneDeviceStrategy: one replica, for programs that are written for any number of replicas."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from mirror.strategy.strategy_options import Guards
 
 @call_with_hints
 class OneDeviceStrategy(MirroredStrategy):
-    """Puts a model's variables, and what ``run`` runs, on one named device.
+    """Runs on one named device.
 
-    With the members of ``MirroredStrategy``, of which it is the one of one device: a program
-    written for several runs here, in a test or under a debugger, without threads.
+    It is ``MirroredStrategy`` with one device. A program for several devices runs on it without
+    threads, for instance in a test or under a debugger.
 
     Args:
         device: the device or its name; the number 1 for ``"cuda:1"``.
-        guards: what the strategy watches while it trains, see ``Guards``.
+        guards: the checks during training, see ``Guards``.
 
     Raises:
-        DeviceError: the device does not exist, or it is several, or none.
+        DeviceError: the device does not exist, or not exactly one is given.
     """
 
     def __init__(self, device: torch.device | str | int, *, guards: Guards | None = None) -> None:
-        check_one("device", device, "mirror.MirroredStrategy(devices)")
+        check_single_device("device", device, "mirror.MirroredStrategy(devices)")
         super().__init__([device], guards=guards)
 
 
-def check_one(name: str, device: object, several: str) -> None:
-    """Raises DeviceError for what is not one device, naming what takes ``several``."""
+def check_single_device(name: str, device: object, several: str) -> None:
+    """Raises DeviceError if a value is not one device; ``several`` names the alternative."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     if not (isinstance(device, (torch.device, str)) or is_number):
         raise DeviceError(

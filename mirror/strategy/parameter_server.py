@@ -18,12 +18,12 @@ from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.partitioners import Partitioner
 from mirror.server.recorded_model import RecordedModules
 from mirror.server.variable_placement import PlacementFunction, check_placement
-from mirror.strategy.placing_scope import PlacingScope
 from mirror.strategy.run_arguments import check_call, local_results
-from mirror.strategy.server_options import at_least, check_engine, engine_of, tasks_of
+from mirror.strategy.scope import PlacingScope
 from mirror.values import PerReplica
 
 if TYPE_CHECKING:
+    from mirror.server.cluster_tasks import Tasks
     from mirror.server.engine.engine_types import Engine
     from mirror.server.roles.session import Session
     from mirror.server.servers_report import ServersReport
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _SCHEDULE = "schedule a step instead: mirror.ClusterCoordinator(strategy).schedule(step)"
 
-# What other strategies have, that means nothing here, and what to do.
+# Members of other strategies that have no meaning here, and alternatives.
 _REMEDIES = {
     "compile": "apply torch.compile to the model inside the step",
     "distribute_dataset": "use ClusterCoordinator.create_per_worker_dataset",
@@ -67,31 +67,33 @@ class ParameterServerStrategy(NoCopy):
         losses = [coordinator.schedule(step, args=(data,)) for _ in range(1000)]
         coordinator.join()
 
-    In a step, the model is the worker's copy, pulled before it is read; ``optimizer.step()`` sends
-    gradients to the servers, which have the optimizer's state. In this process the model, when it
-    is read, is what the servers have; what is written to it reaches them. docs/servers.md.
+    In a step, the model is the worker's copy, which pulls values before they are read.
+    ``optimizer.step()`` sends gradients to the servers, which hold the optimizer's state. In this
+    process, reads of the model return the servers' values, and writes reach the servers. See
+    docs/servers.md.
 
     Args:
-        num_servers, num_workers: how many processes of each; or see ``cluster``.
+        num_servers, num_workers: the numbers of processes, unless ``cluster`` is given.
         cluster: a ``mirror.cluster.ClusterSpec``, a dict, or a resolver, with the jobs "ps",
-            "worker" and perhaps "chief": where ``mirror.server.Server`` processes, one for each
-            task, are waiting. All have the same key in MIRROR_ENGINE_KEY.
-        engine: what processes are: ``"process"``, of this machine; ``"ray"``, actors; ``"auto"``
-            chooses; or an engine.
+            "worker" and perhaps "chief": the addresses of ``mirror.server.Server`` processes, one
+            for each task. All processes need the same key in MIRROR_ENGINE_KEY.
+        engine: the kind of processes: ``"process"`` on this machine; ``"ray"`` for actors;
+            ``"auto"`` chooses; or an engine.
         sync: whether an update is the mean of several gradients of the same values, weighted by
             examples; otherwise each gradient is applied when it arrives.
-        replicas_to_aggregate: of how many; ``None``: of one for each worker. With fewer, the
-            slowest workers' gradients are dropped; with more, workers give several.
-        max_staleness: without ``sync``, drops gradients that come later than so many updates.
+        replicas_to_aggregate: the number of gradients in an update; by default one for each
+            worker. With fewer, the slowest workers' gradients are dropped; with more, workers
+            contribute several.
+        max_staleness: without ``sync``, the number of updates after which a gradient is dropped.
         partitioner: cuts variables into pieces along their first axis: ``mirror.server``'s
-            ``FixedShards``, ``MinSize``, ``MaxSize``, or a function as these.
+            ``FixedShards``, ``MinSize``, ``MaxSize``, or a function of shape and dtype.
         placement: ``"round_robin"``, ``"largest_first"``, or a function of name, shape, dtype
             and the number of servers that returns a server's index.
 
     Raises:
-        ValueError: a number that is not positive; options that go with the other of sync and
-            not; jobs of another name, none of ps or worker, or no addresses.
-        StrategyError: the resolver says that this process is a server or a worker.
+        ValueError: a number is not positive; an option does not fit ``sync``; jobs have other
+            names, or there is no ps, worker or address.
+        StrategyError: the resolver states that this process is a server or a worker.
     """
 
     _instead = "a step that is scheduled may use it"
@@ -109,29 +111,34 @@ class ParameterServerStrategy(NoCopy):
         partitioner: Partitioner | None = None,
         placement: str | PlacementFunction = "round_robin",
     ) -> None:
-        check_engine(engine)
+        _check_engine(engine)
         self._tasks = None
         if cluster is not None:
-            self._tasks = tasks = tasks_of(cluster, engine, (num_servers, num_workers))
+            self._tasks = tasks = _resolve_tasks(cluster, engine, (num_servers, num_workers))
             num_servers, num_workers = len(tasks.servers), len(tasks.workers)
-        self._num_servers = at_least("num_servers", 1 if num_servers is None else num_servers)
-        self._num_workers = at_least("num_workers", 1 if num_workers is None else num_workers)
+        self._num_servers = _check_at_least(
+            "num_servers", 1 if num_servers is None else num_servers
+        )
+        self._num_workers = _check_at_least(
+            "num_workers", 1 if num_workers is None else num_workers
+        )
         if not isinstance(sync, bool):
             raise ValueError(f"sync must be a bool, got {short_repr(sync)}")
         if replicas_to_aggregate is not None:
-            at_least("replicas_to_aggregate", replicas_to_aggregate)
+            _check_at_least("replicas_to_aggregate", replicas_to_aggregate)
             if not sync:
                 raise ValueError(
-                    f"replicas_to_aggregate={replicas_to_aggregate} is of synchronous updates; "
-                    "pass sync=True, or leave it out: each gradient is applied when it arrives"
+                    f"replicas_to_aggregate={replicas_to_aggregate} works with synchronous "
+                    "updates only; pass sync=True, or leave it out to apply each gradient when it "
+                    "arrives"
                 )
         if max_staleness is not None:
             if sync:
                 raise ValueError(
-                    "max_staleness is of asynchronous updates; with sync=True every gradient of "
-                    "older values is dropped"
+                    "max_staleness works with asynchronous updates only; with sync=True every "
+                    "gradient of older values is dropped"
                 )
-            at_least("max_staleness", max_staleness, least=0)
+            _check_at_least("max_staleness", max_staleness, least=0)
         if partitioner is not None and not callable(partitioner):
             raise ValueError(
                 "partitioner must be mirror.server's FixedShards(n), MinSize(...) or MaxSize(...),"
@@ -147,7 +154,7 @@ class ParameterServerStrategy(NoCopy):
         self._is_closed = False
         self.coordinator: Any = None
 
-    # What it is
+    # Properties
 
     @property
     def num_servers(self) -> int:
@@ -161,12 +168,12 @@ class ParameterServerStrategy(NoCopy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Of how many gradients an update is the mean: 1, but for ``sync=True``."""
+        """The number of gradients in an update: 1 without ``sync=True``."""
         return self._to_aggregate or 1
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The device of this process, where the model is read."""
+        """The device of the model in this process."""
         return (torch.device("cpu"),)
 
     @property
@@ -184,18 +191,19 @@ class ParameterServerStrategy(NoCopy):
     # Variables
 
     def scope(self) -> PlacingScope:
-        """Makes this strategy current; modules made inside have their variables on servers.
+        """Makes this strategy current; the variables of modules created inside are on servers.
 
         Raises:
-            StrategyError: on entry, inside another strategy's scope or ``run``, or after close.
+            StrategyError: it is entered inside another strategy's scope or ``run``, or after
+                ``close``.
         """
         return PlacingScope(self, self._recorded, self.check_usable)
 
     def mirror(self, module: ModuleT) -> ModuleT:
-        """Takes a module made elsewhere (a pretrained one), and returns it.
+        """Records an existing module (a pretrained one), and returns it.
 
         Raises:
-            TypeError: it is not a module.
+            TypeError: the argument is not a module.
         """
         self.check_usable("mirror")
         if not isinstance(module, nn.Module):
@@ -211,16 +219,16 @@ class ParameterServerStrategy(NoCopy):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls ``fn`` in this process, and warns: steps are scheduled by a coordinator.
+        """Calls ``fn`` in this process, and warns, since a coordinator schedules steps.
 
-        Inside a step that runs on a worker it calls ``fn`` there, which is what it is for.
+        It is meant for steps that run on a worker: there it calls ``fn`` without a warning.
         """
         self._warn("run")
         check_call(fn, args, kwargs)
         return fn(*args, **(kwargs or {}))
 
     def reduce(self, op: Op, value: Any, axis: int | None = None) -> Any:
-        """Returns the value, reduced over ``axis``, and warns as ``run``."""
+        """Returns the value, reduced over ``axis``, and warns like ``run``."""
         self._warn("reduce")
         if axis is None or not isinstance(value, torch.Tensor):
             return value
@@ -230,19 +238,19 @@ class ParameterServerStrategy(NoCopy):
         return value.mean(axis) if name == "mean" else value.sum(axis)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
-        """Returns the value: what runs here, runs once."""
+        """Returns the value itself, and warns like ``run``."""
         self._warn("gather")
         return value
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns the value as the only one; of a PerReplica, its parts."""
+        """Returns a 1-tuple of the value, or the parts of a PerReplica."""
         return local_results(value) if isinstance(value, PerReplica) else (value,)
 
     def report(self) -> ServersReport:
-        """Returns counts of steps, updates and bytes, times, and how stale gradients were.
+        """Returns counts of steps, updates and bytes, times, and the staleness of gradients.
 
         Raises:
-            ServerLostError: a server is gone.
+            ServerLostError: a server is lost.
         """
         from mirror.server.servers_report import ServersReport
 
@@ -252,7 +260,7 @@ class ParameterServerStrategy(NoCopy):
     # Servers and workers
 
     def begin_session(self, queue_size: int) -> Session:
-        """Starts servers and workers: what the first ``ClusterCoordinator`` does."""
+        """Starts servers and workers, for the first ``ClusterCoordinator``."""
         from mirror.server.cluster_tasks import Settings
         from mirror.server.roles.session import Session
 
@@ -260,7 +268,7 @@ class ParameterServerStrategy(NoCopy):
         settings = Settings(
             self._num_servers,
             self._num_workers,
-            self._engine if self._tasks is None else engine_of(self._tasks),
+            self._engine if self._tasks is None else _make_engine(self._tasks),
             self._to_aggregate,
             self._max_staleness,
             self._partitioner,
@@ -273,9 +281,9 @@ class ParameterServerStrategy(NoCopy):
         return session
 
     def close(self) -> None:
-        """Ends servers and workers; idempotent. The model keeps the last values.
+        """Ends servers and workers. Idempotent. The model keeps the last values.
 
-        Steps that have not ended are not run, and their values lost: ``join`` first.
+        Steps that have not finished are cancelled: call ``join`` first.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -309,5 +317,56 @@ class ParameterServerStrategy(NoCopy):
     def __getattr__(self, name: str) -> NoReturn:
         kind = type(self).__name__
         if name in _REMEDIES:
-            raise StrategyError(f"a {kind} has no {name}, which is of replicas; {_REMEDIES[name]}")
+            raise StrategyError(
+                f"a {kind} has no {name}, which concerns replicas; {_REMEDIES[name]}"
+            )
         raise missing(self, name)
+
+
+def _resolve_tasks(cluster: Any, engine: object, counts: Sequence[object]) -> Tasks:
+    """Returns the addresses of a cluster's servers and workers.
+
+    Raises:
+        ValueError: as ``mirror.server.cluster_tasks``; or counts or an engine are also given.
+    """
+    from mirror.server import cluster_tasks
+
+    if any(count is not None for count in counts):
+        raise ValueError("cluster= sets num_servers and num_workers; give either it or these")
+    found = cluster_tasks.tasks_of(cluster)
+    if engine != "auto":
+        raise ValueError(
+            f"engine={short_repr(engine)} starts servers and workers itself, but cluster= names "
+            "running mirror.server.Server processes; leave out engine=, or give "
+            f"num_servers={len(found.servers)}, num_workers={len(found.workers)}"
+        )
+    return found
+
+
+def _make_engine(cluster_tasks: Tasks) -> Engine:
+    """Returns the engine with an actor at the address of each of a cluster's tasks.
+
+    Raises:
+        WireError: there is no key.
+    """
+    from mirror.server.engine.agent_engine import AgentEngine
+    from mirror.server.engine.socket_client import key_of_environment
+
+    return AgentEngine(cluster_tasks.by_name(), key_of_environment())
+
+
+def _check_at_least(name: str, value: object, least: int = 1) -> int:
+    """Returns the value; raises ValueError if it is no integer, or too small."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer from {least} on, got {short_repr(value)}")
+    return value
+
+
+def _check_engine(engine: object) -> None:
+    """Raises ValueError if a value is neither an engine nor the name of one."""
+    names = ("auto", "process", "ray")
+    if engine not in names and not hasattr(engine, "start"):
+        raise ValueError(
+            f"engine must be one of {', '.join(map(repr, names))}, or an engine; got "
+            f"{short_repr(engine)}"
+        )

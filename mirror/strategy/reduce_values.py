@@ -1,4 +1,4 @@
-"""Combining the parts of distributed values in the cross-replica context; differentiable."""
+"""Implements ``strategy.reduce`` and ``gather``, which combine parts outside ``run``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
-    """See ``MirroredStrategy.reduce``."""
+    """See ``Strategy.reduce``."""
     name, replicas = reduce_op(op), runner.replicas
     leaves = leaves_of(value)
     check_parts(replicas.num_replicas, leaves)
@@ -39,44 +39,48 @@ def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
     if name == "mean" and axis is None and torch.is_grad_enabled():
         for leaf in leaves:
             if isinstance(leaf, PerReplica) and leaf.weights is not None:
-                caller = sys._getframe(2)  # of reduce
-                known = _losses.setdefault(replicas, ReducedLosses())
-                known.check(leaf, (caller.f_code, caller.f_lasti))
+                caller = sys._getframe(2)  # the caller of strategy.reduce
+                losses = _losses.setdefault(replicas, ReducedLosses())
+                losses.check(leaf, (caller.f_code, caller.f_lasti))
     value = mark_boundaries(runner, value)
 
-    def reduced(leaf: Any) -> Tensor:
+    def reduce_leaf(leaf: Any) -> Tensor:
         device = (
-            _home(replicas, leaf) if replicas.places.is_model_parallel else replicas.devices[0]
+            _device_for(replicas, leaf)
+            if replicas.places.is_model_parallel
+            else replicas.devices[0]
         )
         return _reduce(name, leaf, axis, device)
 
     if not replicas.workers.is_multi_process:
-        return map_structure(reduced, value)
+        return map_structure(reduce_leaf, value)
     value, link = exchange_parts(runner, f"reduce({name!r}, axis={axis})", value)
     if name not in ("sum", "mean"):
-        return map_structure(reduced, value)
-    return map_structure(lambda leaf: link.link(reduced(leaf)), value)
+        return map_structure(reduce_leaf, value)
+    return map_structure(lambda leaf: link.link(reduce_leaf(leaf)), value)
 
 
 def gather_values(runner: Runner, value: Any, axis: int) -> Any:
-    """See ``MirroredStrategy.gather``."""
+    """See ``Strategy.gather``."""
     check_parts(runner.replicas.num_replicas, leaves_of(value))
     value, replicas = mark_boundaries(runner, value), runner.replicas
 
-    def gathered(leaf: Any) -> Tensor:
+    def gather_leaf(leaf: Any) -> Tensor:
         device = (
-            _home(replicas, leaf) if replicas.places.is_model_parallel else replicas.devices[0]
+            _device_for(replicas, leaf)
+            if replicas.places.is_model_parallel
+            else replicas.devices[0]
         )
         return _gather(leaf, axis, device)
 
     if not replicas.workers.is_multi_process:
-        return map_structure(gathered, value)
+        return map_structure(gather_leaf, value)
     value, link = exchange_parts(runner, f"gather(axis={axis})", value)
-    return map_structure(lambda leaf: link.link(gathered(leaf)), value)
+    return map_structure(lambda leaf: link.link(gather_leaf(leaf)), value)
 
 
-def _home(replicas: Replicas, leaf: Any) -> torch.device:
-    """Returns where values are combined: the first replica's device at the position of a part."""
+def _device_for(replicas: Replicas, leaf: Any) -> torch.device:
+    """Returns the device where a leaf is combined: the first replica's at a part's position."""
     parts = leaf.parts() if isinstance(leaf, PerReplica) else [(0, leaf)]
     for _, value in parts:
         if isinstance(value, Tensor):
@@ -115,14 +119,14 @@ def _reduce(op: str, leaf: Any, axis: int | None, device: torch.device) -> Tenso
         )
     if op == "mean":
         total = sum(weight for _, weight in parts)
-        if total:  # a part that counts nothing may be NaN, the mean over no examples
+        if total:  # a part of weight 0 may be NaN, as the mean over no examples
             parts = [(tensor, weight) for tensor, weight in parts if weight]
             tensors = [tensor for tensor, _ in parts]
         counts = [weight for _, weight in parts]
         if not total or len(set(counts)) == 1:
             return summed(tensors, device) / len(tensors)
         return weighted_mean(tensors, counts)
-    return _combined(op, tensors, device)
+    return _reduce_in_order(op, tensors, device)
 
 
 def _reduce_over_axis(op: str, tensors: list[Tensor], axis: int, device: torch.device) -> Tensor:
@@ -132,7 +136,7 @@ def _reduce_over_axis(op: str, tensors: list[Tensor], axis: int, device: torch.d
         own = [_OVER_AXIS[op](tensor, axis) for tensor in tensors if tensor.shape[axis]]
         if not own:
             raise ValueError(f"reduce({op!r}) over axis {axis} of no elements")
-        return _combined(op, own, device)
+        return _reduce_in_order(op, own, device)
     own = [tensor.sum(axis) for tensor in tensors]
     if any(tensor.shape != own[0].shape for tensor in own):
         raise ShapeError(f"shapes may differ along axis {axis} only, got {_shapes(tensors)}")
@@ -140,7 +144,7 @@ def _reduce_over_axis(op: str, tensors: list[Tensor], axis: int, device: torch.d
     return total / sum(tensor.shape[axis] for tensor in tensors) if op == "mean" else total
 
 
-def _combined(op: str, tensors: list[Tensor], device: torch.device) -> Tensor:
+def _reduce_in_order(op: str, tensors: list[Tensor], device: torch.device) -> Tensor:
     if op == "sum":
         return summed(tensors, device)
     result = summed([tensor.detach() for tensor in tensors], device, op)

@@ -1,4 +1,4 @@
-"""ReplicaContext: what a function sees of its replica inside ``strategy.run``."""
+"""ReplicaContext: the interface of a replica for functions inside ``strategy.run``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mirror.values import select
 
 @with_hints
 class ReplicaContext(NoCopy):
-    """What a function sees of its replica inside ``strategy.run``.
+    """The interface of a replica for functions inside ``strategy.run``.
 
     Attributes:
-        replica_id_in_sync_group: this replica's index, among those of all workers.
+        replica_id_in_sync_group: this replica's index among the replicas of all workers.
         num_replicas_in_sync: the number of replicas of the strategy.
-        device: where this replica's variables are.
+        device: the device of this replica's variables.
         strategy: the strategy that runs it.
     """
 
@@ -66,12 +66,12 @@ class ReplicaContext(NoCopy):
 
     @property
     def device(self) -> torch.device:
-        """Where this replica's variables are; the first of its devices, if it has several."""
+        """The device of this replica's variables; the first one if it has several devices."""
         return self._replica.device
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """This replica's devices: what stands here for those that the model was written for."""
+        """This replica's devices, which replace the first replica's that the model names."""
         return self._replica.replicas.places.replicas[self._replica.replica_id]
 
     @property
@@ -83,11 +83,11 @@ class ReplicaContext(NoCopy):
     def weight(self) -> float:
         """This replica's share in the gradient mean and in ``strategy.reduce("mean", ...)``.
 
-        The number of examples it got, unless set: to its number of unpadded tokens, say. Set it
-        before backward; a backward pass done before counts with the weight it was done under.
+        By default its number of examples. Set it before backward, for instance to the number of
+        unpadded tokens; earlier backward passes keep the weight at their time.
 
         Raises:
-            ValueError: on setting, for a negative or not finite weight.
+            ValueError: the weight that is set is negative or not finite.
         """
         return self._replica.weight
 
@@ -97,7 +97,7 @@ class ReplicaContext(NoCopy):
         check_current(self._replica)
         if self._replica.tracing is not None:
             self._replica.tracing.refuse(
-                "a weight, which the replicas' gradients are multiplied with,",
+                "a weight, by which the replicas' gradients are multiplied,",
                 "multiply the loss, or leave the step uncompiled",
             )
         value = float(value)
@@ -108,24 +108,25 @@ class ReplicaContext(NoCopy):
 
     @disable_dynamo
     def all_reduce(self, op: Op, value: Any) -> Any:
-        """Reduces a structure of tensors over the replicas that take part, in one collective.
+        """Reduces a structure of tensors over the active replicas, in one collective.
 
-        Differentiable for sum and mean, as part of the one loss that the replicas have in common;
-        see [Note: Gradients of collectives] in ``mirror/replica/collectives/autograd_nodes.py``.
+        Differentiable for sum and mean, as part of one loss of all replicas; see
+        [Note: Gradients of collectives] in ``mirror/replica/collectives/autograd_nodes.py``.
 
         Args:
             op: ``"sum"``, ``"mean"`` (the plain mean), ``"max"``, ``"min"``, ``"prod"``, any case,
                 or a ``mirror.ReduceOp``.
-            value: tensors or numbers, nested; equal structure, shapes and dtypes everywhere.
+            value: tensors or numbers, nested; structure, shapes and dtypes must be equal on all
+                replicas.
 
         Returns:
             The same structure with the same bits on every replica, each on its device. The mean
-            of integers is of the default floating dtype.
+            of integers has the default floating dtype.
 
         Raises:
-            TypeError: a bool tensor, or a leaf that is neither tensor nor number.
-            DivergenceError: another replica calls something else, or with other shapes.
-            ValueError: unknown ``op``.
+            TypeError: a tensor is bool, or a leaf is neither tensor nor number.
+            DivergenceError: another replica calls something else, or has other shapes.
+            ValueError: ``op`` is unknown.
         """
         return all_reduce(self._replica, op, value)
 
@@ -137,8 +138,8 @@ class ReplicaContext(NoCopy):
         gradients of its own part.
 
         Raises:
-            ValueError: a 0-d tensor, or ``axis`` out of range.
-            DivergenceError: shapes differ on another axis, or dtypes do.
+            ValueError: a tensor is 0-d, or ``axis`` is out of range.
+            DivergenceError: shapes differ on another axis, or dtypes differ.
         """
         return all_gather(self._replica, value, axis)
 
@@ -151,8 +152,9 @@ class ReplicaContext(NoCopy):
     ) -> Any:
         """Calls ``fn(strategy, *args, **kwargs)`` once, in the cross-replica context.
 
-        Waits for all replicas. Tensors, numbers and objects that differ arrive as PerReplica (as
-        they are without any strategy); each replica gets its part of the result.
+        Waits for all replicas. Tensors, numbers and objects that differ between replicas are
+        passed as PerReplica (unchanged without a strategy); each replica gets its part of the
+        result.
         """
         run, runner, replicas = self._run, self._runner, self._replica.replicas
         if self._replica.tracing is not None:

@@ -1,4 +1,4 @@
-"""The arguments of a run, taken apart for the replicas that take part; its results, regrouped."""
+"""Checks and splits the arguments of a run, and regroups its results."""
 
 from __future__ import annotations
 
@@ -14,59 +14,8 @@ from mirror.values import ABSENT, PerReplica, is_number, leaves_of, map_structur
 _NOT_RUN_BY_A_CALL = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-def taking_part(num_replicas: int, *trees: Any) -> tuple[Sequence[int], Sequence[float] | None]:
-    """Returns the replicas that have a part of every PerReplica, and their weights.
-
-    Raises:
-        StructureError: a PerReplica has a wrong number of parts, or nobody has all.
-    """
-    leaves: list[Any] = []
-    for tree in trees:
-        if tree:
-            leaves += leaves_of(tree)
-    if not leaves:
-        return range(num_replicas), None
-    values = check_parts(num_replicas, leaves)
-    active = present_in(values)
-    if active is None:
-        return range(num_replicas), None
-    if not active:
-        raise StructureError("no replica has a part of every PerReplica argument of run")
-    return active, next((v.weights for v in values if v.weights is not None), None)
-
-
-def check_parts(num_replicas: int, leaves: Iterable[Any]) -> list[PerReplica[Any]]:
-    """Returns the PerReplica values among leaves.
-
-    Raises:
-        StructureError: one has a wrong number of parts.
-    """
-    values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
-    for value in values:
-        if len(value.values) != num_replicas:
-            got = f"with {len(value.values)}" if value.values else "without parts"
-            raise StructureError(
-                f"a PerReplica of this strategy has {num_replicas} parts, one per replica; got "
-                f"one {got}"
-            )
-    return values
-
-
-def calling(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[int], Any]:
-    """Returns what calls ``fn`` as one replica, with its parts of the arguments."""
-
-    def call(replica_id: int) -> Any:
-        own_kwargs = select(kwargs, replica_id) if kwargs else {}
-        own_args = select(args, replica_id) if args else ()
-        return fn(*own_args, **own_kwargs)
-
-    return call
-
-
 def check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Raises TypeError for what ``run`` cannot call once per replica."""
+    """Raises TypeError if ``run`` cannot call ``fn`` with these arguments once per replica."""
     if not callable(fn):
         raise TypeError(
             f"run takes a function, which it calls on every replica, got a {type(fn).__name__}; "
@@ -85,8 +34,71 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
         kind = "a generator" if flags & inspect.CO_GENERATOR else "an async"
         raise TypeError(
             f"run calls an ordinary function on every replica; {fn.__name__} is {kind} function, "
-            "of which a call executes nothing; return the values from an ordinary one"
+            "and its call executes nothing; return the values from an ordinary function"
         )
+
+
+def find_active(num_replicas: int, *trees: Any) -> tuple[Sequence[int], Sequence[float] | None]:
+    """Returns the replicas that have a part of every PerReplica, and the weights of all replicas.
+
+    Raises:
+        StructureError: a PerReplica has a wrong number of parts, or no replica has a part of each.
+    """
+    leaves: list[Any] = []
+    for tree in trees:
+        if tree:
+            leaves += leaves_of(tree)
+    if not leaves:
+        return range(num_replicas), None
+    values = check_parts(num_replicas, leaves)
+    active = replicas_with_parts(values)
+    if active is None:
+        return range(num_replicas), None
+    if not active:
+        raise StructureError("no replica has a part of every PerReplica argument of run")
+    return active, next((v.weights for v in values if v.weights is not None), None)
+
+
+def make_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[int], Any]:
+    """Returns a function that calls ``fn`` as one replica, with its parts of the arguments."""
+
+    def call(replica_id: int) -> Any:
+        own_kwargs = select(kwargs, replica_id) if kwargs else {}
+        own_args = select(args, replica_id) if args else ()
+        return fn(*own_args, **own_kwargs)
+
+    return call
+
+
+def check_parts(num_replicas: int, leaves: Iterable[Any]) -> list[PerReplica[Any]]:
+    """Returns the PerReplica values among leaves.
+
+    Raises:
+        StructureError: a PerReplica has a wrong number of parts.
+    """
+    values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+    for value in values:
+        if len(value.values) != num_replicas:
+            got = f"with {len(value.values)}" if value.values else "without parts"
+            raise StructureError(
+                f"a PerReplica of this strategy has {num_replicas} parts, one per replica; got "
+                f"one {got}"
+            )
+    return values
+
+
+def replicas_with_parts(values: Iterable[PerReplica[Any]]) -> list[int] | None:
+    """Returns the replicas that have a part in all of ``values``; ``None`` without any values."""
+    ids: list[int] | None = None
+    for value in values:
+        parts = value.values
+        here = [*range(len(parts))]
+        if type(ABSENT) in map(type, parts):
+            here = [i for i, part in enumerate(parts) if part is not ABSENT]
+        ids = here if ids is None else [i for i in ids if i in here]
+    return ids
 
 
 def regroup(
@@ -94,11 +106,11 @@ def regroup(
 ) -> Any:
     """Joins the results of replicas into one structure with PerReplica leaves.
 
-    Tensors and numbers always become PerReplica; another leaf stays as it is where all replicas
-    returned the very same object.
+    Tensors and numbers always become PerReplica; another leaf is unchanged if all replicas
+    returned the same object.
 
     Args:
-        results: replica id to its result, of the replicas that took part.
+        results: the results of the active replicas, by replica.
 
     Raises:
         StructureError: the results differ in structure.
@@ -125,21 +137,9 @@ def regroup(
 
 
 def local_results(value: Any) -> tuple[Any, ...]:
-    """Returns one entry per replica that took part, in replica order.
+    """Returns one entry per replica that has a part, in replica order.
 
     A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
     """
-    ids = present_in(leaf for leaf in leaves_of(value) if isinstance(leaf, PerReplica))
+    ids = replicas_with_parts(leaf for leaf in leaves_of(value) if isinstance(leaf, PerReplica))
     return (value,) if ids is None else tuple(select(value, i) for i in ids)
-
-
-def present_in(values: Iterable[PerReplica[Any]]) -> list[int] | None:
-    """Returns the replicas that have a part in all of ``values``; ``None`` without any values."""
-    ids: list[int] | None = None
-    for value in values:
-        parts = value.values
-        here = [*range(len(parts))]
-        if type(ABSENT) in map(type, parts):
-            here = [i for i, part in enumerate(parts) if part is not ABSENT]
-        ids = here if ids is None else [i for i in ids if i in here]
-    return ids

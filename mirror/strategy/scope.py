@@ -1,21 +1,24 @@
-"""The scope of a strategy: where it is current, and what is made is mirrored."""
+"""Scopes of strategies: inside one, its strategy is current and records the created modules."""
 
 from __future__ import annotations
 
 import warnings
-from contextlib import ContextDecorator
+from collections.abc import Callable
+from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
+from typing import Any
 
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import Context, current, push_context, save_context
 from mirror.replica.keras.keras_call import wrap_keras
 from mirror.replica.modules.call_interceptor import MirroredModules
 from mirror.replica.modules.recording import begin_recording, end_recording, recording
+from mirror.server.recorded_model import RecordedModules
 from mirror.strategy.group import Group
 
 
 class Scope(ContextDecorator):
-    """What ``strategy.scope()`` returns: ``with`` enters it; it warns if nobody ever does."""
+    """The scope of a strategy that mirrors modules; it warns if it is never entered."""
 
     def __init__(self, group: Group) -> None:
         self._strategy, self._group = group.replicas.strategy, group
@@ -29,14 +32,14 @@ class Scope(ContextDecorator):
             raise StrategyError(
                 "scope() was entered inside run; enter it in the cross-replica context"
             )
-        refuse_inside_another(self._strategy)
+        check_no_other_scope(self._strategy)
         before, recorders = save_context(), recording.recorders
         try:
             self._before.append((before, recorders))
             push_context(self._strategy, None)
             begin_recording(self._group.modules)
             wrap_keras()
-        except BaseException:  # an interrupt: nobody will leave
+        except BaseException:  # after an interrupt here, ``__exit__`` is not called
             current.replica, current.strategy, current.below = before
             recording.recorders = recorders
             raise
@@ -63,7 +66,7 @@ class Scope(ContextDecorator):
         return Scope(self._group)
 
     def __del__(self) -> None:
-        # When the interpreter ends, the globals of modules may be None already.
+        # At the interpreter's end the globals of modules may already be None.
         if not self._is_used and warnings is not None:
             warnings.warn(
                 "strategy.scope() was called and never entered, so nothing is mirrored; write "
@@ -73,8 +76,47 @@ class Scope(ContextDecorator):
             )
 
 
-def refuse_inside_another(strategy: object) -> None:
-    """Raises StrategyError where the scope of another strategy is open."""
+class PlacingScope(ContextDecorator):
+    """The scope of a strategy that does not mirror modules, but places their variables.
+
+    Args:
+        recorded: records the modules that are created.
+        check_usable: raises StrategyError if the strategy is closed; its argument names the call.
+    """
+
+    def __init__(
+        self, strategy: Any, recorded: RecordedModules, check_usable: Callable[[str], None]
+    ) -> None:
+        self._strategy, self._recorded, self._check_usable = strategy, recorded, check_usable
+        self._before: list[tuple[Context, ExitStack]] = []
+
+    def __enter__(self) -> None:
+        self._check_usable("scope")
+        check_no_other_scope(self._strategy)
+        before, stack = save_context(), ExitStack()
+        try:
+            self._before.append((before, stack))
+            push_context(self._strategy, None)
+            stack.enter_context(self._recorded.recording())
+        except BaseException:
+            current.replica, current.strategy, current.below = before
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        before, stack = self._before.pop()
+        try:
+            stack.close()
+        finally:
+            current.replica, current.strategy, current.below = before
+
+
+def check_no_other_scope(strategy: object) -> None:
+    """Raises StrategyError if the scope of another strategy is open."""
     if current.strategy is not None and current.strategy is not strategy:
         raise StrategyError(
             f"the scope of {current.strategy!r} is open; a scope of another strategy cannot "

@@ -1,4 +1,4 @@
-"""Report: where the time of a step went, and what to try."""
+"""The report of a strategy: the times of the parts of a step, and advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mirror.base.timeline import (
 from mirror.viewer.html_table import TablePart, table_of
 from mirror.viewer.trace_lanes import COLOURS, OTHER
 
-# From what share of the step on something is said to limit it.
+# The share of the step from which a part is said to limit it.
 _MUCH = 0.25
 
 _ADVICE = {
@@ -37,13 +37,13 @@ _ADVICE = {
         "strategy.no_sync(), or send them as CommunicationOptions(wire_dtype=torch.bfloat16)."
     ),
     "optimizer": (
-        "The optimizer takes much of the step: make it with foreach=True or fused=True, or use "
+        "The optimizer takes much of the step: create it with foreach=True or fused=True, or use "
         "larger batches."
     ),
     "host": (
         "Much of the step is spent outside forward, backward and optimizer: in your own code "
-        "between them (logging, metrics, .item()), or in turns of the replicas, which larger "
-        "batches make matter less."
+        "between them (logging, metrics, .item()), or in switches between replicas, which matter "
+        "less with larger batches."
     ),
     "compiled host": (
         "Much of a compiled step is the host's work around its programs, which is the same for "
@@ -53,8 +53,8 @@ _ADVICE = {
         "The compiled programs take the step, as they should: a faster dtype makes it faster."
     ),
     "computation": (
-        "Forward and backward take the step, as they should: what makes them faster on one device "
-        "(a faster dtype, torch.compile, channels_last) makes the whole faster."
+        "Forward and backward take the step, as they should: make them faster as on one device "
+        "(a faster dtype, torch.compile, channels_last)."
     ),
     "nothing": "No step has been taken yet: a step ends with optimizer.step().",
 }
@@ -62,18 +62,17 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class CompiledTimes:
-    """What compiled steps spend: medians over those of the last steps, in seconds.
+    """The times of compiled steps: medians over those among the last steps, in seconds.
 
     Attributes:
-        num_steps: how many of the last steps were compiled ones.
-        own_programs: every replica's own: forward and backward.
-        shared_programs: those run once on each device: the optimizer.
-        reductions: of gradients, and of what else the replicas have in common.
-        host: the rest of a call, which is Python's: comparing what the trace took for granted,
-            finding tensors, joining results.
-        num_calls: of compiled programs, since the strategy was made.
-        num_traces: how often a step was traced and compiled.
-        compile_seconds: what that took altogether.
+        num_steps: the number of compiled steps among the last steps.
+        own_programs: the time of each replica's programs: forward and backward.
+        shared_programs: the time of programs that run once on each device: the optimizer.
+        reductions: the time of reductions of gradients and other values.
+        host: the time of Python in a call: checking guards, binding tensors, joining results.
+        num_calls: the number of compiled calls since the strategy was created.
+        num_traces: the number of times that a step was traced and compiled.
+        compile_seconds: the total time of these traces and compilations.
     """
 
     num_steps: int
@@ -102,30 +101,29 @@ class CompiledTimes:
 
 @dataclass(frozen=True)
 class Report:
-    """Medians over the last steps, in seconds; printed, and in a notebook, it is a table.
+    """Medians over the last steps, in seconds. It prints, and shows in a notebook, as a table.
 
     A step ends with the end of a ``run`` in which an optimizer stepped, with an optimizer step
-    outside ``run``, or with a compiled step. Times are the host's: on GPUs they are the time it
-    takes to launch the work, and to wait where the program waits.
+    outside ``run``, or with a compiled step. Times are the host's: on GPUs, the time to launch
+    the work, and to wait where the program waits.
 
     Attributes:
-        num_steps: over how many steps the medians are.
-        num_replicas: of the strategy, in this process.
-        step: a whole step, from the end of the one before.
-        waiting_for_input: for the next batch of a distributed dataset.
-        forward: the replicas' functions, without what follows.
-        backward: backward passes, without reductions.
-        waiting_for_reduction: reductions that nothing hid, and waiting for those beside a backward
-            pass.
-        optimizer: optimizer steps.
-        programs: compiled steps, without their reductions: see ``compiled``.
-        other: everything else: code between runs, and turns.
+        num_steps: the number of steps.
+        num_replicas: the number of the strategy's replicas in this process.
+        step: the time of a whole step, from the end of the previous one.
+        waiting_for_input: the wait for the next batch of a distributed dataset.
+        forward: the time of the replicas' functions, without the parts below.
+        backward: the time of backward passes, without reductions.
+        waiting_for_reduction: the time of exposed reductions, and the wait for overlapped ones.
+        optimizer: the time of optimizer steps.
+        programs: the time of compiled steps without their reductions, see ``compiled``.
+        other: the rest: code between runs, and switches between replicas.
         hidden_share: the share of the reductions' time that backward passes hid, 0 to 1; ``None``
-            where nothing was reduced.
-        host_seconds: per replica, what it kept the host for: its forward, backward and optimizer.
-        advice: what limits the step, and what to try.
-        compiled: what compiled steps spend; ``None`` where there is none.
-        worker: of several workers, whose report it is, ``"worker 1 of 2"``.
+            without reductions.
+        host_seconds: per replica, the host's time for its forward, backward and optimizer.
+        advice: the part that limits the step, and a remedy.
+        compiled: the times of compiled steps; ``None`` if there were none.
+        worker: the name of the reporting worker, such as ``"worker 1 of 2"``; ``None`` for one.
     """
 
     num_steps: int
@@ -161,11 +159,11 @@ class Report:
         return table_of(self._title(), self.step, parts, self._notes())
 
     def _title(self) -> str:
-        whose = f" of {self.worker}" if self.worker else ""
-        return f"a step, median of {self.num_steps}, on {self.num_replicas} replicas{whose}"
+        worker = f" of {self.worker}" if self.worker else ""
+        return f"a step, median of {self.num_steps}, on {self.num_replicas} replicas{worker}"
 
     def _parts(self) -> Iterator[tuple[str, float, str]]:
-        """Yields what a step consists of: a name, seconds, and a colour."""
+        """Yields the parts of a step: name, seconds and colour."""
         yield "waiting for input", self.waiting_for_input, COLOURS[INPUT]
         yield "forward", self.forward, COLOURS[FORWARD]
         yield "backward", self.backward, COLOURS[BACKWARD]
@@ -183,12 +181,12 @@ class Report:
         return [*notes, f"host time per replica: {host} ms", self.advice]
 
 
-def report_of(timeline: Timeline, *, takes_turns: bool) -> Report:
+def make_report(timeline: Timeline, *, takes_turns: bool) -> Report:
     """Returns the report of a strategy's timeline.
 
     Args:
-        takes_turns: whether one replica moves at a time, so that their times add up; replicas that
-            run at once count with their mean.
+        takes_turns: whether one replica runs at a time, so that their times add up; the times of
+            replicas that run at once are averaged.
     """
     num_replicas = timeline.num_replicas
     share = 1.0 if takes_turns else 1.0 / num_replicas
@@ -241,7 +239,7 @@ def _compiled(timeline: Timeline) -> CompiledTimes | None:
 def _row(
     step: float, lanes: list[dict[str, float]], num_replicas: int, share: float
 ) -> dict[str, float]:
-    replicas, cross, beside = lanes[:num_replicas], lanes[CROSS], lanes[OVERLAPPED]
+    replicas, cross, overlapped = lanes[:num_replicas], lanes[CROSS], lanes[OVERLAPPED]
 
     def spent(kind: str) -> float:
         return cross[kind] + share * sum(lane[kind] for lane in replicas)
@@ -255,7 +253,7 @@ def _row(
         "optimizer": spent(OPTIMIZER),
         "programs": sum(map(spent, (PROGRAMS, SHARED_PROGRAMS, COMPILED, COMPILING))),
     }
-    hidden = max(0.0, beside[REDUCTION] - exposed)
+    hidden = max(0.0, overlapped[REDUCTION] - exposed)
     host = {
         f"host {r}": sum(lane[kind] for kind in (FORWARD, BACKWARD, OPTIMIZER))
         for r, lane in enumerate(replicas)
@@ -267,7 +265,7 @@ def _row(
         "step": step,
         "other": max(0.0, step - sum(times.values())),
         "hidden": hidden,
-        "reduced": beside[REDUCTION] + spent(REDUCTION),
+        "reduced": overlapped[REDUCTION] + spent(REDUCTION),
     }
 
 

@@ -1,4 +1,4 @@
-"""Strategy: what users hold, whatever it is that the variables are mirrored on."""
+"""Strategy: the members that all strategies with replicas share."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ from mirror.execution.current_replica import current
 from mirror.execution.replicas import Replica
 from mirror.execution.runner import close_threads
 from mirror.replica.collectives.reduce_ops import Op
-from mirror.strategy.compiled_steps import compiled_step
+from mirror.strategy.compiled_steps import make_compiled_step
 from mirror.strategy.group import Group
 from mirror.strategy.reduce_values import gather_values, reduce_values
 from mirror.strategy.replica_context import ReplicaContext
-from mirror.strategy.run_arguments import calling, check_call, local_results, regroup, taking_part
+from mirror.strategy.run_arguments import (
+    check_call,
+    find_active,
+    local_results,
+    make_call,
+    regroup,
+)
 from mirror.strategy.scope import Scope
-from mirror.strategy.step_report import Report, report_of
+from mirror.strategy.step_report import Report, make_report
 from mirror.strategy.strategy_options import CommunicationOptions, Fallback, Guards, Mode
 from mirror.values import join_values
 from mirror.viewer.trace_file import Trace
@@ -41,18 +47,18 @@ T = TypeVar("T")
 
 
 class Strategy(NoCopy):
-    """What all strategies have in common: a scope, replicas that run functions, and what is kept.
+    """The base of strategies: a scope, replicas that run functions, distributed input, reports.
 
     Args:
-        places: where the replicas are.
-        schedule, weighted, workers, home: see ``Group``.
+        mesh: the devices of all replicas.
+        schedule, weighted, workers, parameter_device: see ``Group``.
     """
 
     _instead = "make a strategy in each process; copy.deepcopy(model) gives an ordinary model"
 
     def __init__(
         self,
-        places: DeviceMesh,
+        mesh: DeviceMesh,
         communicator: Communicator,
         options: CommunicationOptions,
         guards: Guards,
@@ -60,12 +66,12 @@ class Strategy(NoCopy):
         schedule: str,
         weighted: bool,
         workers: LocalWorkerGroup | None = None,
-        home: torch.device | None = None,
+        parameter_device: torch.device | None = None,
     ) -> None:
-        self._devices = places.positions[0]
+        self._devices = mesh.positions[0]
         self._backend = communicator.name
         self._group = Group(
-            places,
+            mesh,
             communicator,
             strategy=self,
             schedule=schedule,
@@ -73,19 +79,19 @@ class Strategy(NoCopy):
             options=options,
             guards=guards,
             workers=workers,
-            home=home,
+            parameter_device=parameter_device,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         weakref.finalize(self, close_threads, self._group.runner.locksteps)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas, of all workers."""
+        """The number of replicas of all workers."""
         return self._group.replicas.workers.num_replicas
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The replicas' devices, in replica order: of several each, the first ones."""
+        """The replicas' devices, in replica order; the first one of each replica."""
         return self._devices
 
     @property
@@ -102,21 +108,21 @@ class Strategy(NoCopy):
         """Makes this strategy current; modules created inside are mirrored at their first use.
 
         Returns:
-            A context manager, for ``with``; it warns if nobody enters it.
+            A context manager, for ``with``; it warns if it is never entered.
 
         Raises:
-            StrategyError: on entry, inside another strategy's scope, inside ``run``, or after
+            StrategyError: it is entered inside another strategy's scope, inside ``run``, or after
                 ``close``.
         """
         return Scope(self._group)
 
     def mirror(self, module: ModuleT) -> ModuleT:
-        """Mirrors a module made elsewhere (a pretrained one), in place, and returns it.
+        """Mirrors an existing module (a pretrained one), in place, and returns it.
 
         Raises:
-            StrategyError: it holds variables of another strategy, tensor subclasses, or is a
-                ScriptModule.
-            TypeError: it is not a module.
+            StrategyError: the module has variables of another strategy or tensor subclasses, or
+                is a ScriptModule.
+            TypeError: the argument is not a module.
         """
         self._check_cross("mirror")
         if not isinstance(module, nn.Module):
@@ -135,28 +141,30 @@ class Strategy(NoCopy):
     ) -> Any:
         """Calls ``fn`` once per replica of this process and returns the results regrouped.
 
-        A PerReplica inside ``args`` and ``kwargs`` is replaced by the replica's part, the rest is
-        passed as it is. A replica for which a PerReplica has no part sits the step out. Grad
-        mode, inference mode, autocast, default dtype and device hold in ``fn``.
+        Each replica gets its part of a PerReplica inside ``args`` and ``kwargs``; other values
+        are passed unchanged. A replica without a part of a PerReplica is idle in this step. The
+        caller's grad mode, inference mode, autocast, default dtype and device apply in ``fn``.
 
         Returns:
-            The structure that ``fn`` returns with PerReplica leaves: always for tensors and
-            numbers; another object stays as it is if all replicas return the very same one.
+            The structure that ``fn`` returns. Tensors and numbers become PerReplica leaves; any
+            other leaf is unchanged if all replicas return the same object.
 
         Raises:
             DivergenceError: the replicas did not reach the same collectives.
             StructureError: results differ in structure, or a PerReplica has a wrong number of
                 parts.
-            StrategyError: called inside ``run``, or after ``close``.
-            TypeError: ``fn`` is not a function, or a generator or async one; ``args`` no tuple.
-            BaseException: what ``fn`` raised on a replica, with a note that names it.
+            StrategyError: it is called inside ``run``, or after ``close``.
+            TypeError: ``fn`` is not a function, or is a generator or async function; ``args`` is
+                no tuple or list.
+            BaseException: the error that ``fn`` raised on a replica, with a note that names the
+                replica.
         """
         check_call(fn, args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
         num_replicas = len(self._devices)
-        active, weights = taking_part(num_replicas, args, kwargs)
+        active, weights = find_active(num_replicas, args, kwargs)
         with limits_for(num_replicas):
-            call = calling(fn, args, kwargs)
+            call = make_call(fn, args, kwargs)
             run = self._group.runner.run(call, active, weights=weights)
         return regroup(run.results, num_replicas, run.all_weights())
 
@@ -166,14 +174,16 @@ class Strategy(NoCopy):
         """Returns a step that all replicas run as programs of one trace: ``compiled(batch)``.
 
         Args:
-            step: what ``run`` would call: forward, backward, optimizers' steps.
-            fallback: what to do if no trace can follow it: ``"error"``, or run it, ``"eager"``.
-            mode: ``"inductor"``; ``"trace"``, torch's own kernels; ``"auto"``, what there is.
+            step: a function for ``run``: forward, backward, optimizers' steps.
+            fallback: the reaction to a step that cannot be traced: ``"error"`` raises, ``"eager"``
+                calls ``run``.
+            mode: ``"inductor"``; ``"trace"`` for torch's own kernels; ``"auto"`` for inductor if
+                it is available.
         """
-        return compiled_step(self._group, self.run, step, fallback=fallback, mode=mode)
+        return make_compiled_step(self._group, self.run, step, fallback=fallback, mode=mode)
 
     def context_of(self, replica: Replica | None) -> ReplicaContext:
-        """Returns what the user sees of a replica; of the only one, outside ``run``, with None."""
+        """Returns a replica's context; for ``None`` that of the only replica, outside ``run``."""
         runner = self._group.runner
         return ReplicaContext(replica or runner.lone_replica(), runner, self._group.gradients)
 
@@ -183,17 +193,17 @@ class Strategy(NoCopy):
         Args:
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"``, any case, or a ReduceOp.
             value: PerReplica tensors or numbers, nested.
-            axis: ``None`` combines across replicas, elementwise; shapes must agree, and MEAN
-                weights what comes out of ``run`` by the replicas' ``weight`` there. With an axis
-                also over that axis, where parts may differ; MEAN divides by the total count.
+            axis: ``None`` combines elementwise across replicas: shapes must agree, and MEAN
+                weights results of ``run`` by the replicas' ``weight`` in it. An axis also reduces
+                over that axis, where sizes may differ; MEAN divides by the total count.
 
         Returns:
             Tensors on the first replica's device. Differentiable for sum and mean. The mean of
-            integers is of the default floating dtype.
+            integers has the default floating dtype.
 
         Raises:
-            ValueError: unknown ``op``, shapes that do not agree (ShapeError), a sum of a value
-                that is not distributed.
+            ValueError: ``op`` is unknown, shapes do not agree (ShapeError), or a value to sum is
+                not distributed.
         """
         self._check_cross("reduce")
         return reduce_values(self._group.runner, op, value, axis)
@@ -202,13 +212,13 @@ class Strategy(NoCopy):
         """Concatenates the parts in replica order on the first replica's device; differentiable.
 
         Raises:
-            ValueError: 0-d parts, or shapes that differ on another axis.
+            ValueError: parts are 0-d, or their shapes differ on another axis.
         """
         self._check_cross("gather")
         return gather_values(self._group.runner, value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns one entry per local replica that took part, in order.
+        """Returns one entry per local replica that has a part, in replica order.
 
         A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
         """
@@ -221,17 +231,17 @@ class Strategy(NoCopy):
     ) -> DistributedDataset:
         """Distributes a DataLoader, or any iterable, of global batches.
 
-        Iterating yields the same structures with PerReplica leaves on the replicas' devices. A
-        batch is split into contiguous parts whose sizes differ by at most one, larger first, or
-        follow ``options.weights``. A background thread reads, splits and copies batches ahead; a
-        dataset that follows the training state (a model's own samples) needs ``prefetch=0``. What
-        draws random numbers in this process is read when asked for, so that a seed gives one
-        result: [Note: Draws of a loader] in ``mirror/data/rng_state.py``.
+        Iteration yields the same structures with PerReplica leaves on the replicas' devices. A
+        batch is split into contiguous parts. Their sizes differ by at most one, larger parts
+        first, or follow ``options.weights``. A background thread reads, splits and copies batches
+        ahead; a dataset that depends on the training state (a model's own samples) needs
+        ``prefetch=0``. Batches that draw random numbers in this process are read on demand, so
+        that a seed gives one result: [Note: Draws of a loader] in ``mirror/data/rng_state.py``.
 
         Raises:
-            TypeError: the dataset cannot be iterated.
-            ValueError: the options have not one weight per replica.
-            BatchError: while iterating, for batched leaves of different length.
+            TypeError: the dataset is not iterable.
+            ValueError: the options do not have one weight per replica.
+            BatchError: in iteration, batched leaves differ in length.
         """
         return self._distribute(dataset, options, joins=False)
 
@@ -240,13 +250,13 @@ class Strategy(NoCopy):
     ) -> DistributedDataset:
         """Distributes the per-replica batches of ``fn(InputContext)``, which is called once.
 
-        Each step gives N consecutive batches to the N replicas, in order; at the end, replicas
-        for which there is none sit out, or ``options.drop_remainder`` drops the step.
+        Each step distributes N consecutive batches to the N replicas, in order. At the end,
+        replicas without a batch are idle, or ``options.drop_remainder`` drops the step.
 
         Raises:
-            TypeError: what ``fn`` returns cannot be iterated.
+            TypeError: the result of ``fn`` is not iterable.
             ValueError: the options have weights, which split global batches.
-            BatchError: while iterating, for batches of one step that differ in structure.
+            BatchError: in iteration, the batches of one step differ in structure.
         """
         self._group.runner.check_usable()
         if not callable(fn):
@@ -279,7 +289,8 @@ class Strategy(NoCopy):
         """Returns ``fn(context)`` of every replica as PerReplica, keeping structures.
 
         Args:
-            fn: sees ``context.replica_id_in_sync_group`` and ``context.num_replicas_in_sync``.
+            fn: a function of a context with ``replica_id_in_sync_group`` and
+                ``num_replicas_in_sync``.
 
         Raises:
             StructureError: the replicas' values differ in structure.
@@ -294,7 +305,7 @@ class Strategy(NoCopy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets gradients accumulate locally, weighted; the next reduction reduces their sum."""
+        """Accumulates weighted gradients locally; the next reduction reduces their sum."""
         self._check_cross("no_sync")
         with self._group.gradients.deferred_within():
             yield
@@ -306,33 +317,34 @@ class Strategy(NoCopy):
             The number of parameters compared.
 
         Raises:
-            ReplicaMismatchError: naming the first variable and replica that differ.
+            ReplicaMismatchError: replicas differ; it names the first variable and replica.
         """
         self._check_cross("check_replicas")
         self._group.comparison.check()
         return len(self._group.registry.parameters())
 
     def report(self) -> Report:
-        """Returns where the time of the last steps went, up to 1000 of them; printed, a table."""
+        """Returns the times of the parts of the last steps, up to 1000; it prints as a table."""
         keeps_order = self._group.runner.schedule.keeps_order
-        return report_of(self._group.replicas.timeline, takes_turns=keeps_order)
+        return make_report(self._group.replicas.timeline, takes_turns=keeps_order)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:
-        """Writes what happens inside to ``path``, for ui.perfetto.dev; gives it as a ``Trace``.
+        """Writes a trace of the block to ``path``, for ui.perfetto.dev; yields it as a ``Trace``.
 
-        Passes of every replica, where it waits, reductions, optimizer steps; what was hidden.
+        The trace has every replica's passes and waits, reductions, optimizer steps, and the
+        overlapped parts.
 
         Raises:
-            StrategyError: called inside ``run``, or while another trace is taken.
-            OSError: no file can be written there; raised before what is inside runs.
+            StrategyError: it is called inside ``run``, or while another trace is taken.
+            OSError: the file cannot be written; raised before the block runs.
         """
         self._check_cross("trace")
         with self._group.replicas.timeline.recorded(path) as content:
             yield Trace(content)
 
     def close(self) -> None:
-        """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""
+        """Ends threads and the communicator. Idempotent. Later calls raise StrategyError."""
         self._group.close()
         for dataset in list(self._datasets):
             dataset.close()

@@ -1,4 +1,4 @@
-"""What a strategy is told: how its replicas communicate, and what it watches."""
+"""Options of strategies: communication of the replicas, and checks during training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mirror.base.migration_hints import call_with_hints
 from mirror.data.input_options import is_int
 from mirror.errors import short_repr
 
-# What a type checker finds a typo in; check_choice finds it when the program runs.
+# Type checkers find a typo with these; check_choice finds it at run time.
 Fallback: TypeAlias = Literal["error", "eager"]
 GradientReduction: TypeAlias = Literal["mean", "sum"]
 Mode: TypeAlias = Literal["auto", "inductor", "trace"]
@@ -26,22 +26,21 @@ class CommunicationOptions:
     """Options of a strategy's collectives.
 
     Attributes:
-        bytes_per_pack: gradients are packed into buffers of at most this many bytes where the
-            backend wants packs; 0 reduces tensor by tensor.
-        timeout_seconds: how long no replica may move, and a collective may take, before
-            ``CollectiveTimeoutError``, which tells where all threads stand; ``None`` waits for
-            ever.
-        wire_dtype: what float32 and float64 gradients travel as, ``torch.bfloat16`` for instance:
-            half the bytes, rounded once before and once after the sum, which is accumulated in
-            float32. Every replica still gets the same bits. ``None``: as they are. ``ring``, where
-            there are more than two replicas, and ``hierarchical``, between islands, pass partial
-            sums on as float32 while they reduce: half the bytes on the way back alone. Half both
-            ways, and a rounding at every hop, is for those who ask for it:
+        bytes_per_pack: the largest buffer, in bytes, into which gradients are packed if the
+            backend packs; 0 reduces tensor by tensor.
+        timeout_seconds: the longest time without progress of a replica, and of a collective. Then
+            ``CollectiveTimeoutError`` reports the position of all threads. ``None`` waits forever.
+        wire_dtype: the dtype in which float32 and float64 gradients are sent, for instance
+            ``torch.bfloat16``: half the bytes, rounded once before and once after the sum, which
+            is accumulated in float32. All replicas still get the same bits. ``None`` sends them
+            unchanged. ``ring`` with more than two replicas, and ``hierarchical`` between islands,
+            send partial sums as float32, and save bytes only on the way back. To round at every
+            hop and halve both ways, pass
             ``backend=mirror.comm.create("ring", devices, partial_sums="rounded")``.
-        deterministic: only a backend whose sums do not depend on packing or algorithm.
+        deterministic: accepts only a backend with sums that do not depend on packing or algorithm.
 
     Raises:
-        ValueError: a negative pack or timeout, or a dtype that no backend takes.
+        ValueError: the pack or timeout is negative, or no backend takes the dtype.
     """
 
     bytes_per_pack: int = 25 * 2**20
@@ -64,20 +63,20 @@ class CommunicationOptions:
 @call_with_hints
 @dataclass(frozen=True)
 class Guards:
-    """What a strategy watches while it trains.
+    """Checks of a strategy during training.
 
     Attributes:
-        replicas_every: after every so many steps the parameters and the optimizer state of all
-            replicas are compared, on GPUs by sums of their bits: what has drifted apart is a
-            ``ReplicaMismatchError`` that names it. 0: never. ``strategy.check_replicas()``
-            compares bit for bit, whenever it is called.
-        finite_gradients: a NaN or an infinity in a replica's gradient is a ``GradientError`` that
-            names parameter and replica, before the gradients are used; they are dropped then.
-            It waits for the devices in every step, and does not go with a ``GradScaler``, which
-            counts on infinities.
+        replicas_every: the number of steps between comparisons of the replicas' parameters and
+            optimizer state, on GPUs by sums of their bits. A difference raises
+            ``ReplicaMismatchError``, which names the variable. 0 disables the check.
+            ``strategy.check_replicas()`` compares bit for bit at any time.
+        finite_gradients: whether a NaN or an infinity in a replica's gradient raises
+            ``GradientError``, which names parameter and replica, before the gradients are used;
+            they are then dropped. The check waits for the devices in every step, and does not
+            work with a ``GradScaler``, which relies on infinities.
 
     Raises:
-        ValueError: a number of steps below 0, or something else than a bool.
+        ValueError: ``replicas_every`` is no int >= 0, or ``finite_gradients`` is no bool.
     """
 
     replicas_every: int = 1000
@@ -96,6 +95,6 @@ class Guards:
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Raises ValueError for an argument that is not one of the known names."""
+    """Raises ValueError if an argument is not one of the known names."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {short_repr(value)}")

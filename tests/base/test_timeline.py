@@ -18,7 +18,7 @@ from mirror.base.timeline import (
     WAITING,
     Timeline,
 )
-from mirror.strategy.step_report import report_of
+from mirror.strategy.step_report import make_report
 
 
 class Clock:
@@ -81,7 +81,7 @@ def test_a_report_has_medians_shares_and_what_limits_the_step(clock):
         spend(clock, timeline, 1, OPTIMIZER, 3)
         clock.now += 5
         timeline.end_step()
-    report = report_of(timeline, takes_turns=True)
+    report = make_report(timeline, takes_turns=True)
     assert (report.num_steps, report.num_replicas) == (3, 2)
     assert report.step == 31 + 12 + 1 + 3 + 5
     assert (report.waiting_for_input, report.forward, report.backward) == (31, 4, 8)
@@ -113,7 +113,7 @@ def test_advice_follows_what_takes_most(clock, kind, word):
     else:
         spend(clock, timeline, CROSS, kind, 5)
     timeline.end_step()
-    assert word in report_of(timeline, takes_turns=True).advice
+    assert word in make_report(timeline, takes_turns=True).advice
 
 
 def test_what_is_reduced_beside_the_backward_pass_is_hidden_but_for_the_wait(clock):
@@ -124,7 +124,7 @@ def test_what_is_reduced_beside_the_backward_pass_is_hidden_but_for_the_wait(clo
     spend(clock, timeline, CROSS, EXPOSED, 2)
     spend(clock, timeline, CROSS, REDUCTION, 2)
     timeline.end_step()
-    report = report_of(timeline, takes_turns=True)
+    report = make_report(timeline, takes_turns=True)
     assert report.hidden_share == (6 - 2) / (6 + 2)
     assert report.waiting_for_reduction == 4
 
@@ -142,7 +142,7 @@ def test_what_replicas_do_at_once_counts_as_long_as_it_takes(clock):
         timeline.end(0, BACKWARD)
     clock.now += 3
     timeline.end_step()
-    report = report_of(timeline, takes_turns=True)
+    report = make_report(timeline, takes_turns=True)
     assert (report.step, report.forward, report.backward, report.other) == (14, 4, 7, 3)
     assert report.host_seconds == (9, 8)
 
@@ -152,7 +152,7 @@ def test_only_the_last_thousand_steps_are_kept(clock):
     for seconds in range(1200):
         clock.now += seconds
         timeline.end_step()
-    report = report_of(timeline, takes_turns=True)
+    report = make_report(timeline, takes_turns=True)
     assert report.num_steps == 1000
     assert report.step == (200 + 1199) / 2
 
@@ -162,7 +162,7 @@ def test_a_report_in_a_notebook_tells_what_is_printed(clock):
     spend(clock, timeline, 0, FORWARD, 6, [(BACKWARD, 2)])
     clock.now += 2
     timeline.end_step()
-    report = replace(report_of(timeline, takes_turns=True), worker="worker <1> of 2")
+    report = replace(make_report(timeline, takes_turns=True), worker="worker <1> of 2")
     shown = ET.fromstring(report._repr_html_())
     words = " ".join("\n".join(shown.itertext()).split())
     assert "worker <1> of 2" in words

@@ -194,7 +194,7 @@ def test_a_bad_batch_size_is_refused(size):
 
 
 def test_bad_arrays_and_seeds_are_refused():
-    with pytest.raises(BatchError, match="equally many"):
+    with pytest.raises(BatchError, match="same number of examples"):
         mirror.data.from_arrays((np.arange(3), np.arange(4)), 2)
     with pytest.raises(BatchError, match="without any"):
         mirror.data.from_arrays([1, "a"], 2)

@@ -53,7 +53,7 @@ def test_what_is_no_options_is_refused(options):
 
 @pytest.mark.parametrize("dataset", [{"x": torch.ones(2, 2)}, "train.csv", b"abc"])
 def test_keys_and_characters_are_no_batches(dataset):
-    with pytest.raises(TypeError, match="which gives its keys or characters"):
+    with pytest.raises(TypeError, match="which yields its keys or characters"):
         DistributedDataset(dataset, TWO)
 
 
@@ -199,7 +199,7 @@ def test_a_replica_without_a_part_is_not_asked_for_its_weight():
 @pytest.mark.parametrize("weight", [-1, float("nan"), "much", None, torch.ones(2)])
 def test_a_weight_that_is_none_is_refused(weight):
     options = InputOptions(weight_of=lambda part: weight)
-    with pytest.raises(ValueError, match="weight_of must give a finite number >= 0"):
+    with pytest.raises(ValueError, match="weight_of must return a finite number >= 0"):
         list(DistributedDataset([torch.ones(4)], TWO, options))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mirror.data.resume_state import gather_states, own_state_of
+from mirror.data.resume_state import gather_states, select_own_state
 from tests.data.pretended import Pretended
 
 STATE = {
@@ -20,7 +20,7 @@ STATE = {
 def test_states_arrive_as_they_are():
     state = gather_states(STATE, Pretended(1, (1, 1)))
     for rank in range(2):
-        found = own_state_of(state, Pretended(rank, (1, 1)))
+        found = select_own_state(state, Pretended(rank, (1, 1)))
         assert torch.equal(found.pop("empty"), torch.empty(0, 3))
         assert found == {k: v for k, v in STATE.items() if k != "empty"}
         assert type(found["nested"]) is tuple
@@ -30,7 +30,7 @@ def test_states_arrive_as_they_are():
 def test_tensors_and_arrays_keep_their_bits(dtype):
     tensor = torch.tensor([[0, 1], [1, 0]]).to(dtype)
     state = {"t": tensor, "a": np.arange(3, dtype=np.uint32), "s": torch.tensor(2.5)}
-    found = own_state_of(gather_states(state, Pretended(0, (1, 1))), Pretended(0, (1, 1)))
+    found = select_own_state(gather_states(state, Pretended(0, (1, 1))), Pretended(0, (1, 1)))
     assert torch.equal(found["t"], tensor)
     assert found["t"].dtype == dtype
     assert found["a"].tolist() == [0, 1, 2]
@@ -45,6 +45,6 @@ def test_what_cannot_be_sent_is_named():
 
 def test_what_is_no_state_is_refused():
     with pytest.raises(TypeError, match="returned; got 3"):
-        own_state_of(3, Pretended(0, (1, 1)))
+        select_own_state(3, Pretended(0, (1, 1)))
     with pytest.raises(ValueError, match="of 2 workers; this one is of 3 workers"):
-        own_state_of({"workers": [{}] * 3}, Pretended(0, (1, 1)))
+        select_own_state({"workers": [{}] * 3}, Pretended(0, (1, 1)))

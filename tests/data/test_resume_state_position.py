@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
-from mirror.data.rng_state import capture_streams, restore_streams, same_streams
+from mirror.data.rng_state import capture_rng, restore_rng, same_rng
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -62,7 +62,7 @@ def test_a_state_with_anything_anywhere_is_refused_before_anything_changes(make_
     where = [path for path in places(state) if path[0] != "own_state"]
     assert len(where) > 20
     fresh = strategy.distribute_dataset(make())
-    before = capture_streams()
+    before = capture_rng()
     refused = []
     values = itertools.cycle(FOREIGN)  # their number has no factor in common with 4
     for path, value in ((path, next(values)) for path in where for _ in range(4)):
@@ -70,9 +70,9 @@ def test_a_state_with_anything_anywhere_is_refused_before_anything_changes(make_
             fresh.load_state_dict(changed(state, path, value))
         except (TypeError, ValueError) as error:
             refused.append(str(error))
-            assert same_streams(capture_streams(), before)
+            assert same_rng(capture_rng(), before)
         else:
-            restore_streams(before)
+            restore_rng(before)
     assert len(refused) > 0.75 * 4 * len(where)
     assert min(map(len, refused)) > 30
     fresh.load_state_dict(state)
@@ -117,7 +117,7 @@ def test_what_a_dataset_itself_refuses_leaves_it_as_it_was(make_strategy, own):
     source = Own()
     source.next = 3
     fresh = make_strategy().distribute_dataset(source)
-    with pytest.raises(ValueError, match="a Own refuses the state that was saved of it"):
+    with pytest.raises(ValueError, match="a Own rejects its saved state"):
         fresh.load_state_dict(state)
     assert source.next == 3
 
@@ -129,7 +129,7 @@ def test_what_a_loader_refuses_when_it_begins_is_said_then(make_strategy, key):
     state = changed(dataset.state_dict(), ("own_state", key), GONE)
     fresh = make_strategy().distribute_dataset(SOURCES["stateful"]())
     fresh.load_state_dict(state)
-    with pytest.raises(ValueError, match="a StatefulDataLoader refuses the state"):
+    with pytest.raises(ValueError, match="a StatefulDataLoader rejects its saved state"):
         next(iter(fresh))
 
 

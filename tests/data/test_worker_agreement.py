@@ -142,7 +142,7 @@ def test_other_data_on_another_worker_are_found(worker_pool, make, named):
     for kind, text in worker_pool(2).run(refusal, make, seeds=seeds):
         assert kind is DivergenceError
         assert named in text
-        assert "seed all workers alike" in text
+        assert "use the same seed on all workers" in text
 
 
 def in_order(rank):
@@ -332,7 +332,7 @@ def test_a_pass_goes_on_where_each_worker_was(worker_pool, tmp_path):
 
 def test_a_state_of_other_workers_is_refused(worker_pool):
     for error in worker_pool(2).run(refused_states):
-        assert "one of 2 workers; this one is of one process" in error
+        assert "be of 2 workers; this one is of one process" in error
 
 
 def refused_states():
@@ -340,6 +340,6 @@ def refused_states():
         options = mirror.InputOptions(sharding="off")
         state = strategy.distribute_dataset(in_order(0)).state_dict()
         dataset = strategy.distribute_dataset(in_order(0), options)
-        with pytest.raises(ValueError, match="every worker goes on where it stood") as caught:
+        with pytest.raises(ValueError, match="continue at their own positions") as caught:
             dataset.load_state_dict(state)
         return str(caught.value)

@@ -86,7 +86,7 @@ def test_a_dataset_distributed_twice(strategy):
     strategy.distribute_dataset(strategy.distribute_dataset(loader()))
 
 
-@refused(BatchError, "PerReplica", "before it was distributed")
+@refused(BatchError, "PerReplica", "before its distribution")
 def test_a_distributed_batch_distributed_again(strategy):
     (batch,) = strategy.distribute_dataset(loader())
     list(strategy.distribute_dataset([batch]))

@@ -21,7 +21,7 @@ from mirror.server import FixedShards
         ({"sync": "yes"}, "sync must be a bool"),
         ({"replicas_to_aggregate": 2}, "pass sync=True"),
         ({"sync": True, "replicas_to_aggregate": 0}, "replicas_to_aggregate must be"),
-        ({"sync": True, "max_staleness": 1}, "max_staleness is of asynchronous updates"),
+        ({"sync": True, "max_staleness": 1}, "max_staleness works with asynchronous updates only"),
         ({"max_staleness": -1}, "max_staleness must be an integer from 0 on"),
         ({"partitioner": 3}, "partitioner must be"),
         ({"placement": "anywhere"}, "placement must be one of 'round_robin'"),
@@ -33,7 +33,10 @@ from mirror.server import FixedShards
             {"cluster": {"ps": ["a:1"], "worker": ["b:1"], "chief": ["c:1", "d:1"]}},
             "at most one chief",
         ),
-        ({"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "num_workers": 1}, "give one of the two"),
+        (
+            {"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "num_workers": 1},
+            "give either it or these",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(options, text):
@@ -98,7 +101,7 @@ def test_run_and_reduce_outside_of_a_step_warn():
     "distribute_values_from_function no_sync check_replicas trace".split(),
 )
 def test_members_of_replicas_are_refused_with_what_to_do(name):
-    with pytest.raises(StrategyError, match=f"has no {name}, which is of replicas; "):
+    with pytest.raises(StrategyError, match=f"has no {name}, which concerns replicas; "):
         getattr(mirror.ParameterServerStrategy(), name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         mirror.ParameterServerStrategy().nothing

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# zlib's own code for the envelope: 31 is GZIP, 15 is ZLIB, both with the largest window.
+# zlib's ``wbits``: 31 is GZIP, 15 is ZLIB, both with the largest window.
 WINDOW_BITS = {"GZIP": 31, "ZLIB": 15}
 CHUNK_BYTES = 2**16
 
@@ -18,7 +18,7 @@ def check_compression(compression: str | None) -> str | None:
     """Returns ``None``, ``"GZIP"`` or ``"ZLIB"``; an empty string is ``None``, as in TensorFlow.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the compression has another value.
     """
     if compression is not None and compression not in ("", *WINDOW_BITS):
         raise ValueError(f"compression must be None, 'GZIP' or 'ZLIB'; got {compression!r}")
@@ -26,10 +26,10 @@ def check_compression(compression: str | None) -> str | None:
 
 
 class InflatingFile(io.RawIOBase):
-    """The decompressed bytes of a file, forward only; wants an ``io.BufferedReader`` around it.
+    """The decompressed bytes of a file, forward only; wrap it in an ``io.BufferedReader``.
 
-    Concatenated streams are read one after other. Reading raises ``zlib.error`` where the bytes
-    are not of the format and ``EOFError`` where they end too early.
+    Concatenated streams are read one after another. Reading raises ``zlib.error`` if the bytes
+    have another format, and ``EOFError`` if they end too early.
     """
 
     def __init__(self, path: str, compression: str) -> None:
@@ -52,7 +52,7 @@ class InflatingFile(io.RawIOBase):
             compressed = waiting or self._file.read(CHUNK_BYTES) or b""
             if not compressed and not self._begun:
                 return 0
-            # At the end of the file zlib may still hold output that had no room before.
+            # At the end of the file zlib may still hold output that did not fit before.
             self._begun = True
             data = self._inflate.decompress(compressed, len(view))
             if data:
@@ -67,7 +67,7 @@ class InflatingFile(io.RawIOBase):
 
 
 class DeflatingFile:
-    """A file that compresses what is written to it."""
+    """A file that compresses the bytes written to it."""
 
     def __init__(self, path: str, compression: str) -> None:
         self._file = open(path, "wb")  # noqa: SIM115  # closed by close
@@ -78,7 +78,7 @@ class DeflatingFile:
         return len(data)
 
     def flush(self) -> None:
-        """Makes what was written readable, at the cost of some bytes."""
+        """Makes all written bytes readable, at the cost of some bytes."""
         self._file.write(self._deflate.flush(zlib.Z_SYNC_FLUSH))
         self._file.flush()
 

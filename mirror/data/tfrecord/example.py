@@ -1,4 +1,4 @@
-"""tf.train.Example, the usual record of a TFRecord file, to and from numpy arrays.
+"""Converts tf.train.Example, the usual record of a TFRecord file, to and from NumPy arrays.
 
 Schema: tensorflow/core/example/example.proto and feature.proto
 
@@ -31,7 +31,7 @@ from mirror.data.tfrecord.protobuf_wire import (
 )
 
 BYTES, FLOAT, INT64 = 1, 2, 3  # numbers of the fields in Feature
-# Parts of a message that may come in several pieces, which count as one behind other.
+# The pieces of a message in the record; together they are one message.
 Spans = list[tuple[int, int]]
 
 
@@ -42,17 +42,17 @@ def parse_example(
 
     Args:
         data: the record.
-        features: what to parse and how, by name; the example's other features are passed over.
-            ``None``: all, each with as many values as it has.
+        features: the features to parse, by name; other features of the example are skipped.
+            ``None`` parses all of them, each with all its values.
 
     Returns:
-        An array for every feature: float32, int64, or of dtype object for ``bytes``; 1-d but
-        for what is a ``FixedLenFeature``. An untyped empty feature, as missing ones are written
-        by some, counts as missing, and without ``features`` is an empty array of dtype object.
-        The arrays are the caller's own.
+        An array for every feature: float32, int64, or of dtype object for ``bytes``. It is 1-d
+        unless the feature is a ``FixedLenFeature``. An empty feature without a type counts as
+        missing, since some writers write missing ones so; without ``features`` it is an empty
+        array of dtype object. The arrays do not alias ``data``.
 
     Raises:
-        RecordError: the bytes are no such message, or a feature is not what ``features`` says.
+        RecordError: the bytes are no such message, or a feature does not fit ``features``.
     """
     data = _as_bytes(data)
     spans = _map(data, _messages(data, [(0, len(data))], 1))
@@ -68,8 +68,8 @@ def parse_sequence_example(data: bytes) -> tuple[dict[str, Array], dict[str, lis
     """Parses a serialized ``tf.train.SequenceExample``.
 
     Returns:
-        The context, like an example, and the feature lists: for every name a list with the array
-        of each step.
+        The context, as for an example, and the feature lists: by name, a list with an array for
+        each step.
 
     Raises:
         RecordError: the bytes are no such message.
@@ -93,13 +93,13 @@ def serialize_example(
     """Serializes a ``tf.train.Example``; features are written in the order of their names.
 
     Args:
-        features: by name: a number, ``bytes`` or string, or an array or sequence of them.
+        features: by name, a number, ``bytes`` or string, or an array or sequence of them.
             Floating values are written as float32, integers and booleans as int64, strings as
             UTF-8. Arrays are written flat, in C order; the format keeps no shapes.
 
     Raises:
-        TypeError: values of another kind.
-        ValueError: an integer that int64 does not hold.
+        TypeError: a value has another type.
+        ValueError: an integer is outside the range of int64.
     """
     written = []
     for name in sorted(features):
@@ -119,7 +119,7 @@ def _as_bytes(data: object) -> bytes:
 
 
 def _messages(data: bytes, spans: Spans, number: int) -> Spans:
-    """Returns where the length-delimited fields ``number`` of a message lie."""
+    """Returns the spans of the length-delimited fields ``number`` of a message."""
     return [
         (begin, end)
         for span in spans
@@ -129,7 +129,7 @@ def _messages(data: bytes, spans: Spans, number: int) -> Spans:
 
 
 def _map(data: bytes, spans: Spans) -> dict[str, Spans]:
-    """Returns the values of a map by their keys; of equal keys the last one counts."""
+    """Returns the values of a map by key; the last of equal keys counts."""
     found: dict[str, Spans] = {}
     for begin, end in _messages(data, spans, 1):
         name, value = "", []
@@ -151,13 +151,13 @@ def _all_values(data: bytes, spans: Spans) -> Array:
 
 
 def _values(data: bytes, spans: Spans) -> Array | None:
-    """Returns the values of a Feature, ``None`` where none of the three lists is set."""
+    """Returns the values of a Feature; ``None`` if none of the three lists is set."""
     kind = 0
     lists: Spans = []
     for span in spans:
         for number, wire_type, begin, end in fields(data, *span):
             if number in (BYTES, FLOAT, INT64) and wire_type == DELIMITED:
-                if number != kind:  # of a oneof the last member counts
+                if number != kind:  # the last member of a oneof counts
                     kind, lists = number, []
                 lists.append((begin, end))
     if kind == 0:
@@ -204,8 +204,8 @@ def _encode_feature(name: str, values: object) -> bytes:
 
 
 def _flat(name: str, values: object) -> Array:
-    """Returns what the caller gave as 1-d float32, int64 or, of bytes, object."""
-    # Not through numpy's own strings, which lose zero bytes at the end.
+    """Returns the caller's values as a 1-d array of float32, int64 or, for bytes, object."""
+    # Never as NumPy's own strings, which lose zero bytes at the end.
     if isinstance(values, (bytes, str)):
         values = [values]
     array = np.asarray(values)

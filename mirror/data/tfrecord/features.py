@@ -1,4 +1,4 @@
-"""What a feature of a tf.train.Example should hold: FixedLenFeature and VarLenFeature."""
+"""The expected content of a feature of a tf.train.Example: FixedLenFeature, VarLenFeature."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class FixedLenFeature:
     """A feature with the same number of values in every example, as ``tf.io.FixedLenFeature``.
 
     Attributes:
-        shape: what the values are reshaped to; ``()`` for a single one.
+        shape: the shape of the values; ``()`` for a single value.
         dtype: ``numpy.float32``, ``numpy.int64``, or ``bytes`` (arrays of dtype ``object``).
-        default_value: stands for a missing feature, broadcast to ``shape``; ``None``: required.
+        default_value: replaces a missing feature, broadcast to ``shape``; ``None`` makes the
+            feature required.
 
     Raises:
-        TypeError, ValueError: a shape or dtype is none, or the default value does not fit them.
+        TypeError, ValueError: the shape or dtype is invalid, or the default value does not fit.
     """
 
     shape: Sequence[int]
@@ -78,7 +79,7 @@ class FixedLenFeature:
 
 @dataclass(frozen=True)
 class VarLenFeature:
-    """A feature with any number of values, also none; they come as a 1-d array.
+    """A feature with any number of values, also none, as a 1-d array.
 
     Attributes:
         dtype: ``numpy.float32``, ``numpy.int64``, or ``bytes`` (arrays of dtype ``object``).
@@ -90,10 +91,10 @@ class VarLenFeature:
         object.__setattr__(self, "dtype", _feature_dtype(self.dtype))
 
     def convert(self, name: str, values: Array | None) -> Array:
-        """Returns the values, an empty array where the example has no such feature.
+        """Returns the values; an empty array if the example has no such feature.
 
         Raises:
-            RecordError: they have another dtype.
+            RecordError: the values have another dtype.
         """
         if values is None:
             return np.empty(0, self.dtype)
@@ -102,10 +103,10 @@ class VarLenFeature:
 
 
 def _feature_dtype(dtype: DTypeLike) -> np.dtype[np.generic]:
-    rule = "a feature holds numpy.float32, numpy.int64 or bytes, whatever was written to it"
+    rule = "a feature holds numpy.float32, numpy.int64 or bytes, for any values written to it"
     try:
         found = np.dtype(dtype)
-    except TypeError:  # a dtype of torch, a name that is none
+    except TypeError:  # a dtype of torch, or an unknown name
         raise TypeError(f"{rule}; got {dtype!r}") from None
     if found.kind in "SO":
         return np.dtype(object)

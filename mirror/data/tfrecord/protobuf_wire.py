@@ -14,16 +14,16 @@ from mirror.errors import RecordError
 
 VARINT, FIXED64, DELIMITED, GROUP_START, GROUP_END, FIXED32 = range(6)
 VARINT_BYTES = 10
-# Below this many bytes a loop over them is faster than a dozen calls of numpy.
+# Up to this many bytes a loop in Python is faster than a dozen calls of NumPy.
 SHORT_BYTES = 32
 
 
 def fields(data: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the fields of the message in ``data[begin:end]``, unknown ones and groups too.
+    """Yields the fields of the message in ``data[begin:end]``, also unknown ones and groups.
 
     Yields:
-        ``(number, wire type, begin, end)``; the last two bound the payload, without tag and
-        length.
+        ``(number, wire type, begin, end)``, where ``data[begin:end]`` is the payload without tag
+        and length.
 
     Raises:
         RecordError: the bytes are not a message.
@@ -39,12 +39,12 @@ def fields(data: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int, i
 
 
 def varint(data: bytes, begin: int, end: int) -> tuple[int, int]:
-    """Returns the unsigned 64-bit number that begins at ``begin``, and where it ends.
+    """Returns the unsigned 64-bit number that begins at ``begin``, and the position of its end.
 
     Raises:
-        RecordError: it goes on behind ``end``, or has more than 10 bytes.
+        RecordError: the number continues beyond ``end``, or has more than 10 bytes.
     """
-    if begin < end and data[begin] < 0x80:  # nearly always
+    if begin < end and data[begin] < 0x80:  # the usual case
         return data[begin], begin + 1
     value = 0
     for i in range(begin, min(end, begin + VARINT_BYTES)):
@@ -57,10 +57,10 @@ def varint(data: bytes, begin: int, end: int) -> tuple[int, int]:
 
 
 def packed_int64(data: bytes, begin: int, end: int) -> NDArray[np.int64]:
-    """Returns the numbers that follow one another in ``data[begin:end]``, in two's complement.
+    """Returns the consecutive numbers in ``data[begin:end]``, in two's complement.
 
     Raises:
-        RecordError: the last one is cut off, or one has more than 10 bytes.
+        RecordError: the last number is cut off, or a number has more than 10 bytes.
     """
     if end - begin <= SHORT_BYTES:
         numbers = []
@@ -76,8 +76,8 @@ def packed_int64(data: bytes, begin: int, end: int) -> NDArray[np.int64]:
         raise malformed(begin + cut, "a number ends inside its message")
     num_bytes = last - first + 1
     if num_bytes.max() > VARINT_BYTES:
-        at = begin + int(first[np.argmax(num_bytes > VARINT_BYTES)])
-        raise malformed(at, "a number has more than 10 bytes")
+        position = begin + int(first[np.argmax(num_bytes > VARINT_BYTES)])
+        raise malformed(position, "a number has more than 10 bytes")
     values = (encoded[first] & 0x7F).astype(np.uint64)
     for i in range(1, num_bytes.max()):
         longer = np.flatnonzero(num_bytes > i)
@@ -97,7 +97,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def encode_packed_int64(values: NDArray[np.int64]) -> bytes:
-    """Encodes the numbers one behind other; negative ones have 10 bytes."""
+    """Encodes consecutive numbers; negative ones have 10 bytes."""
     unsigned = values.view(np.uint64)
     if unsigned.size <= SHORT_BYTES:
         return b"".join(encode_varint(value) for value in unsigned.tolist())
@@ -120,7 +120,7 @@ def encode_delimited(number: int, payload: bytes) -> bytes:
 
 
 def malformed(position: int, what: str) -> RecordError:
-    """Returns the error for bytes that are not the message they should be."""
+    """Returns the error for bytes that are no valid message."""
     return RecordError(
         f"malformed protocol buffer, byte {position} of the record: {what}; is this the record of "
         "another format?"
@@ -135,7 +135,7 @@ def _tag(data: bytes, begin: int, end: int) -> tuple[int, int, int]:
 
 
 def _payload(data: bytes, begin: int, end: int, wire_type: int) -> tuple[int, int]:
-    """Bounds the payload of a field that is no group."""
+    """Returns the bounds of the payload of a field that is no group."""
     if wire_type == VARINT:
         return begin, varint(data, begin, end)[1]
     if wire_type == DELIMITED:
@@ -155,13 +155,13 @@ def _end_of_group(data: bytes, begin: int, end: int) -> int:
     while True:
         if begin >= end:
             raise malformed(begin, f"group {opened[-1]} does not end")
-        at = begin
+        position = begin
         number, wire_type, begin = _tag(data, begin, end)
         if wire_type == GROUP_START:
             opened.append(number)
         elif wire_type != GROUP_END:
             begin = _payload(data, begin, end, wire_type)[1]
         elif opened.pop() != number:
-            raise malformed(at, f"group {number} ends, which is not the one that is open")
+            raise malformed(position, f"group {number} ends, which is not the one that is open")
         if not opened:
             return begin

@@ -1,6 +1,6 @@
-"""Where the records of uncompressed TFRecord files begin, found by one scan and kept.
+"""The index of uncompressed TFRecord files: offsets of their records, from a scan or a saved file.
 
-OpenFiles: files that records are read from by number, kept open between the accesses.
+``OpenFiles`` reads records by number, and keeps the files open between accesses.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mirror.data.tfrecord.record_reader import RecordReader, read_record
 from mirror.errors import RecordError
 
 SUFFIX = ".index.npy"
-# What a kept index begins with, all int64.
+# The number of int64 fields before the offsets in a saved index.
 NUM_FIELDS = 4
-# A record has at least the length, its checksum and that of the data.
+# The size of an empty record: its length, the length's checksum and the data's checksum.
 MIN_RECORD_BYTES = 16
-# More damage than this is no accident, and would fill the memory with errors.
+# With more damage than this the file is no TFRecord file, and errors would fill the memory.
 MAX_DAMAGE = 100_000
 
 
@@ -36,9 +36,9 @@ class RecordIndex:
     """The records of one file.
 
     Attributes:
-        offsets: where they begin, int64 of shape [number of records].
-        damaged: the numbers of those with damaged data.
-        damage: what a scan found: of these records, and of what lies between records.
+        offsets: the records' offsets, int64 of shape [number of records].
+        damaged: the numbers of records with damaged data.
+        damage: the errors that a scan has found, in records and between them.
     """
 
     offsets: NDArray[np.int64]
@@ -47,7 +47,7 @@ class RecordIndex:
 
 
 class Numbering:
-    """The records of several files, counted through."""
+    """Numbers the records of several files consecutively."""
 
     def __init__(self, files: Sequence[RecordIndex]) -> None:
         self._files = tuple(files)
@@ -58,7 +58,7 @@ class Numbering:
         return tuple(error for file in self._files for error in file.damage)
 
     def intact(self, num_shards: int, shard: int) -> NDArray[np.int64]:
-        """Returns, of every ``num_shards``-th number from ``shard``, those of intact records."""
+        """Returns the numbers of intact records: every ``num_shards``-th one from ``shard``."""
         numbers = np.arange(shard, self._ends[-1], num_shards, dtype=np.int64)
         starts = self._ends - [len(file.offsets) for file in self._files]
         damaged = [
@@ -69,7 +69,7 @@ class Numbering:
         return np.setdiff1d(numbers, damaged, assume_unique=True) if damaged else numbers
 
     def locate(self, number: int) -> tuple[int, int, int]:
-        """Returns the file of a record, its number there, and its offset."""
+        """Returns the file of a record, its number in that file, and its offset."""
         file = int(np.searchsorted(self._ends, number, side="right"))
         offsets = self._files[file].offsets
         record = number - int(self._ends[file]) + len(offsets)
@@ -81,11 +81,11 @@ def scan(path: str, *, verify: bool) -> RecordIndex:
 
     Args:
         path: an uncompressed file.
-        verify: read the data, too, and note damage; otherwise only the lengths are read.
+        verify: whether to read the data too, and to list damage; else only lengths are read.
 
     Raises:
-        OSError: it cannot be read.
-        RecordError: without ``verify``: a length is damaged, or the last record is cut off.
+        OSError: the file cannot be read.
+        RecordError: a length is damaged, or the last record is cut off (without ``verify``).
     """
     offsets = array("q")
     damaged: list[int] = []
@@ -98,7 +98,7 @@ def scan(path: str, *, verify: bool) -> RecordIndex:
             except RecordError as error:
                 if not verify:
                     raise
-                damage.append(error.with_traceback(None))  # whose frames hold data
+                damage.append(error.with_traceback(None))  # frames of a traceback hold data
                 if len(damage) > MAX_DAMAGE:
                     raise too_damaged(path) from error
                 more = True
@@ -113,17 +113,17 @@ def scan(path: str, *, verify: bool) -> RecordIndex:
 
 
 def load_or_scan(path: str, *, verify: bool) -> RecordIndex:
-    """Returns the index that is kept beside the file, after a scan if there is none that fits.
+    """Returns the index that is saved beside the file; scans the file if none fits.
 
-    It is kept as ``<path>.index.npy``, replaced atomically, and fits as long as the file has the
-    same size and time of modification, and was verified if ``verify`` is wanted. The index of a
-    damaged file is not kept.
+    The index is saved as ``<path>.index.npy``, replaced atomically. It fits while the file has the
+    same size and time of modification, and if it was verified or ``verify`` is false. The index
+    of a damaged file is not saved.
 
     Raises:
-        OSError: the file cannot be read, or the index not be written.
+        OSError: the file cannot be read, or the index cannot be written.
         RecordError: see ``scan``.
     """
-    status = os.stat(path)  # before the scan: what changes meanwhile will not fit
+    status = os.stat(path)  # before the scan, so that a file that changes meanwhile does not fit
     offsets = _load(path + SUFFIX, status, verify=verify)
     if offsets is not None:
         return RecordIndex(offsets)
@@ -134,10 +134,10 @@ def load_or_scan(path: str, *, verify: bool) -> RecordIndex:
 
 
 def _load(path: str, status: os.stat_result, *, verify: bool) -> NDArray[np.int64] | None:
-    """Returns the offsets, ``None`` if there are none or they do not fit.
+    """Returns the saved offsets; ``None`` if there are none or they do not fit.
 
-    What anybody may have put there is not parsed: it must begin as an index of its size begins,
-    and be no larger than one of this file can be.
+    The file is untrusted and not parsed: its header must be that of an index of its size, and the
+    size must be possible for this file.
     """
     content = _content(path, (NUM_FIELDS + status.st_size // MIN_RECORD_BYTES) * 8 + 2**12)
     header = _header((len(content) - len(_header(0))) // 8)
@@ -164,9 +164,9 @@ def _checksum(facts: NDArray[np.int64], offsets: NDArray[np.int64]) -> int:
 
 
 def _content(path: str, max_bytes: int) -> bytes:
-    """Returns the bytes of a regular file, none if it is none or has more than ``max_bytes``."""
+    """Returns the bytes of a regular file of at most ``max_bytes``; no bytes of any other."""
     try:
-        # Opening a pipe would wait for a writer.
+        # Non-blocking, since opening a pipe would wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes:
@@ -177,7 +177,7 @@ def _content(path: str, max_bytes: int) -> bytes:
 
 
 def _header(num_values: int) -> bytes:
-    """Returns what ``numpy.save`` writes before so many int64."""
+    """Returns the header that ``numpy.save`` writes before ``num_values`` int64."""
     header = io.BytesIO()
     facts = {"descr": "<i8", "fortran_order": False, "shape": (max(num_values, 0),)}
     np.lib.format.write_array_header_1_0(header, facts)
@@ -190,25 +190,26 @@ def _save(
     facts = np.array([status.st_size, status.st_mtime_ns, int(verified)], "<i8")
     offsets = offsets.astype("<i8")
     fields = np.append(facts, _checksum(facts, offsets))
-    with replace_atomically(path, status.st_mode & 0o666) as file:  # who reads the data reads this
+    # The index gets the data file's permissions.
+    with replace_atomically(path, status.st_mode & 0o666) as file:
         file.write(_header(NUM_FIELDS + len(offsets)))
         file.write(fields.tobytes() + offsets.tobytes())
 
 
 def too_damaged(path: str) -> RecordError:
-    """Returns the error for a file that is hardly one."""
+    """Returns the error for a file with too many damaged records."""
     return RecordError(
-        f"on_damage='skip' passes over {MAX_DAMAGE} damaged records at most; {path} has more: it "
-        "is no TFRecord file, or is to be written again"
+        f"on_damage='skip' skips at most {MAX_DAMAGE} damaged records; {path} has more: it is no "
+        "TFRecord file, or must be written again"
     )
 
 
-# More files than this are opened for each access.
+# Beyond this number, files are opened for each access.
 MAX_OPEN_FILES = 128
 
 
 class OpenFiles:
-    """The files of a dataset, opened at the first access. Copies open them for themselves.
+    """The files of a dataset, opened at the first access; a copy opens them again.
 
     Several threads may read at once.
     """
@@ -222,10 +223,15 @@ class OpenFiles:
         return OpenFiles, (self._paths,)
 
     def read(self, file: int, record: int, offset: int) -> bytes:
-        """Returns a record of the file of that number.
+        """Returns a record of a file.
+
+        Args:
+            file: the index of the file.
+            record: the record's number in the file, for errors.
+            offset: the record's offset, in bytes.
 
         Raises:
-            RecordError: it is damaged.
+            RecordError: the record is damaged.
         """
         path = self._paths[file]
         descriptor = self._descriptors.get(file)

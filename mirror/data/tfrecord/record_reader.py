@@ -1,4 +1,4 @@
-"""TFRecord files: their records in order, or at an offset, with every checksum verified.
+"""Reads the records of TFRecord files, in order or at an offset, and verifies every checksum.
 
 Format: tensorflow/core/lib/io/record_writer.h; all numbers are little-endian
 
@@ -21,16 +21,16 @@ from mirror.errors import RecordError
 
 HEADER = struct.Struct("<QI")
 FOOTER = struct.Struct("<I")
-# Reads larger than the buffer go past it, so that large records are copied once. Eight times and
-# 32 times as much were no faster, and make a scan of lengths read the data between them.
+# Larger reads bypass the buffer, so that large records are copied once. Buffers of 8 and 32 times
+# this size were no faster, and made a scan of lengths read the data between them.
 BUFFER_BYTES = 2**13
-# A damaged file can announce any length; what it does not have must not be asked for at once.
+# A damaged file may announce any length: a read asks for at most this much at once.
 MAX_READ_BYTES = 2**26
 SCAN_BYTES = 2**20
-# A search looks at this much first, and at twice as much each time it finds nothing: where damage
-# is frequent the next record is near.
+# A search starts with this much, and doubles it until SCAN_BYTES: if damage is frequent, the next
+# record is near.
 FIRST_SCAN_BYTES = 2**10
-# Some kilobytes of compressed data can become gigabytes.
+# A limit for records of compressed files: some kilobytes can decompress to gigabytes.
 MAX_INFLATED_BYTES = 2**28
 MAGIC = {b"\x1f\x8b": "GZIP", b"\x78\x01": "ZLIB", b"\x78\x9c": "ZLIB", b"\x78\xda": "ZLIB"}
 
@@ -46,13 +46,12 @@ class _Input(Protocol):
 class RecordReader:
     """Reads the records of one file in order.
 
-    After a ``RecordError``, ``recover`` goes on behind the damage. Whatever a file says, no more
-    memory is taken than it has bytes, or, where it is compressed, than twice
-    ``MAX_INFLATED_BYTES``.
+    After a ``RecordError``, ``recover`` continues behind the damage. The reader never takes more
+    memory than the file's size, or than twice ``MAX_INFLATED_BYTES`` for a compressed file.
 
     Attributes:
         record: the number of the next record, from 0.
-        offset: where it begins, in bytes of the (decompressed) file.
+        offset: the start of the next record, in bytes of the (decompressed) file.
     """
 
     def __init__(
@@ -60,23 +59,23 @@ class RecordReader:
     ) -> None:
         """Opens a file before its record number ``record``, which begins at byte ``offset``.
 
-        In a compressed file all bytes before have to be read.
+        In a compressed file all bytes before it are read.
 
         Args:
             path: the file.
             compression: ``None``, ``"GZIP"`` or ``"ZLIB"``.
-            offset: of the first record to read.
-            record: its number.
+            offset: the offset of the first record to read.
+            record: the number of that record.
 
         Raises:
             OSError: the file cannot be opened.
-            RecordError: it has another compression.
+            RecordError: the file has another compression.
         """
         self.path = path
         self.record = record
         self.offset = offset
         self._compression = compression
-        self._ahead = io.BytesIO()  # what was read of a compressed file and put back
+        self._ahead = io.BytesIO()  # bytes of a compressed file that were read and put back
         self._lost = False
         self._ended = False
         self._file: _Input
@@ -87,7 +86,7 @@ class RecordReader:
         else:
             self._file = io.BufferedReader(InflatingFile(path, compression), BUFFER_BYTES)
         try:
-            if not self._pass_over(offset):
+            if not self._skip_bytes(offset):
                 raise RecordError.at_record(
                     path, record, offset, "the file ends before this record"
                 )
@@ -110,10 +109,10 @@ class RecordReader:
         self._file.close()
 
     def read(self) -> bytes | None:
-        """Returns the next record, ``None`` at the end.
+        """Returns the next record; ``None`` at the end.
 
         Raises:
-            RecordError: it is damaged or cut off.
+            RecordError: the record is damaged or cut off.
         """
         length = self._length()
         if length is None:
@@ -130,31 +129,31 @@ class RecordReader:
         return data
 
     def skip(self) -> bool:
-        """Passes over the next record without a look at its data; returns False at the end.
+        """Skips the next record without reading its data; returns False at the end.
 
         Raises:
-            RecordError: its length is damaged, or it is cut off.
+            RecordError: the record's length is damaged, or the record is cut off.
         """
         length = self._length()
         if length is None:
             return False
-        if not self._pass_over(length + FOOTER.size):
+        if not self._skip_bytes(length + FOOTER.size):
             raise self._cut_off(length)
         self._advance(length)
         return True
 
     def recover(self) -> None:
-        """Goes to the next record that can be read, or to the end, after a ``RecordError``.
+        """Moves to the next readable record, or to the end, after a ``RecordError``.
 
-        That is the next one where only data are damaged. Where a length is, nothing tells where
-        the next record begins: the bytes that follow are searched for a length that its checksum
-        fits (by chance one place in 2**32 does). What lies between has no number. A record that
-        is cut off is the end, and so is damaged compression, which takes up to 8 KiB of the
-        records before it along.
+        If only data are damaged, that is the next record. If a length is damaged, the next record
+        may begin anywhere: the following bytes are searched for a length that matches its
+        checksum (a random position matches once in 2**32). The bytes before it get no record
+        number. A cut-off record ends the file. Damaged compression also does, and loses up to 8
+        KiB of the records before it.
         """
         if self._lost:
             self._lost = False
-            with contextlib.suppress(RecordError):  # the compression, too, is damaged
+            with contextlib.suppress(RecordError):  # the compression may be damaged too
                 self._search()
 
     def _advance(self, length: int) -> None:
@@ -176,7 +175,7 @@ class RecordReader:
         return length
 
     def _check_length(self, length: int) -> None:
-        """Raises ``RecordError`` for a length that the file cannot have, or must not."""
+        """Raises ``RecordError`` if a length exceeds the file's size, or the limit."""
         if self._compression is None:
             if length > os.stat(self._file.fileno()).st_size:
                 raise self._cut_off(length)
@@ -192,7 +191,7 @@ class RecordReader:
             )
 
     def _search(self) -> None:
-        """Goes to the next length that its checksum fits, or to the end."""
+        """Moves to the next length that matches its checksum, or to the end."""
         self._take(1)
         self.offset += 1
         size = FIRST_SCAN_BYTES
@@ -212,7 +211,7 @@ class RecordReader:
             self.offset += len(window) - kept
 
     def _take(self, size: int) -> bytes:
-        """Returns the next ``size`` bytes, fewer at the end of the file."""
+        """Returns the next ``size`` bytes; fewer at the end of the file."""
         pieces = []
         if ahead := self._ahead.read(size):
             pieces.append(ahead)
@@ -227,20 +226,20 @@ class RecordReader:
                 self.path,
                 self.record,
                 self.offset,
-                f"the {self._compression} compression is damaged, what follows cannot be read "
-                f"({error}); copy or write the file again",
+                f"the {self._compression} compression is damaged, so the rest of the file cannot "
+                f"be read ({error}); copy or write the file again",
             ) from error
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _put_back(self, data: bytes) -> None:
-        """Makes the bytes taken last the next ones again."""
+        """Returns bytes to the input, so that the next read starts with them."""
         if self._compression is None:
             self._file.seek(-len(data), os.SEEK_CUR)
         else:
             self._ahead = io.BytesIO(data + self._ahead.read())
 
-    def _pass_over(self, size: int) -> bool:
-        """Goes ``size`` bytes on; returns False, and stops anywhere, if there are fewer."""
+    def _skip_bytes(self, size: int) -> bool:
+        """Skips ``size`` bytes; returns False if there are fewer, at an undefined position."""
         if self._compression is None:
             if self._file.tell() + size > self._num_bytes:
                 return False
@@ -268,14 +267,14 @@ def read_record(file: int, path: str, record: int, offset: int) -> bytes:
     """Returns the record at an offset of an uncompressed file.
 
     Args:
-        file: a file descriptor, whose position is neither used nor changed, so that threads and
+        file: a file descriptor; its position is neither used nor changed, so that threads and
             forked processes can share it.
-        path: of the file, for errors.
-        record: its number, for errors.
-        offset: where it begins.
+        path: the file's path, for errors.
+        record: the record's number, for errors.
+        offset: the start of the record, in bytes.
 
     Raises:
-        RecordError: it is damaged or cut off, or the offset is that of no record.
+        RecordError: the record is damaged or cut off, or none begins at the offset.
     """
     header = os.pread(file, HEADER.size, offset)
     length = _length_in(header) if len(header) == HEADER.size else None
@@ -285,7 +284,7 @@ def read_record(file: int, path: str, record: int, offset: int) -> bytes:
     data = footer = b""
     if begin + length + FOOTER.size <= os.fstat(file).st_size:
         data = os.pread(file, length, begin)
-        while len(data) < length:  # at most 2 GiB come at a time
+        while len(data) < length:  # one call reads at most 2 GiB
             more = os.pread(file, length - len(data), begin + len(data))
             if not more:
                 break
@@ -302,14 +301,14 @@ def read_record(file: int, path: str, record: int, offset: int) -> bytes:
 
 
 def _length_in(header: bytes) -> int | None:
-    """Returns the length that a header holds, ``None`` if its checksum does not match."""
+    """Returns the length in a header; ``None`` if its checksum does not match."""
     length: int
     length, checksum = HEADER.unpack(header)
     return length if masked_crc32c(header[:8]) == checksum else None
 
 
 def _check_format(path: str, compression: str | None) -> None:
-    """Raises ``RecordError`` for a file that has another compression than the caller says."""
+    """Raises ``RecordError`` if a file has another compression than ``compression``."""
     with open(path, "rb", buffering=0) as file:
         head = file.read(HEADER.size) or b""
     if len(head) == HEADER.size and _length_in(head) is not None:

@@ -1,4 +1,4 @@
-"""TFRecordWriter: records into a TFRecord file."""
+"""TFRecordWriter: writes records to a TFRecord file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TFRecordWriter:
         with TFRecordWriter("train.tfrecord") as writer:
             writer.write(serialize_example({"image": jpeg, "label": 3}))
 
-    An older file of that name is replaced, as by ``open``. After an error the file holds the
-    records written before.
+    An existing file of that name is replaced, as by ``open``. After an error the file has the
+    records that were written before.
     """
 
     def __init__(self, path: str | os.PathLike[str], compression: str | None = None) -> None:
@@ -40,7 +40,7 @@ class TFRecordWriter:
         Raises:
             ImportError: google-crc32c is not installed.
             OSError: the file cannot be created.
-            ValueError: the compression is another.
+            ValueError: the compression has another value.
         """
         compression = check_compression(compression)
         crc32c_function()
@@ -66,12 +66,12 @@ class TFRecordWriter:
         """Appends a record, of any length.
 
         Raises:
-            TypeError: it is not bytes.
+            TypeError: the record is not bytes.
             ValueError: the writer is closed.
         """
         if not isinstance(record, (bytes, bytearray, memoryview)):
             raise TypeError(
-                f"a record is bytes; got a {type(record).__name__}; features become a record by "
+                f"a record is bytes; got a {type(record).__name__}; serialize features with "
                 "mirror.data.serialize_example"
             )
         if self._closed:
@@ -83,10 +83,10 @@ class TFRecordWriter:
         self._file.write(FOOTER.pack(masked_crc32c(data)))
 
     def flush(self) -> None:
-        """Hands what was written to the operating system, so that others can read it."""
+        """Flushes to the operating system, so that other processes can read the records."""
         self._file.flush()
 
     def close(self) -> None:
-        """Finishes the file; more calls do nothing."""
+        """Finishes the file. Idempotent."""
         self._closed = True
         self._file.close()

@@ -1,4 +1,4 @@
-"""TFRecordDataset: TFRecord files as a dataset, by number and in order."""
+"""TFRecordDataset: TFRecord files as a dataset, read by index or in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mirror.errors import RecordError
 
 
 class _Part(NamedTuple):
-    """What an iteration yields: of every ``file_step``-th file each ``record_step``-th record."""
+    """An iteration's share: each ``record_step``-th record of every ``file_step``-th file."""
 
     first_file: int
     file_step: int
@@ -39,7 +39,7 @@ class _Part(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """A place before a record of a file; ``number`` counts the records through all files."""
+    """A position before a record of a file; ``number`` counts the records of all files."""
 
     file: int = 0
     record: int = 0
@@ -50,33 +50,32 @@ class _Position(NamedTuple):
 class TFRecordDataset(Dataset[Any]):
     """The records of TFRecord files, in the order of the paths; checksums are verified.
 
-    Uncompressed files are a map-style dataset: ``len(dataset)`` and ``dataset[i]`` read their
-    lengths once (or a kept index), and a ``DataLoader`` may shuffle. A compressed file can only
+    Uncompressed files are a map-style dataset: ``len(dataset)`` and ``dataset[i]`` read all
+    lengths once (or a saved index), and a ``DataLoader`` may shuffle. A compressed file can only
     be read from its start: then the object is a ``TFRecordStream``, an iterable dataset.
 
-    Iterating reads the files in order, without an index. In a worker process of a ``DataLoader``
-    it yields the worker's share, so that no record comes twice.
+    Iteration reads the files in order, without an index. In a worker process of a ``DataLoader``
+    it yields the worker's share, so that no record is read twice.
 
     ========================  ================================================================
-    ``on_damage``             what a damaged record does
+    ``on_damage``             effect of a damaged record
     ========================  ================================================================
     ``"raise"``               ``RecordError`` with its file, number and offset
-    ``"skip"``                it is left out, and noted in ``damaged_records``. For ``len`` and
-                              ``dataset[i]`` all data are read once, to number what is intact.
-                              Where a length is damaged the file is searched for the next
-                              record; behind damaged compression the rest of the file is lost.
+    ``"skip"``                it is skipped, and listed in ``damaged_records``. ``len`` and
+                              ``dataset[i]`` read all data once, to number intact records. If a
+                              length is damaged, the file is searched for the next record; if
+                              the compression is damaged, the rest of the file is lost.
     ========================  ================================================================
 
-    Neither covers what the checksums do: a record that is whole but does not parse is a
-    ``RecordError``, as is a file with another ``compression``.
-
-    Can be pickled and used by several threads; one object is iterated by one thread at a time.
+    With both, an intact record that does not parse, and a file with another ``compression``,
+    raise ``RecordError``. The dataset can be pickled and used by several threads; only one thread
+    at a time may iterate over one object.
     """
 
     def __new__(
         cls, paths: object = None, compression: str | None = None, **options: object
     ) -> TFRecordDataset:
-        # DataLoader tells by the type which kind of dataset it has.
+        # DataLoader distinguishes kinds of datasets by their type.
         return super().__new__(TFRecordStream if compression and cls is TFRecordDataset else cls)
 
     def __init__(
@@ -94,18 +93,18 @@ class TFRecordDataset(Dataset[Any]):
         Args:
             paths: one or several files; patterns are not expanded.
             compression: ``None``, ``"GZIP"`` or ``"ZLIB"``, of all files.
-            features: parses the records as ``parse_example`` does: dicts of numpy arrays instead
-                of ``bytes``. (``transform=parse_example`` parses whatever they hold.)
-            transform: applied to every record, after ``features``.
+            features: the features to parse, as for ``parse_example``: records become dicts of
+                NumPy arrays instead of ``bytes``. (``transform=parse_example`` parses all.)
+            transform: a function that is applied to every record, after ``features``.
             on_damage: ``"raise"`` or ``"skip"``, see above.
-            save_index: keeps the index of every file beside it as ``<path>.index.npy``, and uses
-                it as long as the file's size and time of modification stay.
+            save_index: saves the index of every file beside it as ``<path>.index.npy``, and uses
+                it while the file's size and time of modification are unchanged.
 
         Raises:
             FileNotFoundError: a path names no file.
             ImportError: google-crc32c is not installed.
-            TypeError: paths, features or a transform that are none.
-            ValueError: an argument is none of the above, or there are no paths.
+            TypeError: paths, features or transform have a wrong type.
+            ValueError: another argument has none of the values above, or there are no paths.
         """
         self.paths = _as_paths(paths)
         self.compression = check_compression(compression)
@@ -117,7 +116,7 @@ class TFRecordDataset(Dataset[Any]):
         for path in self.paths:
             if not os.path.isfile(path):
                 raise FileNotFoundError(
-                    f"a TFRecordDataset reads files; {path!r} is none; a pattern is expanded by "
+                    f"a TFRecordDataset reads files; {path!r} is none; expand a pattern with "
                     "sorted(glob.glob(pattern))"
                 )
         self._features = _as_features(features)
@@ -138,10 +137,10 @@ class TFRecordDataset(Dataset[Any]):
         self._last_part: _Part | None = None
         self._damage: dict[tuple[str | None, int | None], RecordError] = {}
 
-    # --- by number -------------------------------------------------------------------------
+    # --- by index --------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Returns the number of records; the first call reads the lengths of all.
+        """Returns the number of records; the first call reads the lengths of all records.
 
         Raises:
             RecordError: a length is damaged (with ``on_damage="raise"``).
@@ -154,7 +153,7 @@ class TFRecordDataset(Dataset[Any]):
 
         Raises:
             IndexError: there is no such record.
-            RecordError: it is damaged, or does not parse.
+            RecordError: the record is damaged, or does not parse.
             TypeError: the files are compressed.
         """
         numbering, numbers = self._numbered()
@@ -166,7 +165,7 @@ class TFRecordDataset(Dataset[Any]):
         return self._convert(self._open_files.read(file, record, offset), file, record, offset)
 
     def _numbered(self) -> tuple[Numbering, NDArray[np.int64]]:
-        """Returns the numbering of all records, and the numbers of this shard's intact ones."""
+        """Returns the numbering of all records, and the numbers of this shard's intact records."""
         if self._numbering is None:
             build = load_or_scan if self._saves_index else scan
             files = [build(path, verify=self._skips_damage) for path in self.paths]
@@ -182,13 +181,13 @@ class TFRecordDataset(Dataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yields the records in order; in a worker of a ``DataLoader``, the worker's share.
 
-        Worker ``w`` of ``W`` yields every ``W``-th record of the shard from the ``w``-th. Of
-        compressed files at least as many as workers, it yields every ``W``-th file instead, so
-        that no file is decompressed twice (unless the dataset is a shard).
+        Worker ``w`` of ``W`` yields every ``W``-th record of the shard from the ``w``-th. If
+        there are at least as many compressed files as workers, it yields every ``W``-th file
+        instead, so that no file is decompressed twice (unless the dataset is a shard).
 
         Raises:
             RecordError: a record is damaged (with ``on_damage="raise"``), or does not parse.
-            ValueError: it resumes a state of another number of workers.
+            ValueError: a state of another number of workers is resumed.
         """
         part = self._last_part = self._part()
         start = self._start(part)
@@ -216,8 +215,8 @@ class TFRecordDataset(Dataset[Any]):
                     self._position = _Position(file, reader.record, reader.offset, number)
                     if isinstance(data, bytes):
                         yield self._convert(data, file, record, offset)
-        # A worker at the end of its share waits for the others, and resumed has nothing to give;
-        # without workers it is the end of the epoch, and the next one is whole.
+        # A worker at the end of its share has nothing left if it is resumed there. Without
+        # workers the epoch ends, and the next one is whole.
         worker = get_worker_info()
         self._position = _Position(file=len(self.paths), number=number) if worker else _Position()
 
@@ -231,7 +230,7 @@ class TFRecordDataset(Dataset[Any]):
         return _Part(0, 1, shard + worker.id * num_shards, num_shards * worker.num_workers)
 
     def _start(self, part: _Part) -> _Position:
-        """Returns where to begin: where a loaded state says, or with the first file."""
+        """Returns the position of a loaded state, or the start of the first file."""
         state, self._resumed = self._resumed, None
         if state is None:
             self._position = _Position(file=part.first_file)
@@ -239,25 +238,25 @@ class TFRecordDataset(Dataset[Any]):
         for name, value in part._asdict().items():
             if state[name] != value:
                 raise ValueError(
-                    "a state is resumed by the DataLoader worker that it was taken from, one of "
-                    f"as many; {name} was {state[name]} and is {value}"
+                    "a state can only be resumed by the same DataLoader worker, among as many "
+                    f"workers; {name} was {state[name]} and is {value}"
                 )
         return self._position
 
     def state_dict(self) -> dict[str, int]:
-        """Returns how far the latest iteration of this very object has come.
+        """Returns the position of this object's latest iteration.
 
-        The next iteration after ``load_state_dict`` goes on with the next record; after a whole
-        iteration it is whole. With worker processes it is their copies that are iterated, and
-        have the state: a loader that saves it is torchdata's ``StatefulDataLoader``.
+        The next iteration after ``load_state_dict`` continues with the next record; after a
+        complete iteration it starts again. Worker processes iterate over copies, which have their
+        own states: torchdata's ``StatefulDataLoader`` saves these.
         """
         return {**self._position._asdict(), **(self._last_part or self._part())._asdict()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Lets the next iteration go on where the state was taken.
+        """Makes the next iteration continue at the position of the state.
 
         Raises:
-            ValueError: the state is that of another dataset or shard.
+            ValueError: the state is of another dataset or shard.
         """
         names = {*_Position._fields, *_Part._fields}
         fits = isinstance(state, Mapping) and set(state) == names
@@ -275,9 +274,9 @@ class TFRecordDataset(Dataset[Any]):
     def shard(self, num_shards: int, index: int) -> TFRecordDataset:
         """Returns the dataset of every ``num_shards``-th record from number ``index``.
 
-        Shards do not overlap, together are the whole, and can be sharded again. A shard is read
-        by number and in order like the whole. (As ``tf.data.Dataset.shard``. For many files it
-        costs less to give each process files of its own.)
+        Shards do not overlap, cover the dataset, and can be sharded again, as with
+        ``tf.data.Dataset.shard``. A shard can be read by index and in order. With many files it is
+        cheaper to give each process its own files.
 
         Raises:
             ValueError: the index is not one of ``0 .. num_shards - 1``.
@@ -296,7 +295,7 @@ class TFRecordDataset(Dataset[Any]):
     def damaged_records(self) -> tuple[RecordError, ...]:
         """The damaged records that this object has skipped so far, each once, in any order.
 
-        Those that the worker processes of a ``DataLoader`` skip are noted by their copies.
+        Worker processes of a ``DataLoader`` list their damaged records in their own copies.
         """
         return tuple(self._damage.values())
 
@@ -316,19 +315,19 @@ class TFRecordDataset(Dataset[Any]):
 
 
 class TFRecordStream(TFRecordDataset, IterableDataset[Any]):
-    """A ``TFRecordDataset`` that is only iterated; the workers of a ``DataLoader`` share it.
+    """A ``TFRecordDataset`` that can only be iterated; the workers of a ``DataLoader`` share it.
 
-    ``TFRecordDataset`` makes one of compressed files. Make one of uncompressed files where
-    reading in order is what counts, and an index is not worth a scan.
+    ``TFRecordDataset`` returns one for compressed files. Use it for uncompressed files if records
+    are only read in order, since it needs no scan for an index.
     """
 
     def __len__(self) -> NoReturn:
-        raise TypeError(self._no_random_access("has no length before it was read"))
+        raise TypeError(self._describe_limit("has no length before it was read"))
 
     def __getitem__(self, index: int) -> NoReturn:
-        raise TypeError(self._no_random_access("has no access by number"))
+        raise TypeError(self._describe_limit("has no access by number"))
 
-    def _no_random_access(self, what: str) -> str:
+    def _describe_limit(self, what: str) -> str:
         why = "a TFRecordStream is read in order"
         if self.compression is not None:
             why = f"a file with compression={self.compression!r} can only be read from its start"

@@ -1,1 +1,1 @@
-"""TPUStrategy, experimental: whole steps as one program of jax, over torchax. See docs/tpu.md."""
+"""TPUStrategy, experimental: whole steps as one jax program, through torchax. See docs/tpu.md."""

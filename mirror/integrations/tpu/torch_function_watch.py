@@ -1,4 +1,4 @@
-"""Watching: every function of torch that a step calls while it is traced."""
+"""A mode that checks every function of torch that a step calls while it is traced."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mirror.integrations.tpu.torchax_library import Library
 from mirror.integrations.tpu.tpu_refusals import check_function
 
 _OUTSIDE = (
-    "which would be a constant of the program; give it to run as an argument, register it as a "
-    "buffer, or make its module in strategy.scope(), or give that to strategy.mirror"
+    "which would be a constant of the program; pass it to run as an argument, register it as a "
+    "buffer, or create its module in strategy.scope(), or pass that to strategy.mirror"
 )
 
 
 class TorchFunctionWatch(TorchFunctionMode):
-    """Refuses what no program can do, and does what torchax does not.
+    """Rejects functions that no program can contain, and adds behaviour that torchax lacks.
 
     Args:
-        backward: stands for ``loss.backward``: gets its arguments.
-        parameters: tensors that nothing may cut off from their gradients.
+        backward: replaces ``loss.backward``, with its arguments.
+        parameters: tensors with gradients that must not be stopped.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class TorchFunctionWatch(TorchFunctionMode):
         return result
 
     def _stop(self, func: Any, args: Any, result: Any) -> None:
-        """Has no gradient flow through what was computed where gradients are off."""
+        """Stops gradients of results that were computed with gradients disabled."""
         if torch.is_grad_enabled():
             return
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
         for leaf in _leaves(result):
-            # What only returns its argument (contiguous, to) leaves that one's graph alone.
-            is_made = in_place or all(leaf is not value for value in args)
+            # A function that returns its argument (contiguous, to) keeps the argument's graph.
+            is_new = in_place or all(leaf is not value for value in args)
             is_free = all(leaf is not parameter for parameter in self._parameters)
-            if isinstance(leaf, self._library.tensor) and is_made and is_free:
+            if isinstance(leaf, self._library.tensor) and is_new and is_free:
                 leaf.apply_jax_(self._library.jax.lax.stop_gradient)
 
     def _check_outside(self, args: Any, kwargs: Any, result: Any) -> None:
-        """Raises StrategyError where a tensor from outside has become a constant."""
+        """Raises StrategyError if a tensor from outside the step would become a constant."""
         if not any(isinstance(leaf, self._library.tensor) for leaf in _leaves(result)):
             return
         for value in (*args, *kwargs.values()):
@@ -85,7 +85,7 @@ class TorchFunctionWatch(TorchFunctionMode):
 
 
 def _update_statistics(args: Any, kwargs: Any) -> None:
-    """Updates running statistics, which torchax's batch normalization leaves as they are."""
+    """Updates running statistics, since torchax's batch normalization does not."""
     names = "input running_mean running_var weight bias training momentum eps".split()
     given = dict(zip(names, args, strict=False)) | kwargs
     mean, variance = given["running_mean"], given["running_var"]

@@ -1,4 +1,4 @@
-"""The extra ``[tpu]``: torchax and jax, in the versions that were seen, imported when needed."""
+"""The extra ``[tpu]``: torchax and jax, in the tested versions, imported when needed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from mirror.errors import BackendError
 
-# As pyproject.toml pins them; what other versions do, nobody here has seen.
+# The versions that pyproject.toml pins; no others were tested.
 PINS = {"torchax": "0.0.14.dev20261026", "jax": "0.10.2", "jaxlib": "0.10.2"}
 INSTALL = "pip install 'mirror-strategy[tpu]'"
 
 
 @dataclass(frozen=True)
 class Library:
-    """What is used of the extra.
+    """The parts of the extra that mirror uses.
 
     Attributes:
         jax: the module.
-        env: torchax's environment, made for one strategy: it computes as torch does.
+        env: torchax's environment of one strategy, which computes like torch.
         tensor: torchax's class of tensors.
-        not_found: what torchax raises for an operation that it has not.
+        not_found: the error that torchax raises for an operation that it lacks.
     """
 
     jax: Any
@@ -45,11 +45,11 @@ def unavailable_reason() -> str | None:
 
 
 def load_jax() -> Any:
-    """Imports jax, which does not look for devices yet.
+    """Imports jax, which does not search for devices yet.
 
     Raises:
         ModuleNotFoundError: the extra is not installed.
-        BackendError: it is, in other versions.
+        BackendError: the extra is installed in other versions.
     """
     reason = unavailable_reason()
     if reason is not None:
@@ -61,11 +61,11 @@ def load_jax() -> Any:
 
 
 def load() -> Library:
-    """Imports all of the extra; from then on jax has the devices that it has."""
+    """Imports the whole extra; jax fixes its devices at this point."""
     jax, tensors = load_jax(), import_module("torchax.tensor")
     env = tensors.Environment()
     env.config.internal_respect_torch_return_dtypes = True
-    # A 0-d tensor from outside of the step would silently be a constant of the program.
+    # A 0-d tensor from outside the step would silently become a constant of the program.
     env.config.allow_mixed_math_with_scalar_tensor = False
     return Library(jax, env, tensors.Tensor, tensors.OperatorNotFound)
 

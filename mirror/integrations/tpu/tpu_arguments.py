@@ -1,12 +1,11 @@
-"""Arguments of a run as arrays: parts of unlike sizes, padded to one; and results, cut again.
+"""Converts the arguments of a run to arrays, and pads parts of different sizes.
 
-[Note: Parts of unlike sizes]
-A program has one shape for all replicas, and the parts of a batch may differ: 3, 3, 2 and 2
-examples, or none on a replica that sits out. Padded examples must count nowhere, in no mean, no
-statistic and no number of rows, whatever the step computes. So each part is padded to the largest
-shape, and the program has a branch for each size: there the replica's part is cut to what it truly
-is, and the step is traced with that shape. What comes out is padded likewise, and cut on the host.
-Of a batch that divides there is one size, and no branch.
+[Note: Parts of different sizes]
+A program has one shape for all replicas, but the parts of a batch may differ: 3, 3, 2 and 2
+examples, or none for an idle replica. Padded examples must not count in any mean, statistic or
+number of rows. So each part is padded to the largest shape, and the program has a branch for each
+size. A branch cuts the replica's part to its true size, and the step is traced with that shape.
+Outputs are padded too, and cut on the host. A batch with parts of one size needs no branch.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class TpuArguments:
 
     Attributes:
         tree: the structure of args and kwargs, with one replica's leaves.
-        kinds: of each leaf: "part", "shared", or the value itself in a tuple.
-        sizes: the shapes of the parts, of each kind of replica; ``None``: sits out.
+        kinds: for each leaf "part", "shared", or a tuple with the value itself.
+        sizes: for each kind of replica the shapes of its parts; ``None`` for an idle replica.
         which: the kind of each replica, an index of ``sizes``.
         parts: the stacked and padded parts, one array per leaf that has parts.
-        shared: what all replicas have.
+        shared: the arrays that are equal on all replicas.
         counts: each replica's weight.
     """
 
@@ -50,7 +49,7 @@ class TpuArguments:
 
     @property
     def key(self) -> Any:
-        """Returns what a program is for."""
+        """The facts of the arguments that a program depends on."""
         arrays = [(tuple(a.shape), str(a.dtype)) for a in (*self.parts, *self.shared)]
         return self.kinds, self.sizes, tuple(arrays)
 
@@ -64,7 +63,7 @@ class TpuArguments:
         return rebuild_structure(self.tree, leaves)
 
 
-def arguments_of(
+def make_arguments(
     trees: Any, active: Sequence[int], weights: Sequence[float] | None, num_replicas: int
 ) -> TpuArguments:
     """Returns the arguments of a run as arrays on the host.
@@ -80,7 +79,7 @@ def arguments_of(
         if isinstance(leaf, PerReplica):
             kinds.append("part")
             rows.append([_as_array(leaf.values[r]) for r in active])
-            _check_alike(rows[-1])
+            _check_same_kind(rows[-1])
         elif isinstance(leaf, (Tensor, np.ndarray)):
             kinds.append("shared")
             shared.append(_as_array(leaf))
@@ -88,13 +87,13 @@ def arguments_of(
             kinds.append((leaf,))
     found: dict[Shapes | None, int] = {}
     which = [0] * num_replicas
-    for place, r in enumerate(active):
-        shapes = tuple(row[place].shape for row in rows)
+    for i, r in enumerate(active):
+        shapes = tuple(row[i].shape for row in rows)
         which[r] = found.setdefault(shapes, len(found))
     absent = [r for r in range(num_replicas) if r not in active]
     for r in absent:
         which[r] = found.setdefault(None, len(found))
-    parts = [_padded(row, active, num_replicas) for row in rows]
+    parts = [_stack_padded(row, active, num_replicas) for row in rows]
     every = [1.0] * num_replicas if weights is None else [float(w) for w in weights]
     counts = tuple(0.0 if r in absent else every[r] for r in range(num_replicas))
     return TpuArguments(tree, tuple(kinds), tuple(found), tuple(which), parts, shared, counts)
@@ -106,12 +105,12 @@ def _as_array(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return np.array(value)
     raise StructureError(
-        "a step for TPUs is one program, so what differs between replicas must be tensors; a "
-        f"PerReplica argument has {short_repr(value)}; make it a tensor, or the same for all"
+        "a step for TPUs is one program, so values that differ between replicas must be tensors; "
+        f"a PerReplica argument has {short_repr(value)}; make it a tensor, or equal for all"
     )
 
 
-def _check_alike(arrays: Sequence[Any]) -> None:
+def _check_same_kind(arrays: Sequence[Any]) -> None:
     kinds = {(array.ndim, str(array.dtype)) for array in arrays}
     if len(kinds) > 1:
         raise StructureError(
@@ -120,18 +119,18 @@ def _check_alike(arrays: Sequence[Any]) -> None:
         )
 
 
-def _padded(arrays: Sequence[Any], active: Sequence[int], num_replicas: int) -> Any:
-    """Returns the parts of all replicas, stacked, with zeros where there is nothing."""
+def _stack_padded(arrays: Sequence[Any], active: Sequence[int], num_replicas: int) -> Any:
+    """Returns the parts of all replicas, stacked, padded with zeros."""
     largest = tuple(np.max([array.shape for array in arrays], axis=0).astype(int))
     stacked: Any = np.zeros((num_replicas, *largest), arrays[0].dtype)
     for r, array in zip(active, arrays, strict=True):
-        place: Any = (r, *map(slice, array.shape))
-        stacked[place] = array
+        region: Any = (r, *map(slice, array.shape))
+        stacked[region] = array
     return stacked
 
 
 def is_static(value: Any) -> bool:
-    """Whether a value can be compared, so that another one is another program."""
+    """Returns whether a value can be compared, so that a new value leads to a new program."""
     if type(value) in (tuple, list):
         return all(map(is_static, value))
     return isinstance(value, _STATIC)

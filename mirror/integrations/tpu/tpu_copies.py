@@ -1,12 +1,12 @@
-"""Copies of the user's tensors on all devices, which follow them in both directions.
+"""Copies of the user's tensors on all devices, synchronized in both directions.
 
 [Note: Two sides]
-The user's model and optimizer state are ordinary tensors of torch in memory of the host, and the
-truth between two runs. The devices have copies. Before a run a tensor is sent again if its bits
-are not those that were read back last: whoever has changed it, and however. After a run all that
-it has changed is read back into the user's tensors, in place. So checkpoints, ``state_dict``, an
-evaluation on the host and other strategies see what is true, and nobody has to be told; it costs
-a comparison and a transfer of what was changed for each run.
+The user's model and optimizer state are ordinary torch tensors on the host, and they are the truth
+between two runs. The devices have copies. Before a run, a tensor is sent again if its bits differ
+from those that were last read back. After a run, all changed values are read back into the user's
+tensors, in place. So checkpoints, ``state_dict``, evaluation on the host and other strategies see
+current values without any notification. The cost of a run is a comparison of all tensors and a
+transfer of the changed ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Key = Any
 
 
 class TpuCopies:
-    """What tensors are on the devices, each the same on all.
+    """The copies of tensors on the devices, equal on all of them.
 
     Args:
         jax: the module.
-        sharding: says that each device has the whole of a tensor.
+        sharding: the sharding that gives each device the whole tensor.
 
     Attributes:
-        sent: how many tensors have been sent to the devices so far.
+        sent: the number of tensors that were sent to the devices so far.
     """
 
     def __init__(self, jax: Any, sharding: Any) -> None:
@@ -38,8 +38,8 @@ class TpuCopies:
         self._known: dict[Key, tuple[Tensor, Any]] = {}
         self.sent = 0
 
-    def copy_of(self, key: Key, tensor: Tensor) -> Any:
-        """Returns the array that has a tensor's values now."""
+    def device_copy(self, key: Key, tensor: Tensor) -> Any:
+        """Returns the device array with a tensor's current values."""
         known = self._known.get(key)
         if known is None or not same_bits(known[0], tensor):
             self.sent += 1
@@ -48,14 +48,14 @@ class TpuCopies:
         return known[1]
 
     def put(self, key: Key, array: Any, tensor: Tensor) -> None:
-        """Takes over what a run has made of a tensor, and writes it into the user's."""
+        """Records the new array of a tensor, and writes its values into the user's tensor."""
         values = from_numpy(np.asarray(array))
         with torch.no_grad():
             tensor.copy_(values)
         self._known[key] = values, array
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Drops all copies."""
         self._known.clear()
 
     def arrays(self) -> dict[Key, Any]:
@@ -64,17 +64,17 @@ class TpuCopies:
 
 
 def to_numpy(tensor: Tensor) -> Any:
-    """Returns a tensor's values in memory of their own, as jax takes them."""
+    """Returns a tensor's values as an array with its own memory, for jax."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
-        import ml_dtypes  # which jax brings
+        import ml_dtypes  # a dependency of jax
 
         return tensor.contiguous().view(torch.int16).numpy().copy().view(ml_dtypes.bfloat16)
     return np.array(tensor.numpy())
 
 
 def from_numpy(array: Any) -> Tensor:
-    """Returns an array's values as a tensor with memory of its own."""
+    """Returns an array's values as a tensor with its own memory."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))

@@ -1,4 +1,4 @@
-"""Devices of jax, by the names that mirror has for devices."""
+"""Resolves names of devices to jax's devices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NAME = re.compile(r"/?(cpu|tpu)(?::(\d+))?", re.IGNORECASE)
 _SIMULATE = 'TPUStrategy(["cpu"] * 4) simulates four'
 
 
-def devices_of(jax: Any, devices: Sequence[Any] | None) -> tuple[Any, ...]:
+def resolve_jax_devices(jax: Any, devices: Sequence[Any] | None) -> tuple[Any, ...]:
     """Returns jax's devices.
 
     Args:
-        devices: names, ``"tpu:0"``, ``"tpu:1"``, or ``"cpu"`` for each simulated device; jax's
-            own devices; ``None`` or empty: all TPU devices of this process.
+        devices: names, ``"tpu:0"``, ``"tpu:1"``, or ``"cpu"`` for each simulated device; or jax's
+            own devices; ``None`` or an empty sequence for all TPU devices of this process.
 
     Raises:
-        DeviceError: there is no such device, one is given twice, or they are of two kinds.
+        DeviceError: a device does not exist, is given twice, or kinds are mixed.
     """
     if isinstance(devices, (str, torch.device)):
         raise DeviceError(f"devices is a sequence of names, such as ['tpu:0']; got {devices!r}")
@@ -36,8 +36,8 @@ def devices_of(jax: Any, devices: Sequence[Any] | None) -> tuple[Any, ...]:
                 f"devices are names, such as 'tpu:0' or 'cpu', or jax.Device; got "
                 f"{short_repr(unlike[0])}"
             )
-        return _checked(found)
-    names = [_parsed(device) for device in devices]
+        return _check_distinct(found)
+    names = [_parse(device) for device in devices]
     kinds = {kind for kind, _ in names}
     if len(kinds) > 1:
         raise DeviceError(f"devices are all 'tpu' or all 'cpu'; got {short_repr(list(devices))}")
@@ -47,24 +47,24 @@ def devices_of(jax: Any, devices: Sequence[Any] | None) -> tuple[Any, ...]:
     for _, index in names:
         if index >= len(tpus):
             raise DeviceError(f"'tpu:{index}' does not exist; jax sees {len(tpus)}; {_SIMULATE}")
-    return _checked(tuple(tpus[index] for _, index in names))
+    return _check_distinct(tuple(tpus[index] for _, index in names))
 
 
-def as_torch(device: Any) -> torch.device:
-    """Returns torch's name for a device of jax; a TPU is ``xla`` there."""
+def to_torch_device(device: Any) -> torch.device:
+    """Returns torch's name for a device of jax; torch calls a TPU ``xla``."""
     if device.platform == "cpu":
         return torch.device("cpu")
     return torch.device("xla", device.id)
 
 
-def _parsed(device: Any) -> tuple[str, int]:
+def _parse(device: Any) -> tuple[str, int]:
     name = _NAME.fullmatch(str(device))
     if name is None:
         raise DeviceError(f"a device is 'tpu:0', ... or 'cpu'; got {short_repr(device)}")
     return name[1].lower(), int(name[2] or 0)
 
 
-def _checked(found: tuple[Any, ...]) -> tuple[Any, ...]:
+def _check_distinct(found: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(found)) < len(found):
         raise DeviceError(f"each device of jax is one replica's; got {list(map(str, found))}")
     return found
@@ -78,17 +78,17 @@ def _tpus(jax: Any) -> list[Any]:
 
 
 def _simulated(jax: Any, number: int) -> tuple[Any, ...]:
-    """Returns so many of jax's CPU devices, whose number is fixed when jax is first used."""
+    """Returns ``number`` CPU devices of jax; jax fixes their total when it is first used."""
     try:
         if jax.config.jax_num_cpu_devices < number:
             jax.config.update("jax_num_cpu_devices", number)
-    except RuntimeError:  # used already, so as many as there are
+    except RuntimeError:  # jax is already in use: the number is fixed
         pass
     found = jax.local_devices(backend="cpu")
     if len(found) < number:
         raise DeviceError(
-            f"{number} simulated devices were asked for, and jax, which is in use already, has "
-            f"{len(found)}; make this strategy first, or run the program with "
+            f"{number} simulated devices were requested, but jax, which is already in use, has "
+            f"{len(found)}; create this strategy first, or run the program with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={number}"
         )
     return tuple(found[:number])

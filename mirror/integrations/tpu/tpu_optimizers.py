@@ -1,8 +1,8 @@
-"""The optimizers that a program on TPUs can contain: their arithmetic in jax, as torch has it.
+"""The optimizers that a program on TPUs can contain: torch's arithmetic, written in jax.
 
-State has the names, shapes and dtypes of torch's, so what is saved is what one device would save.
-What depends on counts of steps and on rates is computed on the host, in double precision, and is
-an argument of the program: schedulers change it, and nothing is compiled anew.
+State has torch's names, shapes and dtypes, so a saved state is that of one device. Numbers that
+depend on step counts and rates are computed on the host, in double precision, and passed to the
+program: schedulers change them without a new compilation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Sgd:
         """Nothing is counted."""
 
     def numbers(self, group: Mapping[str, Any], state: State, is_first: bool) -> list[float]:
-        # The first buffer is the gradient, without what dampening takes off it.
+        # The first momentum buffer is the gradient: dampening starts with the second step.
         kept = 1.0 if is_first else 1.0 - group["dampening"]
         return [float(group["lr"]), group["weight_decay"], group["momentum"], kept]
 
@@ -117,17 +117,17 @@ def check(optimizer: Optimizer) -> None:
         if group.get("differentiable"):
             raise StrategyError(
                 f"{type(optimizer).__name__}(differentiable=True) keeps a graph of its step, "
-                "which a compiled program has not; leave it out"
+                "which a compiled program lacks; leave it out"
             )
 
 
 def rule_of(optimizer: Optimizer) -> Any:
-    """Returns the arithmetic of an optimizer that ``check`` has let pass."""
+    """Returns the arithmetic of an optimizer that ``check`` has accepted."""
     return _RULES[type(optimizer)]
 
 
 def flags_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    """Returns what of an optimizer's options is compiled in, group by group."""
+    """Returns the options of an optimizer that are compiled in, group by group."""
     if type(optimizer) not in _RULES:
         return (type(optimizer).__name__,)
     rule = rule_of(optimizer)
@@ -135,17 +135,17 @@ def flags_of(optimizer: Optimizer) -> tuple[Any, ...]:
 
 
 def options_of(optimizer: Optimizer) -> str:
-    """Returns all options, to see whether they have changed."""
+    """Returns all options as text, to detect changes."""
     groups = optimizer.param_groups
     return repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
 
 
-def updated(
+def apply_rule(
     jnp: Any, rule: Any, flags: tuple[Any, ...], p: Any, g: Any, state: State, numbers: Any
 ) -> tuple[Any, State]:
-    """Returns a parameter and its state after a step: arrays of their dtypes.
+    """Returns a parameter and its state after a step, in their dtypes.
 
-    Half types are computed in float32, as torch does.
+    Half-precision types are computed in float32, as in torch.
     """
     wide = jnp.promote_types(p.dtype, jnp.float32)
     own = {name: value.astype(wide) for name, value in state.items()}
@@ -156,6 +156,6 @@ def updated(
 
 
 def state_on_host(optimizer: Optimizer, parameter: Tensor, name: str) -> Tensor:
-    """Returns one tensor of the user's optimizer state; zeros where there is none yet."""
+    """Returns one tensor of the user's optimizer state; zeros if there is none yet."""
     found = optimizer.state.get(parameter, {}).get(name)
     return torch.zeros_like(parameter.detach()) if found is None else found

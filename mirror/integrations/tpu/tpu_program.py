@@ -1,19 +1,19 @@
-"""Program: a user's step for all replicas, compiled by jax for one kind of arguments."""
+"""One program: a user's step for all replicas, compiled by jax for one kind of arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
-from mirror.integrations.tpu.program_outputs import ProgramOutput, opened, widest_of
 from mirror.integrations.tpu.torchax_library import Library
 from mirror.integrations.tpu.tpu_arguments import TpuArguments
-from mirror.integrations.tpu.tpu_optimizers import flags_of, rule_of, updated
-from mirror.integrations.tpu.tpu_program_reach import reached
+from mirror.integrations.tpu.tpu_optimizers import apply_rule, flags_of, rule_of
+from mirror.integrations.tpu.tpu_results import ProgramOutput, find_widest, split_arrays
 from mirror.integrations.tpu.traced_call import Phase, ReachedParams, TracedCall
 from mirror.server.recorded_model import Model
 
@@ -26,16 +26,16 @@ class TpuProgram:
 
     Args:
         mesh: jax's mesh of the devices.
-        optimizers: all that hold parameters of the model.
+        optimizers: all optimizers with parameters of the model.
 
     Attributes:
-        stepped: numbers of the optimizers that step.
+        stepped: indices of the optimizers that step.
         has_backward: whether there is a backward pass.
-        state_keys: the optimizer states that it takes and gives.
-        updated: positions of the parameters that it changes.
-        buffers: positions of the buffers that it may change.
-        outputs: one per kind of replica; ``None`` for one that sits out.
-        traces: how often the step's Python has run.
+        state_keys: the optimizer states that are inputs and outputs.
+        updated: indices of the parameters that it changes.
+        buffers: indices of the buffers that it may change.
+        outputs: one per kind of replica; ``None`` for an idle one.
+        traces: the number of times that the step's Python has run.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TpuProgram:
         for k, shapes in enumerate(arguments.sizes):
             self.outputs.append(None if shapes is None else self._inspect(k, values, buffers))
         self.buffers = sorted(buffers)
-        self._widest = widest_of(self.outputs)
+        self._widest = find_widest(self.outputs)
         self._flags = {n: flags_of(self._optimizers[n]) for n in self.stepped}
         self._positions = {id(tensor): i for i, tensor in enumerate(model.tensors)}
         self._reached = self._find_reached(values) if self.has_backward else frozenset()
@@ -84,7 +84,7 @@ class TpuProgram:
         self.compiled = jax.jit(body)
 
     def _groups_of(self, n: int) -> list[tuple[int, int]]:
-        """Returns position and group of each parameter that an optimizer changes."""
+        """Returns index and group of each parameter that an optimizer changes."""
         return [
             (i, g)
             for g, group in enumerate(self._optimizers[n].param_groups)
@@ -93,7 +93,7 @@ class TpuProgram:
         ]
 
     def host_numbers(self, n: int, i: int, g: int) -> list[float]:
-        """Returns what an optimizer's step needs to know of a parameter, as it is now."""
+        """Returns the current numbers that an optimizer's step needs for a parameter."""
         optimizer = self._optimizers[n]
         rule, state = rule_of(optimizer), optimizer.state.get(self._model.tensors[i], {})
         first = next(iter(rule.names(self._flags[n][g])), None)
@@ -120,12 +120,12 @@ class TpuProgram:
         return call, call(key, self._fn, args, kwargs)
 
     def _inspect(self, k: int, values: Sequence[Any], buffers: set[int]) -> ProgramOutput:
-        """Traces a branch abstractly, and notes what it does."""
+        """Traces a branch abstractly, and records its effects and outputs."""
         library, jax, seen = self._library, self._library.jax, []
 
-        def look(values: Any, key: Any, inputs: Any) -> Any:
-            call, result = self._call(Phase.LOOK, k, values, key, inputs)
-            arrays, output = opened(library.env, result)
+        def inspect(values: Any, key: Any, inputs: Any) -> Any:
+            call, result = self._call(Phase.INSPECT, k, values, key, inputs)
+            arrays, output = split_arrays(library.env, result)
             seen.append((call, output))
             return arrays
 
@@ -133,15 +133,15 @@ class TpuProgram:
             [*map(_abstract(jax), self._arguments.shared)],
             [_abstract(jax)(x[0]) for x in self._arguments.parts],
         )
-        shapes = jax.eval_shape(look, list(values), jax.random.PRNGKey(0), inputs)
+        shapes = jax.eval_shape(inspect, list(values), jax.random.PRNGKey(0), inputs)
         call, output = seen[-1]
         found = iter(shapes)
         output.leaves = [leaf if type(leaf) is list else next(found) for leaf in output.leaves]
         if any(o is not None for o in self.outputs):
             if (call.stepped, call.has_backward) != (self.stepped, self.has_backward):
                 raise StrategyError(
-                    "the step does something else for another number of examples: backward or an "
-                    "optimizer's step; do the same for all sizes"
+                    "the step calls backward, or an optimizer's step, for some numbers of "
+                    "examples only; make the same calls for all sizes"
                 )
         self.stepped, self.has_backward = call.stepped, call.has_backward
         if self.stepped and not self.has_backward:
@@ -150,7 +150,7 @@ class TpuProgram:
         return output
 
     def _find_reached(self, values: Sequence[Any]) -> frozenset[int]:
-        """Returns the positions of parameters that the loss depends on."""
+        """Returns the indices of the parameters that a gradient of the loss flows to."""
         jax, arguments = self._library.jax, self._arguments
         k = next(i for i, shapes in enumerate(arguments.sizes) if shapes is not None)
         inputs = (
@@ -171,14 +171,14 @@ class TpuProgram:
         }
         names = [self._model.variables[i].name if i in held else None for i in positions]
         chosen, key = [values[i] for i in positions], jax.random.PRNGKey(0)
-        found = reached(jax, gradients, names, chosen, (list(values), key, inputs))
+        found = find_reached(jax, gradients, names, chosen, (list(values), key, inputs))
         return frozenset(positions[i] for i in found)
 
     def _is_wanted(self, i: int) -> bool:
         return self._model.tensors[i].requires_grad
 
     def _loss(self, k: int, positions: list[int], values: Any, key: Any, inputs: Any) -> Any:
-        """Returns the loss as a function of the parameters at some positions."""
+        """Returns the loss as a function of the parameters with these indices."""
 
         def loss(chosen: Any) -> Any:
             every = list(values)
@@ -227,15 +227,15 @@ class TpuProgram:
         if self.has_backward:
             grads = choose([differentiated(k) for k in branches], [values[i] for i in positions])
             share = count / lax.psum(count, _AXIS)
-            # A part that counts nothing may be NaN.
+            # The gradient of a part with weight 0 may be NaN.
             own = [jnp.where(share > 0, g * share.astype(g.dtype), 0) for g in grads]
             grads = lax.psum(own, _AXIS)
 
         def finished(k: int) -> Any:
             def of_values(values: Any, grads: Any) -> Any:
                 if self._arguments.sizes[k] is None:
-                    return self._nothing(jnp), *self._as_before(values, states)
-                return self._finished(
+                    return self._zeros(jnp), *self._unchanged(values, states)
+                return self._run_to_end(
                     k,
                     values,
                     states,
@@ -259,11 +259,11 @@ class TpuProgram:
             return whole.astype(x.dtype)
 
         if len(self._arguments.sizes) > 1:
-            # Programs of two sizes may round in two ways; all replicas have the same bits.
+            # Branches may round differently: all replicas take the bits of one.
             parameters, after = jax.tree.map(of_first, (parameters, after))
         number = lax.psum(takes_part.astype(jnp.float32), _AXIS)
 
-        def joined(x: Any) -> Any:
+        def combine(x: Any) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return of_first(x)
             return lax.psum(jnp.where(takes_part, x, 0), _AXIS) / number.astype(x.dtype)
@@ -272,10 +272,10 @@ class TpuProgram:
             [x[None] for x in outputs],
             parameters,
             after,
-            [joined(buffer) for buffer in buffers],
+            [combine(buffer) for buffer in buffers],
         )
 
-    def _finished(
+    def _run_to_end(
         self,
         k: int,
         values: Any,
@@ -300,7 +300,7 @@ class TpuProgram:
                 flags = self._flags[n][g]
                 names = rule.names(flags)
                 state = {name: after[n, i, name] for name in names}
-                changed[i], state = updated(
+                changed[i], state = apply_rule(
                     self._library.jax.numpy,
                     rule,
                     flags,
@@ -314,7 +314,7 @@ class TpuProgram:
             return changed
 
         call, result = self._call(Phase.FINISH, k, values, key, inputs, grads=grads, apply=apply)
-        arrays, _ = opened(self._library.env, result)
+        arrays, _ = split_arrays(self._library.env, result)
         jnp = self._library.jax.numpy
         padded = [
             jnp.zeros(shape, dtype).at[tuple(slice(n) for n in x.shape)].set(x)
@@ -327,10 +327,10 @@ class TpuProgram:
             [call.buffers.get(i, values[i]) for i in self.buffers],
         )
 
-    def _nothing(self, jnp: Any) -> list[Any]:
+    def _zeros(self, jnp: Any) -> list[Any]:
         return [jnp.zeros(shape, dtype) for shape, dtype in self._widest]
 
-    def _as_before(self, values: Any, states: Any) -> tuple[Any, Any, Any]:
+    def _unchanged(self, values: Any, states: Any) -> tuple[Any, Any, Any]:
         return (
             [values[i] for i in self.updated],
             list(states),
@@ -343,3 +343,44 @@ def _abstract(jax: Any) -> Callable[[Any], Any]:
         return jax.ShapeDtypeStruct(np.shape(x), x.dtype)
 
     return shape_of
+
+
+def find_reached(
+    jax: Any, gradients: Any, names: Sequence[str | None], chosen: Any, others: Sequence[Any]
+) -> list[int]:
+    """Returns the indices of the parameters that a gradient flows to.
+
+    jax returns zeros for a parameter that the loss does not depend on. torch leaves ``p.grad`` at
+    None, and its optimizers skip it: with zeros, weight decay and momentum would change it.
+
+    Args:
+        gradients: a function of ``chosen``, of the gradient of the loss itself, and of ``others``;
+            it returns the loss and one gradient for each parameter.
+        names: the names of parameters of an optimizer of the step; ``None`` for others.
+
+    Raises:
+        StrategyError: a parameter is used, but no gradient flows to it: torch might have zeros.
+    """
+    seed = jax.numpy.ones((), "float32")
+    closed = jax.make_jaxpr(gradients)(chosen, seed, *others)
+    jaxpr, number = closed.jaxpr, len(chosen)
+    loss_needs = _needs(jaxpr, 0)
+    found = []
+    for i in range(number):
+        # A gradient flows to the parameter if it depends on the gradient of the loss.
+        if _needs(jaxpr, 1 + i)[number]:
+            found.append(i)
+        elif loss_needs[i] and names[i] is not None:
+            raise StrategyError(
+                f"the step uses {names[i]}, but no gradient flows back to it (detach, no_grad, "
+                "round); a program for TPUs cannot tell whether torch would have zeros or None: "
+                "use requires_grad_(False) for it"
+            )
+    return found
+
+
+def _needs(jaxpr: Any, output: int) -> list[bool]:
+    """Returns for each input whether an output depends on it."""
+    wanted = [i == output for i in range(len(jaxpr.outvars))]
+    _, used = import_module("jax.interpreters.partial_eval").dce_jaxpr(jaxpr, wanted)
+    return list(used)

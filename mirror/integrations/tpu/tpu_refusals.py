@@ -1,4 +1,4 @@
-"""What no program on TPUs can do, found before or while a step is traced, and said by name."""
+"""Rejects models and calls that no program on TPUs can contain, before or during a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE_STEPS = (
 )
 _OTHERWISE = "; or use mirror.MirroredStrategy"
 
-# Functions of torch that a trace would pass over, or freeze.
+# Functions of torch that a trace would ignore, or freeze.
 _REFUSED: dict[str, str] = {
     "grad": "torch.autograd.grad in the step; call loss.backward(), and read p.grad after it",
     "register_hook": "a hook on a tensor in the step; change p.grad after loss.backward()",
@@ -32,7 +32,7 @@ _REFUSED: dict[str, str] = {
 
 
 def check_model(model: Model) -> None:
-    """Raises StrategyError for a model that no program can have."""
+    """Raises StrategyError for a model that no program can contain."""
     for module in model.modules:
         kind = type(module).__name__
         if getattr(module, "max_norm", None) is not None:
@@ -71,7 +71,7 @@ def check_function(func: Any, args: Any, kwargs: Any) -> None:
         raise StrategyError(f"no program on TPUs can have {_REFUSED[name]}{_OTHERWISE}")
     if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         raise StrategyError(
-            "torch.autocast is passed over where a step is compiled for TPUs; convert the model, "
+            "torch.autocast has no effect in a step that is compiled for TPUs; convert the model, "
             f"model.to(torch.bfloat16){_OTHERWISE}"
         )
     if func is F.instance_norm:
@@ -85,7 +85,7 @@ def check_function(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def refuse_backward(args: Any, kwargs: Any) -> None:
-    """Raises StrategyError for ``backward`` with what is not one loss."""
+    """Raises StrategyError for ``backward`` with arguments, or of more than one number."""
     loss, *others = args
     asked = [value for value in (*others, *kwargs.values()) if value is not None and value]
     if asked:
@@ -100,8 +100,8 @@ def refuse_backward(args: Any, kwargs: Any) -> None:
 
 
 @contextmanager
-def refusing_functions() -> Iterator[None]:
-    """Refuses custom autograd functions in this thread, whose backward jax would not call."""
+def refuse_custom_functions() -> Iterator[None]:
+    """Makes custom autograd functions of this thread raise: jax would not call their backward."""
     cls: Any = torch.autograd.Function
     thread = get_ident()
     before = cls.__dict__["apply"]

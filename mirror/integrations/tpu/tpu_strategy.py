@@ -1,7 +1,4 @@
-"""Optimizers that are made while there is a TPUStrategy, which looks for those of a model.
-
-TPUStrategy: whole steps on TPUs, through torchax and jax. Experimental.
-"""
+"""TPUStrategy: whole steps on TPUs, through torchax and jax. Experimental."""
 
 from __future__ import annotations
 
@@ -25,50 +22,21 @@ from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
 from mirror.execution.current_replica import current, enclosing_replica
 from mirror.execution.step_ends import step_ends
 from mirror.integrations.tpu.torchax_library import load, load_jax
-from mirror.integrations.tpu.tpu_arguments import arguments_of
-from mirror.integrations.tpu.tpu_devices import as_torch, devices_of
+from mirror.integrations.tpu.tpu_arguments import make_arguments
+from mirror.integrations.tpu.tpu_devices import resolve_jax_devices, to_torch_device
 from mirror.integrations.tpu.tpu_programs import TpuPrograms
 from mirror.integrations.tpu.tpu_refusals import WHOLE_STEPS, check_model
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import Model, RecordedModules
 from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.placing_scope import PlacingScope
-from mirror.strategy.run_arguments import check_call, local_results, taking_part
+from mirror.strategy.run_arguments import check_call, find_active, local_results
+from mirror.strategy.scope import PlacingScope
 from mirror.threads.user_frames import warn_user
-
-_made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-class OptimizersMade:
-    """The optimizers that were made since there is a TPUStrategy; it keeps none of them alive."""
-
-    def __init__(self) -> None:
-        wrap_once(Optimizer, "__init__", _noting)
-
-    def over(self, model: Model) -> list[Optimizer]:
-        """Returns those that hold a parameter of a model, in one order for all runs."""
-        ids = {id(tensor) for tensor in model.tensors}
-        found = [
-            optimizer
-            for optimizer in _made
-            if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-        ]
-        return sorted(found, key=id)
-
-
-def _noting(init: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(init)
-    def noting(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        _made.add(self)
-
-    return noting
-
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 T = TypeVar("T")
 
-# What other strategies have, that is not here, and what to do.
+# Members of other strategies that this one lacks, and alternatives.
 _REMEDIES = {
     "compile": "run compiles: strategy.run(step, args=(batch,))",
     "no_sync": "give whole batches: a step for TPUs has one backward pass",
@@ -81,8 +49,8 @@ _REMEDIES = {
 class TPUStrategy(NoCopy):
     """Runs whole steps on all TPU devices of this process, as one program. Experimental.
 
-    It was never run on a TPU: all that is known of it was seen on simulated devices, which are
-    CPU devices of jax. docs/tpu.md says what it does, and what it refuses.
+    It has never run on a TPU: it was only tested on simulated devices, which are CPU devices of
+    jax. docs/tpu.md describes its behaviour, and the steps that it rejects.
 
     ::
 
@@ -103,40 +71,40 @@ class TPUStrategy(NoCopy):
             losses = strategy.run(step, args=(batch,))
 
     The model and the optimizer's state stay ordinary tensors on the host, see [Note: Two sides]:
-    ``mirror.Checkpoint`` and ``state_dict`` take them as those of any program.
+    ``mirror.Checkpoint`` and ``state_dict`` work as in any program.
 
     Args:
         devices: ``"tpu:0"``, ``"tpu:1"``, ... or jax's own devices; ``"cpu"`` once for each
-            simulated device; ``None``: all TPU devices of this process.
+            simulated device; ``None`` for all TPU devices of this process.
 
     Raises:
         ModuleNotFoundError: the extra ``[tpu]`` is not installed.
-        BackendError: it is, in other versions.
+        BackendError: the extra is installed in other versions.
         DeviceError: a device does not exist.
     """
 
     _instead = "make a strategy in each process; copy.deepcopy(model) gives an ordinary model"
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
-        # jax's CPU devices are as many as are asked for until it is used.
-        self._jax_devices = devices_of(load_jax(), devices)
+        # The number of jax's CPU devices can be chosen until jax is used.
+        self._jax_devices = resolve_jax_devices(load_jax(), devices)
         library = load()
         number = len(self._jax_devices)
         warn_user(
             "TPUStrategy is experimental: it was never run on a TPU, only on simulated devices; "
             "compare its first losses with those of one device"
         )
-        # Batches, results and what combines them are on the host.
+        # Distributes batches and combines results, on the host.
         self._host = MirroredStrategy(["cpu"] * number)
         self._programs = TpuPrograms(library, self._jax_devices, self)
         self._recorded = RecordedModules()
-        self._optimizers = OptimizersMade()
+        self._optimizers = OptimizerTracker()
         self._is_closed = False
         own = weakref.ref(self)
         hook = register_optimizer_step_pre_hook(lambda o, *_: _refuse_outside(own, o))
         weakref.finalize(self, hook.remove)
 
-    # What it is
+    # Properties
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -146,7 +114,7 @@ class TPUStrategy(NoCopy):
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """Torch's names for the devices: ``xla:0`` is a TPU, ``cpu`` a simulated one."""
-        return tuple(map(as_torch, self._jax_devices))
+        return tuple(map(to_torch_device, self._jax_devices))
 
     @property
     def backend(self) -> str:
@@ -159,18 +127,19 @@ class TPUStrategy(NoCopy):
     # Variables
 
     def scope(self) -> PlacingScope:
-        """Makes this strategy current; modules made inside are known to it.
+        """Makes this strategy current; it records the modules that are created inside.
 
         Raises:
-            StrategyError: on entry, inside another strategy's scope or ``run``, or after close.
+            StrategyError: it is entered inside another strategy's scope or ``run``, or after
+                ``close``.
         """
         return PlacingScope(self, self._recorded, self._check_usable)
 
     def mirror(self, module: ModuleT) -> ModuleT:
-        """Takes a module made elsewhere (a pretrained one), and returns it.
+        """Records an existing module (a pretrained one), and returns it.
 
         Raises:
-            TypeError: it is not a module.
+            TypeError: the argument is not a module.
         """
         self._check_usable("mirror")
         if not isinstance(module, nn.Module):
@@ -189,16 +158,16 @@ class TPUStrategy(NoCopy):
     ) -> Any:
         """Runs a step on all replicas, as one program, and returns the results regrouped.
 
-        The first call with a kind of batch traces and compiles ``fn``, whose Python runs then and
-        not again: a number, string or flag that it takes from its closure, from its globals or
-        as an argument, and those that are attributes of modules, are looked at in every run, and
-        others lead to another program; all else that is not a tensor is as it was then.
+        The first call with a kind of batch traces and compiles ``fn``; later calls do not run its
+        Python. Numbers, strings and flags in its closure, globals and arguments, and in attributes
+        of modules, are compared in every run, and a new value leads to a new program. All other
+        values that are not tensors stay as they were in the trace.
 
         Returns:
-            The structure that ``fn`` returns, with PerReplica tensors in memory of the host.
+            The structure that ``fn`` returns, with PerReplica tensors on the host.
 
         Raises:
-            StrategyError: the step does what no program can do, see docs/tpu.md.
+            StrategyError: the step does something that no program can do, see docs/tpu.md.
             StructureError: results differ in structure, or a PerReplica has a wrong number of
                 parts.
         """
@@ -206,8 +175,8 @@ class TPUStrategy(NoCopy):
         check_call(fn, args, kwargs)
         trees = (tuple(args), dict(kwargs or {}))
         number = self.num_replicas_in_sync
-        active, weights = taking_part(number, *trees)
-        arguments = arguments_of(trees, active, weights, number)
+        active, weights = find_active(number, *trees)
+        arguments = make_arguments(trees, active, weights, number)
         model = Model(self._recorded.roots())
         optimizers = self._optimizers.over(model)
         check_model(model)
@@ -229,7 +198,7 @@ class TPUStrategy(NoCopy):
         return self._host.gather(value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns one entry per replica that took part, in order."""
+        """Returns one entry per replica that has a part, in replica order."""
         return local_results(value)
 
     def distribute_dataset(
@@ -257,7 +226,7 @@ class TPUStrategy(NoCopy):
     # Keeping
 
     def check_replicas(self) -> int:
-        """Compares what the devices have; returns the number of tensors compared.
+        """Compares the copies on the devices; returns the number of compared tensors.
 
         Raises:
             ReplicaMismatchError: the bits of a tensor differ between two devices.
@@ -276,7 +245,7 @@ class TPUStrategy(NoCopy):
         return len(arrays)
 
     def close(self) -> None:
-        """Forgets the copies on the devices, and the programs; idempotent."""
+        """Drops the copies on the devices, and the programs. Idempotent."""
         self._is_closed = True
         self._programs.clear()
         self._host.close()
@@ -302,7 +271,7 @@ class TPUStrategy(NoCopy):
 
 
 def _refuse_outside(own: weakref.ref[TPUStrategy], optimizer: Optimizer) -> None:
-    """Raises StrategyError for a step outside of ``run``, which would be one on the host."""
+    """Raises StrategyError for an optimizer step outside ``run``, which would run on the host."""
     strategy = own()
     if strategy is None or strategy._is_closed or current.replica is not None:
         return
@@ -310,3 +279,32 @@ def _refuse_outside(own: weakref.ref[TPUStrategy], optimizer: Optimizer) -> None
     for root in strategy._recorded.roots():
         if any(id(p) in ids for p in root.parameters()):
             raise StrategyError(f"{type(optimizer).__name__}.step() outside of run: {WHOLE_STEPS}")
+
+
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class OptimizerTracker:
+    """Finds the optimizers that were created after the first TPUStrategy, with weak references."""
+
+    def __init__(self) -> None:
+        wrap_once(Optimizer, "__init__", _tracking_init)
+
+    def over(self, model: Model) -> list[Optimizer]:
+        """Returns the optimizers that hold a parameter of a model, in one order for all runs."""
+        ids = {id(tensor) for tensor in model.tensors}
+        found = [
+            optimizer
+            for optimizer in _optimizers
+            if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+        ]
+        return sorted(found, key=id)
+
+
+def _tracking_init(init: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(init)
+    def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _optimizers.add(self)
+
+    return __init__

@@ -1,17 +1,17 @@
-"""A call of the user's step in which tensors are jax's, traced or abstract.
+"""Calls the user's step with jax's tensors, traced or abstract.
 
 [Note: Three calls]
-There is no tape of autograd under ``jax.jit``, and the step shall keep its form: forward,
-``loss.backward()``, what is done to gradients, ``optimizer.step()``. So a program is traced by
-calling the step three times, each time with the same tensors and the same random keys:
+``jax.jit`` has no autograd tape, but the step keeps its form: forward, ``loss.backward()``, code
+on gradients, ``optimizer.step()``. So a program is traced by three calls of the step, with the
+same tensors and the same random keys:
 
-    LOOK            abstractly: which optimizers step, what comes out; nothing is computed
-    DIFFERENTIATE   up to ``backward``, where the call is left with the loss: jax differentiates it
-    FINISH          all of it; ``backward`` puts reduced gradients into ``p.grad``, and all that
-                    follows computes with them: clipping, the optimizer's step, metrics
+    INSPECT         abstract: finds the optimizers that step and the outputs; computes nothing
+    DIFFERENTIATE   ends at ``backward`` with the loss, which jax differentiates
+    FINISH          the whole step; ``backward`` sets ``p.grad`` to the reduced gradients, with
+                    which clipping, the optimizer's step and metrics compute
 
-The forward pass of the second and the third call are the same operations of the same values, which
-XLA computes once. Python's side effects happen three times for each shape of a batch, and no more.
+The second and the third call have the same forward operations on the same values, and XLA
+computes them once. Python's side effects happen three times for each shape of a batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,18 +32,18 @@ from torch.optim.optimizer import (
 
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current, push_context, save_context
+from mirror.execution.replicas import Replica
 from mirror.integrations.tpu.torch_function_watch import TorchFunctionWatch
 from mirror.integrations.tpu.torchax_library import Library
 from mirror.integrations.tpu.tpu_optimizers import check, options_of
-from mirror.integrations.tpu.tpu_refusals import refuse_backward, refusing_functions
-from mirror.integrations.tpu.traced_context import inside
+from mirror.integrations.tpu.tpu_refusals import refuse_backward, refuse_custom_functions
 from mirror.server.recorded_model import Model
 
-Phase = Enum("Phase", "LOOK DIFFERENTIATE FINISH")
+Phase = Enum("Phase", "INSPECT DIFFERENTIATE FINISH")
 
 
 class ReachedParams(BaseException):
-    """Leaves a call where it says ``loss.backward()``."""
+    """Ends a call of the step at ``loss.backward()``."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -54,17 +55,17 @@ class TracedCall:
 
     Args:
         phase: see [Note: Three calls].
-        strategy: what is current inside.
-        optimizers: all that hold parameters of the model.
+        strategy: the strategy that is current in the step.
+        optimizers: all optimizers with parameters of the model.
         values: arrays, one per tensor of the model.
-        grads: what ``backward`` finds, by position of the parameter, in ``FINISH``.
-        apply: called for an optimizer's step with its number, parameters and gradients by
-            position; returns new values by position.
+        grads: the gradients that ``backward`` sets in ``FINISH``, by index of the parameter.
+        apply: called for an optimizer's step with its index, parameters and gradients by index;
+            returns new values by index.
 
     Attributes:
-        stepped: numbers of the optimizers that have stepped.
+        stepped: indices of the optimizers that have stepped.
         has_backward: whether ``backward`` was called.
-        buffers: what the buffers are at the end, by position; of those that were changed.
+        buffers: the changed buffers at the end, by index.
     """
 
     def __init__(
@@ -94,11 +95,11 @@ class TracedCall:
         self.buffers: dict[int, Any] = {}
 
     def __call__(self, key: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls the step; returns what it does, with tensors of jax.
+        """Calls the step; returns its result, with jax's tensors.
 
         Raises:
-            StrategyError: the step does what no program can do.
-            Reached: it is differentiated, and has reached ``backward``.
+            StrategyError: the step does something that no program can do.
+            ReachedParams: the phase is DIFFERENTIATE, and the step has reached ``backward``.
         """
         errors = self._library.jax.errors
         try:
@@ -108,22 +109,22 @@ class TracedCall:
                 return result
         except (errors.JAXTypeError, errors.JAXIndexError) as error:
             raise StrategyError(
-                "the step asks for a value (.item(), float(loss), a branch on a tensor, a shape "
-                "that depends on data), which there is none of while it is traced; return the "
-                "tensor from the step, and look at it outside of run"
+                "the step reads a value (.item(), float(loss), a branch on a tensor, a shape that "
+                "depends on data), but tensors have no values while it is traced; return the "
+                "tensor from the step, and read it outside run"
             ) from error
         except self._library.not_found as error:
             raise StrategyError(
-                f"torchax does not have an operation of the step: {error}; write it otherwise, "
-                "or use mirror.MirroredStrategy"
+                f"torchax lacks an operation of the step: {error}; write the step with other "
+                "operations, or use mirror.MirroredStrategy"
             ) from error
 
     @contextmanager
     def _inside(self, key: Any) -> Iterator[None]:
         library, before = self._library, save_context()
         with ExitStack() as stack:
-            stack.enter_context(self._swapped())
-            stack.enter_context(refusing_functions())
+            stack.enter_context(self._swap_tensors())
+            stack.enter_context(refuse_custom_functions())
             for hook in (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
@@ -137,19 +138,19 @@ class TracedCall:
             )
             stack.enter_context(watching)
             try:
-                push_context(self._strategy, inside(self._strategy))
+                push_context(self._strategy, make_traced_replica(self._strategy))
                 self._begin()
                 yield
             finally:
                 current.replica, current.strategy, current.below = before
 
     @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        """Has modules and optimizers hold tensors of jax."""
+    def _swap_tensors(self) -> Iterator[None]:
+        """Replaces the tensors of modules and optimizers by jax's inside the block."""
         self._tables: list[tuple[Any, str, int, Tensor]] = []
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         held = [group["params"] for group in groups]
-        said = [options_of(optimizer) for optimizer in self._optimizers]
+        options_before = [options_of(optimizer) for optimizer in self._optimizers]
         options = [dict(group) for group in groups]
         try:
             for module in self._model.modules:
@@ -162,9 +163,9 @@ class TracedCall:
             for table, name, i, _ in self._tables:
                 table[name] = self.tensors[i]
             for group in groups:
-                group["params"] = [self._standing_for(p) for p in group["params"]]
+                group["params"] = [self._traced_tensor(p) for p in group["params"]]
             yield
-            if said != [options_of(optimizer) for optimizer in self._optimizers]:
+            if options_before != [options_of(optimizer) for optimizer in self._optimizers]:
                 for group, before in zip(groups, options, strict=True):
                     group.update(before)
                 raise StrategyError(
@@ -177,23 +178,23 @@ class TracedCall:
             for group, parameters in zip(groups, held, strict=True):
                 group["params"] = parameters
 
-    def _standing_for(self, parameter: Tensor) -> Any:
+    def _traced_tensor(self, parameter: Tensor) -> Any:
         i = self._position.get(id(parameter))
         if i is None:
             raise StrategyError(
-                "an optimizer holds parameters of the strategy's modules and others, which no "
-                "module made in its scope has; give those to strategy.mirror(module), or to an "
-                "optimizer of their own"
+                "an optimizer has parameters of the strategy's modules together with others; pass "
+                "the module of the others to strategy.mirror(module), or give them a separate "
+                "optimizer"
             )
         return self.tensors[i]
 
     # What the step calls
 
     def backward(self, args: Any, kwargs: Any) -> None:
-        """Stands for ``loss.backward()``."""
+        """Replaces ``loss.backward()``."""
         refuse_backward(args, kwargs)
         if not torch.is_grad_enabled():
-            raise StrategyError("backward was called where gradients are off; leave no_grad out")
+            raise StrategyError("backward was called with gradients disabled; leave no_grad out")
         if self.has_backward:
             raise StrategyError(
                 "a step for TPUs has one backward pass; add the losses up, and call backward of "
@@ -203,7 +204,7 @@ class TracedCall:
         if self._phase is Phase.DIFFERENTIATE:
             raise ReachedParams(args[0])
         for i, tensor in enumerate(self.tensors[: self._model.num_parameters]):
-            grad = self._values[i] if self._phase is Phase.LOOK else self._grads.get(i)
+            grad = self._values[i] if self._phase is Phase.INSPECT else self._grads.get(i)
             if i in self._stale:
                 is_old = tensor.grad is self._stale[i]
                 self._leaves_old = self._leaves_old or (is_old and i in self._grads)
@@ -212,7 +213,7 @@ class TracedCall:
                 tensor.grad = self._library.env.j2t_iso(grad)
 
     def _begin(self) -> None:
-        """Gives parameters gradients that the step must clear, or leave cleared."""
+        """Sets gradients of parameters to zeros, to detect steps that do not clear them."""
         for i, tensor in enumerate(self.tensors[: self._model.num_parameters]):
             if self._model.tensors[i].requires_grad:
                 self._stale[i] = tensor.grad = self._library.env.j2t_iso(
@@ -228,8 +229,9 @@ class TracedCall:
                 continue
             if is_parameter:
                 raise StrategyError(
-                    f"the step has written to {self._model.variables[i].name} by itself, which "
-                    "may differ between replicas; let an optimizer do it, or do it between runs"
+                    f"the step has written to {self._model.variables[i].name} directly, and the "
+                    "values may differ between replicas; let an optimizer write, or write between "
+                    "runs"
                 )
             if now is None or tuple(now.shape) != tuple(was.shape):
                 raise StrategyError(
@@ -242,20 +244,20 @@ class TracedCall:
         held = [t.grad for t in self.tensors[: self._model.num_parameters]]
         if self.has_backward and self._leaves_old and any(g is not None for g in held):
             raise StrategyError(
-                "gradients would add up over steps, and in a program nothing is left of them "
-                "after a run; call optimizer.zero_grad() in the step, before backward or at its "
-                "end, and give whole batches instead of accumulating"
+                "gradients would add up over steps, but a program keeps none of them after a run; "
+                "call optimizer.zero_grad() in the step, before backward or at its end, and pass "
+                "whole batches instead of accumulating"
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._strategy is not current.strategy:
-            return  # of another thread
+            return  # a step of another thread
         number = self._number.get(id(optimizer))
         if number is None:
             raise StrategyError(
-                f"the step calls step() of a {type(optimizer).__name__} that the strategy does "
-                "not know: make the model in strategy.scope() or give it to strategy.mirror, and "
-                "the optimizer after the strategy"
+                f"the step calls step() of a {type(optimizer).__name__} that the strategy has not "
+                "recorded: create the model in strategy.scope() or pass it to strategy.mirror, "
+                "and create the optimizer after the strategy"
             )
         check(optimizer)
         if args[1:] or any(value is not None for value in kwargs.values()):
@@ -283,3 +285,50 @@ class TracedCall:
         if self._strategy is current.strategy:
             for group, parameters in self._groups:
                 group["params"] = parameters
+
+
+_WAYS = {
+    "all_reduce": "return the values from the step and call strategy.reduce",
+    "all_gather": "return the values from the step and call strategy.gather",
+    "merge_call": "do it between runs",
+    "replica_id_in_sync_group": "one program is all replicas'; choose among the results of run",
+    "device": "use the device of a tensor: x.device",
+    "weight": "give InputOptions(weight_of=...) to distribute_dataset",
+}
+
+
+class TracedContext:
+    """The result of ``mirror.get_replica_context()`` in a step for TPUs."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        self.num_replicas_in_sync: int = strategy.num_replicas_in_sync
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _WAYS:
+            raise StrategyError(
+                f"a step for TPUs is one program for all replicas, and has no {name}; "
+                f"{_WAYS[name]}, or use mirror.MirroredStrategy"
+            )
+        raise AttributeError(f"'TracedContext' object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _WAYS:
+            getattr(self, name)
+        super().__setattr__(name, value)
+
+
+def make_traced_replica(strategy: Any) -> Replica:
+    """Returns the ``current.replica`` of a traced step: one replica that represents all."""
+    replicas: Any = SimpleNamespace(
+        mirrors=False,  # there are no mirrored variables
+        is_nested=False,
+        strategy=strategy,
+        num_replicas=strategy.num_replicas_in_sync,
+        devices=strategy.devices,
+        timeline=None,
+    )
+    run: Any = SimpleNamespace(outer=None, has_stepped=False, active=(0,))
+    replica = Replica(replicas, run, 0, 1.0)
+    replica.context = TracedContext(strategy)
+    return replica

@@ -36,6 +36,29 @@ from mirror.values import (
 )
 
 
+def exchange_parts(runner: Runner, what: str, value: Any) -> tuple[Any, GradLink]:
+    """Returns the structure with each leaf a PerReplica of all workers' parts, and their link.
+
+    Args:
+        what: the operation with the arguments that must be equal on all workers, for errors.
+    """
+    workers, device = runner.replicas.workers, runner.replicas.devices[0]
+    own_weight = _own_weight(runner)
+    leaves = [_own(leaf, device, own_weight) for leaf in leaves_of(value)]
+    tensors = [tensor for leaf in leaves for tensor in leaf.tensors]
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    numbers: list[float] = [own_weight, wanted]
+    for leaf in leaves:
+        numbers += [leaf.is_weighted, len(leaf.tensors), *leaf.weights]
+    structure = describe_structure(value)
+    messages = workers.exchange_tensors(what, structure, tensors, numbers)
+    link = GradLink()
+    if any(message.numbers[1] for message in messages) and torch.is_grad_enabled():
+        tensors, link = _scale_own_parts(runner, what, messages, tensors)
+    messages[workers.rank] = messages[workers.rank]._replace(tensors=tensors)
+    return rebuild_structure(value, _join(messages, device)), link
+
+
 def on_device(value: Any, device: torch.device) -> Tensor:
     """Returns a part as a tensor on the device where parts are combined.
 
@@ -73,29 +96,6 @@ class GradLink(NamedTuple):
             return result
         linked: Tensor = _link_grad(result, self.token)
         return linked
-
-
-def exchange_parts(runner: Runner, what: str, value: Any) -> tuple[Any, GradLink]:
-    """Returns the structure with each leaf a PerReplica of all workers' parts, and their link.
-
-    Args:
-        what: the operation with the arguments that must be equal on all workers, for errors.
-    """
-    workers, device = runner.replicas.workers, runner.replicas.devices[0]
-    own_weight = _own_weight(runner)
-    leaves = [_own(leaf, device, own_weight) for leaf in leaves_of(value)]
-    tensors = [tensor for leaf in leaves for tensor in leaf.tensors]
-    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    numbers: list[float] = [own_weight, wanted]
-    for leaf in leaves:
-        numbers += [leaf.is_weighted, len(leaf.tensors), *leaf.weights]
-    structure = describe_structure(value)
-    messages = workers.exchange_tensors(what, structure, tensors, numbers)
-    link = GradLink()
-    if any(message.numbers[1] for message in messages) and torch.is_grad_enabled():
-        tensors, link = _scale_own_parts(runner, what, messages, tensors)
-    messages[workers.rank] = messages[workers.rank]._replace(tensors=tensors)
-    return rebuild_structure(value, _join(messages, device)), link
 
 
 def _own(leaf: Any, device: torch.device, own_weight: float) -> _OwnParts:

@@ -1,1 +1,1 @@
-"""Whether what the replicas make of their parts is what one device makes of the batch."""
+"""Whether the losses of replicas combine into the loss of the whole batch."""

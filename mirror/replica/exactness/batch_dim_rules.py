@@ -30,11 +30,11 @@ from torch import Tensor
 
 from mirror.base.torch_private import arriving_shape
 from mirror.replica.exactness.loss_graph import (
-    OF_PARAMETERS,
     Shape,
     Term,
     is_of_parameters,
     is_of_torch,
+    is_parameter_operand,
     name_of,
     saved,
     shape_of,
@@ -162,15 +162,10 @@ def _contraction(node: Any, name: str) -> BatchDimUse | None:
     left, right = (next_node for next_node, _ in node.next_functions)
     shape = shape_of(node, 0) if left else tuple(saved(node, _CONTRACTING[name][0]).shape)
     for operand in (left, right):
-        if operand is not None and _is_same(operand):
+        if is_parameter_operand(operand):
             return None
     rows = None if left is not None and _is_transposed(left) else shape[-2]
     return BatchDimUse(name, False, shape[-1], rows=rows)
-
-
-def _is_same(operand: Any) -> bool:
-    """Returns whether an operand depends on parameters only."""
-    return name_of(operand) in OF_PARAMETERS and is_of_parameters(operand)
 
 
 def _is_transposed(node: Any) -> bool:
@@ -217,7 +212,7 @@ def _linearity(node: Any, name: str, linear: bool, constants: Any) -> tuple[bool
     if len(inputs) == 1:
         return True, constants
     if None not in inputs:
-        are_same = [_is_same(next_node) for next_node in inputs]
+        are_same = [is_parameter_operand(next_node) for next_node in inputs]
         return are_same[1] or (are_same[0] and name == "Mul"), constants
     if name == "Div" and inputs[0] is None:
         return False, constants

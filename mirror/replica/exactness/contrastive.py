@@ -21,9 +21,8 @@ import torch
 
 from mirror.base.torch_private import arriving_shape
 from mirror.replica.exactness.loss_graph import (
-    OF_PARAMETERS,
     Term,
-    is_of_parameters,
+    is_parameter_operand,
     name_of,
     saved,
     shape_of,
@@ -77,7 +76,9 @@ def _products_below(root: Any) -> Iterator[tuple[int, int, Any]]:
         if name == "Pdist":
             rows = shape_of(node, 0)[0]
             yield rows, rows, None
-        elif name in _PRODUCTS and not any(map(_is_parameter, node.next_functions)):
+        elif name in _PRODUCTS and not any(
+            is_parameter_operand(operand) for operand, _ in node.next_functions
+        ):
             without = [i for i, (next_node, _) in enumerate(node.next_functions) if not next_node]
             shape = arriving_shape(node, 0)
             if without and name not in _SAVED:
@@ -98,7 +99,7 @@ def _are_rows_and_columns(node: Any) -> bool:
     operands = node.next_functions
     if len(operands) != 2 or any(next_node is None for next_node, _ in operands):
         return False
-    if any(map(_is_parameter, operands)):
+    if any(is_parameter_operand(operand) for operand, _ in operands):
         return False
     first, second = shape_of(node, 0)[:2], shape_of(node, 1)[:2]
     return len(first) == len(second) == 2 and (
@@ -112,12 +113,6 @@ def _differ(constants: Sequence[Any]) -> bool:
     if first is None:
         return True
     return not all(torch.equal(constant.to(first.device), first) for constant in constants[1:])
-
-
-def _is_parameter(operand: tuple[Any, int]) -> bool:
-    """Returns whether an operand depends on parameters only."""
-    node = operand[0]
-    return node is not None and name_of(node) in OF_PARAMETERS and is_of_parameters(node)
 
 
 def _are_multiples(sizes: Sequence[int], counts: Sequence[float]) -> bool:

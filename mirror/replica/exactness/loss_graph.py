@@ -230,6 +230,11 @@ def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
     return False
 
 
+def is_parameter_operand(node: Any) -> bool:
+    """Returns whether an operand depends on parameters only."""
+    return node is not None and name_of(node) in OF_PARAMETERS and is_of_parameters(node)
+
+
 def _is_parameter(leaf: Tensor) -> bool:
     return isinstance(leaf, (ReplicaParameter, MirroredTensor))
 

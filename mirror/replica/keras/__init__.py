@@ -1,1 +1,1 @@
-"""Keras 3 on torch: what its layers and optimizers do that torch's do not."""
+"""Keras 3 on torch: calls of its layers, its metrics, optimizers and normalization."""

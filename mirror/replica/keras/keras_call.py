@@ -110,7 +110,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 class _Calls:
-    """The replicas' calls in one split call of a layer, whose arguments may have masks."""
+    """The replicas' calls in one split call of a layer; its arguments may have masks."""
 
     def __init__(self, layer: Any, masks: dict[int, Any]) -> None:
         self._layer, self._masks = layer, masks

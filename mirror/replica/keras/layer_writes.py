@@ -18,6 +18,7 @@ assigning them. After all replicas have called, each variable is assigned once:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -143,18 +144,10 @@ def _join(
     return first
 
 
+@cache
 def _scope_class() -> Any:
     """Returns the class of a replica's scope; created on first use, when Keras is imported."""
-    global _scope
-    if _scope is None:
-        _scope = _make_scope_class()
-    return _scope
 
-
-_scope: Any = None
-
-
-def _make_scope_class() -> Any:
     class ReplicaScope(library().StatelessScope):  # type: ignore[misc]
         """Records which variables are assigned; Keras's own scope keeps only the values."""
 

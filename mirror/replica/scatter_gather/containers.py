@@ -29,7 +29,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from operator import eq
 from typing import Any
 
@@ -218,20 +218,6 @@ def assign(value: Any, contents: dict[Any, Any]) -> Any:
         for name, held in contents.items():
             _put(value, name, held)
     return value
-
-
-def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """Returns a copy of a value with ``fn`` applied to its contents.
-
-    A tuple is returned itself if ``fn`` returns each of its contents unchanged.
-    """
-    contents = contents_of(value)
-    new = {key: fn(child) for key, child in contents.items()}
-    if isinstance(value, tuple):
-        if all(new[key] is child for key, child in contents.items()):
-            return value
-        return rebuild_node(value, new)
-    return assign(empty_like(value), new)
 
 
 def _is_structure(value: Any) -> bool:

@@ -83,11 +83,11 @@ def join_outputs(
         ) from None
 
 
+_MISSING: Any = object()
+
+
 class _NotJoined(Exception):
     """The parts cannot be joined into one value."""
-
-
-_MISSING: Any = object()
 
 
 class Gatherer:
@@ -192,7 +192,7 @@ class Gatherer:
         values: list[Any] = [ABSENT] * len(self._sizes)
         for replica_id, part in zip(self._ids if ids is None else ids, parts, strict=True):
             values[replica_id] = part
-        return PerReplica(values, weights=self._sizes)._left_apart(bool(self._parts))
+        return PerReplica(values, weights=self._sizes)._from_split_call(bool(self._parts))
 
     def join(self, parts: Sequence[Any]) -> Any:
         """Returns the one value that the parts form.

@@ -1,4 +1,4 @@
-"""Layers of torch whose examples are not the first dimension, inside a split call.
+"""Layers of torch with the examples in another dimension than the first, inside a split call.
 
     a layer                                  its examples are
     RNN, LSTM, GRU: states in and out        the second dimension, also with batch_first

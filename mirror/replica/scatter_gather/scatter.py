@@ -44,10 +44,9 @@ from mirror.replica.scatter_gather.containers import (
     is_leaf,
     is_shared,
     leaves_in,
-    mapped,
     snapshot,
 )
-from mirror.values import ABSENT, PerReplica, is_number
+from mirror.values import ABSENT, PerReplica, are_identical, is_number, rebuild_node
 
 # Larger tensors that are not batched are shared by replicas: a change of one is refused.
 _MOST_COPIED_BYTES = 2**20
@@ -239,7 +238,9 @@ class ReplicaArgs:
             )
         key = id(value)
         if isinstance(value, tuple):
-            part = mapped(value, self.part_of)
+            parts = [self.part_of(child) for child in value]
+            is_same = are_identical(parts, value)
+            part = value if is_same else rebuild_node(value, dict(enumerate(parts)))
             self.own[key] = value, part
         elif is_shared(value):
             self.own[key] = value, value

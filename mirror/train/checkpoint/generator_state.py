@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mirror.data.rng_state import capture_streams, restore_streams
+from mirror.data.rng_state import capture_rng, restore_rng
 from mirror.devices import cuda_devices_in_use, random_state, set_random_state, state_of
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -26,7 +26,7 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 def take_global() -> dict[str, Any]:
     """Returns the states of torch's, Python's and numpy's global generators."""
     cuda = {str(device): random_state(device) for device in cuda_devices_in_use()}
-    return {**capture_streams(), "cuda": cuda}
+    return {**capture_rng(), "cuda": cuda}
 
 
 def give_global(state: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ def give_global(state: Mapping[str, Any]) -> None:
     Raises:
         Exception: of many types; it is no such state, and some generators may have changed.
     """
-    restore_streams(state)
+    restore_rng(state)
     for device in cuda_devices_in_use():
         if str(device) in state["cuda"]:
             set_random_state(device, state["cuda"][str(device)])

@@ -81,7 +81,7 @@ def test_a_worker_resumes_its_own_state_only(tmp_path, as_worker, compression):
     for worker_id, num_workers in ((1, 2), (0, 3), (None, None)):
         as_worker(worker_id, num_workers)
         dataset.load_state_dict(state)
-        with pytest.raises(ValueError, match="by the DataLoader worker that it was taken from"):
+        with pytest.raises(ValueError, match="by the same DataLoader worker"):
             next(iter(dataset))
 
 

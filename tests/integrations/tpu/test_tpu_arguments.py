@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError, StructureError
-from mirror.integrations.tpu.program_outputs import ProgramOutput
-from mirror.integrations.tpu.tpu_arguments import TpuArguments, arguments_of, is_static
+from mirror.integrations.tpu.tpu_arguments import TpuArguments, is_static, make_arguments
 from mirror.integrations.tpu.tpu_copies import TpuCopies, from_numpy, to_numpy
-from mirror.integrations.tpu.tpu_results import results_of
+from mirror.integrations.tpu.tpu_results import ProgramOutput, regroup_outputs
 from mirror.values import ABSENT, PerReplica
 
 
@@ -22,7 +21,7 @@ def uneven():
 
 
 def test_parts_are_padded_and_their_sizes_kept():
-    found = arguments_of(uneven(), [0, 1], [3, 2, 0], 3)
+    found = make_arguments(uneven(), [0, 1], [3, 2, 0], 3)
     assert found.sizes == (((3, 2),), ((2, 2),), None)
     assert found.which == (0, 1, 2)
     assert found.counts == (3.0, 2.0, 0.0)
@@ -33,7 +32,7 @@ def test_parts_are_padded_and_their_sizes_kept():
 
 
 def test_the_structure_comes_back_with_other_leaves():
-    found = arguments_of(uneven(), [0, 1], None, 3)
+    found = make_arguments(uneven(), [0, 1], None, 3)
     args, kwargs = found.rebuild(["part"], ["shared"])
     assert args == ({"x": "part"}, "shared")
     assert kwargs == {"flag": True}
@@ -41,31 +40,31 @@ def test_the_structure_comes_back_with_other_leaves():
 
 
 def test_only_sizes_and_plain_values_make_another_program():
-    same = arguments_of(uneven(), [0, 1], None, 3)
-    assert arguments_of(uneven(), [0, 1], None, 3).key == same.key
+    same = make_arguments(uneven(), [0, 1], None, 3)
+    assert make_arguments(uneven(), [0, 1], None, 3).key == same.key
     args, _ = uneven()
-    assert arguments_of((args, {"flag": False}), [0, 1], None, 3).key != same.key
+    assert make_arguments((args, {"flag": False}), [0, 1], None, 3).key != same.key
     even = PerReplica([torch.ones(2)] * 3)
-    assert arguments_of((even,), [0, 1, 2], None, 3).sizes == (((2,),),)
+    assert make_arguments((even,), [0, 1, 2], None, 3).sizes == (((2,),),)
 
 
 def test_memory_is_not_shared():
     x = torch.zeros(2)
-    found = arguments_of((x, np.zeros(2)), [0], None, 1)
+    found = make_arguments((x, np.zeros(2)), [0], None, 1)
     x += 1
     assert not found.shared[0].any()
 
 
 @pytest.mark.parametrize("values", [["a", "b"], [1, 2]])
 def test_what_differs_and_is_no_tensor_is_refused(values):
-    with pytest.raises(StructureError, match="what differs between replicas must be tensors"):
-        arguments_of((PerReplica(values),), [0, 1], None, 2)
+    with pytest.raises(StructureError, match="differ between replicas must be tensors"):
+        make_arguments((PerReplica(values),), [0, 1], None, 2)
 
 
 @pytest.mark.parametrize("other", [torch.ones(2, 1), torch.ones(2, dtype=torch.float64)])
 def test_parts_of_unlike_kinds_are_refused(other):
     with pytest.raises(StructureError, match="differ in dtype or number of dimensions"):
-        arguments_of((PerReplica([torch.ones(2), other]),), [0, 1], None, 2)
+        make_arguments((PerReplica([torch.ones(2), other]),), [0, 1], None, 2)
 
 
 def test_what_can_be_compared():
@@ -83,14 +82,14 @@ PADDED = [np.array([[1, 2], [3, 0], [0, 0]], "float32")]
 
 
 def test_results_are_cut_and_who_sits_out_has_none():
-    found = results_of(OUTPUTS, PADDED, ARGUMENTS, None)
+    found = regroup_outputs(OUTPUTS, PADDED, ARGUMENTS, None)
     assert [value.tolist() for _, value in found["y"].parts()] == [[1.0, 2.0], [3.0]]
     assert dict(found["n"].parts()) == {0: 2, 1: 1}
     assert found["y"].weights == (2.0, 1.0, 0.0)
 
 
 def test_a_backward_pass_from_results_says_where_it_belongs():
-    found = results_of(OUTPUTS, PADDED, ARGUMENTS, "into run")
+    found = regroup_outputs(OUTPUTS, PADDED, ARGUMENTS, "into run")
     with pytest.raises(StrategyError, match="backward outside of run: into run"):
         found["y"].values[0].sum().backward()
     with torch.no_grad():
@@ -102,24 +101,24 @@ jax = SimpleNamespace(device_put=lambda array, sharding: array)
 
 def test_a_tensor_is_sent_when_its_bits_have_changed():
     copies, x = TpuCopies(jax, None), torch.zeros(2)
-    first = copies.copy_of("x", x)
-    assert copies.copy_of("x", x) is first
+    first = copies.device_copy("x", x)
+    assert copies.device_copy("x", x) is first
     x.data[0] = -0.0  # no version is counted, and 0.0 == -0.0
-    assert np.signbit(copies.copy_of("x", x)).tolist() == [True, False]
+    assert np.signbit(copies.device_copy("x", x)).tolist() == [True, False]
     x[1] = torch.nan
-    copies.copy_of("x", x)
-    copies.copy_of("x", x)
+    copies.device_copy("x", x)
+    copies.device_copy("x", x)
     assert copies.sent == 3
 
 
 def test_what_a_run_has_changed_is_read_back_in_place():
     copies, x = TpuCopies(jax, None), torch.nn.Parameter(torch.zeros(2))
     address = x.data_ptr()
-    copies.copy_of("x", x)
+    copies.device_copy("x", x)
     copies.put("x", np.ones(2, "float32"), x)
     assert x.tolist() == [1.0, 1.0]
     assert x.data_ptr() == address
-    copies.copy_of("x", x)
+    copies.device_copy("x", x)
     assert copies.sent == 1
     copies.clear()
     assert copies.arrays() == {}

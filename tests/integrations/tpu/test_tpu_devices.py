@@ -11,7 +11,7 @@ import torch
 from mirror.errors import BackendError, DeviceError
 from mirror.integrations.tpu import torchax_library
 from mirror.integrations.tpu.torchax_library import PINS, load_jax, unavailable_reason
-from mirror.integrations.tpu.tpu_devices import as_torch, devices_of
+from mirror.integrations.tpu.tpu_devices import resolve_jax_devices, to_torch_device
 
 
 class Device:
@@ -44,20 +44,20 @@ def jax_with(tpus=0, cpus=1):
 
 
 def test_none_are_all_tpus():
-    assert [*map(str, devices_of(jax_with(tpus=2), None))] == ["tpu:0", "tpu:1"]
-    assert [*map(str, devices_of(jax_with(tpus=2), ["TPU:1"]))] == ["tpu:1"]
+    assert [*map(str, resolve_jax_devices(jax_with(tpus=2), None))] == ["tpu:0", "tpu:1"]
+    assert [*map(str, resolve_jax_devices(jax_with(tpus=2), ["TPU:1"]))] == ["tpu:1"]
 
 
 def test_without_a_tpu_it_says_how_to_simulate():
     with pytest.raises(DeviceError, match=r'sees no TPU .*TPUStrategy\(\["cpu"\] \* 4\)'):
-        devices_of(jax_with(), None)
+        resolve_jax_devices(jax_with(), None)
 
 
 def test_simulated_devices_are_as_many_as_named():
     jax = jax_with(cpus=4)
-    assert [*map(str, devices_of(jax, ["cpu"] * 3))] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert [*map(str, resolve_jax_devices(jax, ["cpu"] * 3))] == ["cpu:0", "cpu:1", "cpu:2"]
     with pytest.raises(DeviceError, match=r"5 simulated .* has 4; .*device_count=5"):
-        devices_of(jax, ["cpu"] * 5)
+        resolve_jax_devices(jax, ["cpu"] * 5)
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_simulated_devices_are_as_many_as_named():
 )
 def test_what_is_none_is_refused(devices, rule):
     with pytest.raises(DeviceError, match=rule):
-        devices_of(jax_with(tpus=2), devices)
+        resolve_jax_devices(jax_with(tpus=2), devices)
 
 
 def test_devices_of_jax_are_taken():
     jax = jax_with(tpus=2)
     own = jax.local_devices("tpu")
-    assert devices_of(jax, own) == tuple(own)
-    assert [as_torch(own[1]), as_torch(Device("cpu", 3))] == [
+    assert resolve_jax_devices(jax, own) == tuple(own)
+    assert [to_torch_device(own[1]), to_torch_device(Device("cpu", 3))] == [
         torch.device("xla", 1),
         torch.device("cpu"),
     ]

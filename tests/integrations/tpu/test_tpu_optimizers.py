@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.integrations.tpu.tpu_optimizers import check, flags_of, rule_of, state_on_host, updated
+from mirror.integrations.tpu.tpu_optimizers import (
+    apply_rule,
+    check,
+    flags_of,
+    rule_of,
+    state_on_host,
+)
 
 SGDS = [
     {"lr": 0.1, "momentum": m, "dampening": d, "nesterov": n, "weight_decay": w, "maximize": x}
@@ -54,7 +60,7 @@ def step(optimizer, parameter, grad):
     numbers = np.array(rule.numbers(optimizer.param_groups[0], state, first))
     held = {name: state_on_host(optimizer, parameter, name).numpy() for name in names}
     value = parameter.detach().numpy()
-    value, after = updated(np, rule, flags, value, grad.numpy(), held, numbers)
+    value, after = apply_rule(np, rule, flags, value, grad.numpy(), held, numbers)
     with torch.no_grad():
         parameter.copy_(torch.from_numpy(value))
     optimizer.state[parameter].update({n: torch.from_numpy(v) for n, v in after.items()})

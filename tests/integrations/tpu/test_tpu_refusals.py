@@ -12,7 +12,7 @@ from mirror.integrations.tpu.tpu_refusals import (
     check_function,
     check_model,
     refuse_backward,
-    refusing_functions,
+    refuse_custom_functions,
 )
 from mirror.server.recorded_model import Model
 
@@ -98,7 +98,7 @@ class Twice(torch.autograd.Function):
 
 def test_functions_of_ones_own_in_this_thread_alone():
     found = []
-    with refusing_functions():
+    with refuse_custom_functions():
         with pytest.raises(StrategyError, match=r"Twice is a torch.autograd.Function"):
             Twice.apply(torch.ones(1))
         thread = threading.Thread(target=lambda: found.append(Twice.apply(torch.ones(1))))

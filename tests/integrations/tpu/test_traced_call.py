@@ -101,9 +101,9 @@ class Steps:
 
 
 REFUSED = {
-    "asks_for_a_value": "asks for a value",
-    "branches": "asks for a value",
-    "picks": "asks for a value",
+    "asks_for_a_value": "reads a value",
+    "branches": "reads a value",
+    "picks": "reads a value",
     "accumulates": r"add up over steps.* call optimizer.zero_grad\(\)",
     "two_passes": "one backward pass; add the losses up",
     "closure": "step with a closure",
@@ -116,7 +116,7 @@ REFUSED = {
     "moved_constant": r"a tensor of shape \(2,\) from outside",
     "draws_on_the_host": "tensors with one from outside",
     "statistics": "statistics of instance normalization",
-    "writes": "written to .*weight by itself",
+    "writes": "written to .*weight directly",
     "autocasts": "torch.autocast",
     "without_gradients": "leave no_grad out",
     "reduces": "has no all_reduce",

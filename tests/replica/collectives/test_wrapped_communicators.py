@@ -92,7 +92,9 @@ def test_it_is_called_what_its_parts_are_and_sums_as_they_do():
 def test_a_communicator_of_ones_own_serves_one_position_alone():
     with FakeGpus(4):
         own = comm.create("naive", ["cuda:0", "cuda:2"])
-        with pytest.raises(mirror.BackendError, match=r"position by position.*name of a backend"):
+        with pytest.raises(
+            mirror.BackendError, match=r"one communicator per position.*name of a backend"
+        ):
             mirror.MirroredStrategy(ROWS, own)
 
 

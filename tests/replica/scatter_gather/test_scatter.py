@@ -63,7 +63,7 @@ def test_counts_of_examples_are_left_apart_and_never_read_as_one(size, make_stra
     for step in (1, 2):
         model(torch.randn(size, 3), state)
         assert sum(state["n"].values) == step * size
-    with pytest.raises(TypeError, match="came out of a split call"):
+    with pytest.raises(TypeError, match="A split call has returned it"):
         state["n"] + 1
 
 
@@ -142,7 +142,9 @@ def test_a_hidden_state_that_cannot_be_joined_goes_into_the_next_call(n, make_st
     expected, _ = plain(x[:, 3:], hidden)
     _, hidden = model(x[:, :3])
     assert isinstance(hidden[0], mirror.PerReplica)
-    with pytest.raises(TypeError, match=r"split call, whose replicas had .* of shape \(1, "):
+    with pytest.raises(
+        TypeError, match=r"A split call has returned it: its replicas had .* of shape \(1, "
+    ):
         hidden[0] + 1
     actual, _ = model(x[:, 3:], hidden)
     assert_same(actual, expected)

@@ -1,4 +1,4 @@
-"""worker_slices.py: workers fetch the examples of their window, and see what all would."""
+"""loader_copy.py: workers fetch the examples of their window, and see what all would."""
 
 import random
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from mirror.data import DistributedDataset, from_arrays
 from mirror.data.input_options import InputOptions
-from mirror.data.worker_slices import WindowDataset
+from mirror.data.loader_copy import WindowDataset
 from mirror.values import ABSENT, PerReplica, leaves_of
 from tests.data.pretended import Pretended
 from tests.data.resumable import DATASETS

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from mirror.errors import StrategyError, StructureError
-from mirror.integrations.tpu.program_keys import tpu_program_key
-from mirror.integrations.tpu.program_outputs import ProgramOutput, widest_of
-from mirror.integrations.tpu.tpu_arguments import arguments_of
-from mirror.integrations.tpu.traced_context import inside
+from mirror.integrations.tpu.tpu_arguments import make_arguments
+from mirror.integrations.tpu.tpu_programs import tpu_program_key
+from mirror.integrations.tpu.tpu_results import ProgramOutput, find_widest
+from mirror.integrations.tpu.traced_call import make_traced_replica
 from mirror.server.recorded_model import Model
 
 SCALE = 1.0
@@ -19,7 +19,7 @@ SCALE = 1.0
 
 def key(fn, model=None, optimizers=()):
     return tpu_program_key(
-        fn, arguments_of(((), {}), [0], None, 1), model or Model([]), optimizers
+        fn, make_arguments(((), {}), [0], None, 1), model or Model([]), optimizers
     )
 
 
@@ -77,7 +77,7 @@ def test_what_is_no_function_has_no_names():
 def test_the_largest_of_all_branches():
     a = ProgramOutput((0, 0), [np.empty((3, 1)), ["x"]])
     b = ProgramOutput((0, 0), [np.empty((2, 4)), ["y"]])
-    assert widest_of([a, None, b]) == [((3, 4), np.float64)]
+    assert find_widest([a, None, b]) == [((3, 4), np.float64)]
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_the_largest_of_all_branches():
 )
 def test_what_does_not_fit_is_refused(other, rule):
     with pytest.raises(StructureError, match=rule):
-        widest_of([ProgramOutput((0, 0), [np.empty(1), ["x"]]), other])
+        find_widest([ProgramOutput((0, 0), [np.empty(1), ["x"]]), other])
 
 
 strategy = SimpleNamespace(num_replicas_in_sync=3, devices=(torch.device("cpu"),) * 3)
 
 
 def test_it_knows_how_many_there_are():
-    context = inside(strategy).context
+    context = make_traced_replica(strategy).context
     assert (context.num_replicas_in_sync, context.strategy) == (3, strategy)
 
 
@@ -117,7 +117,7 @@ def test_it_knows_how_many_there_are():
     ],
 )
 def test_the_rest_is_refused(name, way):
-    context = inside(strategy).context
+    context = make_traced_replica(strategy).context
     with pytest.raises(StrategyError, match=f"has no {name}; .*{way}"):
         getattr(context, name)
     with pytest.raises(StrategyError, match=f"has no {name}"):
@@ -125,4 +125,4 @@ def test_the_rest_is_refused(name, way):
 
 
 def test_an_unknown_name_is_none():
-    assert not hasattr(inside(strategy).context, "all_to_all")
+    assert not hasattr(make_traced_replica(strategy).context, "all_to_all")
