@@ -3,9 +3,9 @@
 //   workspace      one per replica: a state of kStateBytes per block, then scratch per block.
 //                  Zeroed once. Counters in it only grow, and are compared by signed difference
 //   chunk i of n   as torch.tensor_split cuts a flat tensor; replica i finishes it
-//   packs          number p covers the elements from p * kLanes<T> on, whatever the chunk. So
-//                  chunks may begin anywhere; what two chunks share is moved by elements, and so
-//                  are tensors that are not aligned. `deal_out` alone knows
+//   packs          pack p starts at element p * kLanes<T> of the tensor, for all chunks. A pack
+//                  that two chunks share, and a tensor that is not aligned, are moved by elements;
+//                  only `deal_out` distinguishes these cases
 //   known          the number of replicas, the members of an island, and the operation are
 //                  compiled in, so that a thread reads several packs of all replicas before it
 //                  combines any: it waits for memory once, not once per replica
@@ -15,13 +15,13 @@
 
 constexpr int kMaxReplicas = 16;
 constexpr int kPackBytes = 16;
-// What one block keeps in a replica's workspace: flags of 128 bytes each, and counters.
+// The state of one block in a replica's workspace: flags of 128 bytes each, and counters.
 constexpr int kStateBytes = 4096;
 // 512 threads with up to 128 registers each: one block always fits on a multiprocessor, so a grid
 // of at most as many blocks as there are multiprocessors is resident as a whole.
 constexpr int kMaxThreads = 512;
 
-// The arguments of every kernel; mirror/comm/kernels/kernel_communicator.py has the same structure.
+// The arguments of every kernel; mirror/comm/kernels/kernel_arguments.py has the same structure.
 struct Arguments {
   void* data[kMaxReplicas];       // the tensor of each replica
   void* workspace[kMaxReplicas];  // of each replica: a state per block, then scratch per block
@@ -33,18 +33,19 @@ struct Arguments {
   int num_replicas;
   int op;
   int root;
-  int element_bytes;           // for kernels that only copy, and see bytes
+  int element_bytes;           // for kernels that only copy bytes
   int state_blocks;            // blocks for which the workspaces have room
   int island_size;             // replicas per island
   int rounds;                  // whether partial sums travel as elements; see PartialOf
   int call;                    // number of the call, for error words
-  int rows[kMaxReplicas];      // the replica that row i of this launch's grid stands for
+  int rows[kMaxReplicas];      // the replica of row i of this launch's grid
   int order[kMaxReplicas];     // the replicas sorted by island
   int position[kMaxReplicas];  // of each replica in `order`
 };
 
-// What a kernel is compiled for, of what its arguments say. What is 0, or kAnyOp, they say alone:
-// simulated devices have no compiler, and would need all of them. Copies need nothing of it.
+// Arguments that are known when a kernel is compiled. A value of 0, or kAnyOp, is read from the
+// arguments instead: simulated devices have no compiler, and would need all variants. Copies need
+// no known values.
 constexpr int kAnyOp = -1;
 template <int kReplicas, int kIsland, int kOp, bool kRoundsPartials = false>
 struct Known {
@@ -78,8 +79,8 @@ DEVICE Self self_of(const Arguments& a) {
 
 // Waits until the flag has reached `target`, by signed difference, so counters may wrap around.
 //
-// False at the deadline; then the replica's error word says in which call, and whom it waited for.
-// A replica whose error word is set waits no more: what it still has to run ends soon.
+// Returns false at the deadline, and sets the replica's error word to the call and the awaited
+// replica. Once its error word is set, a replica does not wait again, so that it ends soon.
 DEVICE bool wait_until(const Arguments& a, const Self& self, const Flag* flag, unsigned target,
                        int awaited) {
   constexpr unsigned kSpinsPerLookAtTheClock = 64;
@@ -111,7 +112,7 @@ DEVICE char* scratch_of(const Arguments& a, int replica) {
          block_id() * a.scratch_bytes;
 }
 
-// Flags for kernels in which any replica may tell any other how far it is.
+// Flags for kernels in which any replica may signal its progress to any other.
 //
 // Each flag has one writer, and counts its progress. `epoch` is where a call starts counting; all
 // replicas leave a call with the same one.
@@ -120,7 +121,8 @@ struct Mailbox {
   unsigned epoch;
 };
 
-// Ends a call: the next one starts counting here. The block must have met since it read the epoch.
+// Ends a call: the next one starts counting here. The block must have had a barrier since it read
+// the epoch.
 DEVICE void leave(Mailbox* mail, unsigned epoch) {
   if (thread_id() == 0) mail->epoch = epoch;
 }
@@ -165,8 +167,8 @@ DEVICE Range chunk_of(const Arguments& a, int i, int n) {
   return {begin * unit, (begin + length + (i < longer)) * unit};
 }
 
-// How a chunk is cut: every block has the same number of packs of it, and works on them in
-// segments. All replicas cut alike, whichever chunk it is, so that they count the same messages.
+// How chunks are cut: every block has the same number of packs, and works on them in segments. The
+// cut is the same for all chunks and on all replicas, so that they count the same messages.
 struct Cut {
   long long packs_per_block, packs_per_segment, num_segments;
 };
@@ -177,7 +179,7 @@ inline constexpr long long kWholeChunk = 1ll << 60;
 template <class T>
 DEVICE Cut cut_chunks(const Arguments& a, int n, long long segment_bytes) {
   const long long longest = (a.count + n - 1) / n * (sizeof(T) == 1 ? a.element_bytes : 1);
-  // A chunk of one pack's length touches two if it begins inside of one.
+  // A chunk of one pack's length touches two packs if it starts inside a pack.
   const long long packs = (longest + kLanes<T> - 1) / kLanes<T> + 1;
   const long long per_block = (packs + num_blocks() - 1) / num_blocks();
   const long long per_segment = segment_bytes / (kLanes<T> * sizeof(Total<T>));
@@ -194,7 +196,7 @@ DEVICE Range segment_of(const Range& chunk, const Cut& cut, long long s) {
   return {begin, max_of(begin, min_of(chunk.end, last * kLanes<T>))};
 }
 
-// Where a thread works: in kCount places of kWidth elements each, a whole pack or a single one.
+// The part of a thread: kCount places of kWidth elements each, whole packs or single elements.
 template <int kPlaceWidth, int kPlaceCount>
 struct Places {
   static constexpr int kWidth = kPlaceWidth, kCount = kPlaceCount;
@@ -248,7 +250,7 @@ DEVICE bool are_aligned(const Arguments& a) {
   return all;
 }
 
-// What is read and written at once: 16 bytes of a pack, or an element.
+// The unit of a read or write: 16 bytes of a pack, or an element.
 template <class T, int kWidth>
 struct WordOf {
   using Type = Vector16;
@@ -327,7 +329,8 @@ DEVICE void combine(const Arguments& a, Totals<T, At>& left, const Elements<T, A
 }
 
 // Combines the same places of `n` tensors in the order 0, 1, ...; reads all before it combines
-// any. `tensor_of(i)` is one of them, kMost how many there are at most: n itself where it is known.
+// any. `tensor_of(i)` is one of them, kMost how many there are at most: n itself where it is
+// known.
 template <class T, class K, int kMost, class At, class TensorOf>
 DEVICE Totals<T, At> read_combined(const Arguments& a, int n, const At& at,
                                    const TensorOf& tensor_of) {
@@ -341,10 +344,10 @@ DEVICE Totals<T, At> read_combined(const Arguments& a, int n, const At& at,
   return totals;
 }
 
-// What a partial sum travels as, and lies as in scratch, in whole packs, aligned: as it is kept in
-// registers, float32 for half types, so that a result is rounded once. Where K says so it is
-// rounded to an element instead, at every hop: half of the bytes. Of a minimum or a maximum
-// nothing is lost by that.
+// The type of a partial sum in messages and in scratch, in whole, aligned packs: that of
+// registers, float32 for half types, so that a result is rounded once. If K says so, it is rounded
+// to an element at every hop instead, which halves the bytes. A minimum or maximum loses nothing
+// by that.
 template <class T, bool kRounds>
 struct PartialOf {
   using Type = Total<T>;
@@ -374,11 +377,11 @@ DEVICE Elements<Partial<T, K>, At> partial(const Totals<T, At>& totals) {
   }
 }
 
-// The kernel of a template, under a name without mangling. Reductions are compiled for what the
-// compiler was given: an element type, an operation, numbers of replicas and of members of an
-// island (0 where the source does not need them), and whether partial sums are rounded. Copies,
-// which see bytes, are compiled for MIRROR_COPIES, once. mirror/comm/kernels/binaries.py defines
-// these; simulate.cpp takes the templates themselves.
+// The kernel of a template, under a name without mangling. Macros select what is compiled: for
+// reductions an element type, an operation, the numbers of replicas and of members of an island (0
+// if the source does not need them), and whether partial sums are rounded; MIRROR_COPIES for the
+// copies, which work on bytes. mirror/comm/kernels/binaries.py defines the macros; simulate.cpp
+// instantiates the templates itself.
 #define MIRROR_KERNEL_OF(name, Element, Given)                     \
   extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)     \
       name##_kernel(const __grid_constant__ Arguments arguments) { \

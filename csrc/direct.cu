@@ -1,4 +1,4 @@
-// Collectives by direct access: every replica reads from and writes to all the others' tensors.
+// Collectives by direct access: every replica reads and writes the tensors of all other replicas.
 #include "collective.h"
 
 // Two meetings at most, and one number per call even for kernels with a single one.
@@ -41,11 +41,11 @@ DEVICE void direct_one_shot(const Arguments& a) {
 }
 MIRROR_REDUCTION(direct_one_shot)
 
-// Where a replica puts what it has made: into every tensor, or into its own alone.
+// Where a replica writes its result: into every tensor, or only into its own.
 enum class To { kAll, kSelf };
 
-// Reduces chunk `self` in replica order. Nobody else reads or writes that chunk, in any tensor,
-// so each pack is read everywhere and then written everywhere by the same thread, in place.
+// Reduces chunk `self` in replica order. No other replica reads or writes that chunk, in any
+// tensor, so the same thread reads each pack everywhere and then writes it everywhere, in place.
 //
 // The first meeting publishes that all tensors are ready; the last one, that all reads and writes
 // are done.
@@ -78,7 +78,7 @@ DEVICE void direct_reduce_chunk(const Arguments& a) {
 // Two-shot all-reduce: replica i reduces chunk i and writes it into all tensors.
 //
 //   traffic       (n - 1) / n * bytes read from peers per replica, and as many written to them
-//   best for      large messages wherever all devices reach each other
+//   best for      large messages if all devices can access each other
 //   needs         peer access, nothing else: no scratch
 //   determinism   tensors are combined in replica order, once, and copied
 template <class T, class K>
@@ -94,7 +94,7 @@ DEVICE void direct_reduce_scatter(const Arguments& a) {
 }
 MIRROR_REDUCTION(direct_reduce_scatter)
 
-// Replica i copies chunk i from one tensor into all others; in bytes, whatever the elements.
+// Replica i copies chunk i, as bytes, from one tensor into all others.
 template <class K>
 DEVICE void direct_copy_chunk(const Arguments& a, const Self& self, int from) {
   using Byte = unsigned char;

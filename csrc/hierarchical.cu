@@ -1,9 +1,9 @@
 // Collectives in two levels: islands of replicas with fast links, slow links between islands.
 //
 // Replica (i, m) is member m of island i; a.order has it at position i * g + m. Its counterparts
-// are the members m of the other islands, and only counterparts talk across islands. The carriers
-// of chunk c, which replica (i, m) finishes, are all the replicas (j, m): each answers for it in
-// its own island. Every replica thus drives its own slow link, for 1 / g of the bytes.
+// are the members m of the other islands, and only counterparts exchange between islands. The
+// carriers of chunk c, which replica (i, m) finishes, are all replicas (j, m): each handles it in
+// its own island. So every replica uses its own slow link, for 1 / g of the bytes.
 #include "collective.h"
 
 // One block of one replica, for the length of a call.
@@ -12,7 +12,7 @@ struct IslandStation {
   Mailbox* mail;
   unsigned epoch;
   int g, k;            // members per island, islands
-  int island, member;  // where this replica is
+  int island, member;  // of this replica
   bool are_aligned;    // the tensors of all replicas
 };
 
@@ -30,12 +30,12 @@ DEVICE int carrier_in(const Arguments& a, const IslandStation& at, int island) {
   return a.order[island * at.g + at.member];
 }
 
-// Meets the replicas of the own island: their tensors are ready, or all accesses to them done.
+// Synchronizes the own island: its tensors are ready, or all accesses to them are done.
 DEVICE bool meet_island(const Arguments& a, const IslandStation& at, unsigned epoch) {
   return meet(a, at.self, epoch, at.island * at.g, 1, at.g);
 }
 
-// Meets the counterparts: what was written to them may be read, and what they hold overwritten.
+// Synchronizes the counterparts: data written to them may be read, and their data overwritten.
 DEVICE bool meet_counterparts(const Arguments& a, const IslandStation& at, unsigned epoch) {
   return meet(a, at.self, epoch, at.member, at.g, at.k);
 }
@@ -134,8 +134,8 @@ DEVICE void reduce_between(const Arguments& a, const IslandStation& at, const Cu
 //   the first     counterparts: partial sums are in the finisher's scratch
 //   the second    counterparts: those are used up, and the result is in the own tensor
 //
-// Nobody's tensor is overwritten before it was read: inside an island one replica does both, and
-// a counterpart's result comes after its own partial sum went out.
+// No tensor is overwritten before it was read: inside an island one replica does both, and a
+// counterpart's result arrives after its own partial sum was sent.
 template <class T, class K>
 DEVICE void island_reduce(const Arguments& a, bool everywhere) {
   IslandStation at = island_station<K>(a);
@@ -159,8 +159,8 @@ DEVICE void island_reduce(const Arguments& a, bool everywhere) {
 }
 
 // Copies the chunks that this place in the islands carries, in bytes, from `source` in island
-// `from` (-1: each chunk from the replica that owns it) to everyone: first inside that island and
-// to the counterparts, then these pass it on inside theirs.
+// `from` (-1: each chunk from the replica that owns it) to all replicas: first inside that island
+// and to the counterparts, then by these inside their islands.
 template <class K>
 DEVICE void island_spread(const Arguments& a, int source, int from) {
   using Byte = unsigned char;

@@ -4,10 +4,10 @@
 //   on the CPU     one OS thread per CUDA thread, std::barrier for __syncthreads
 //   flags          release stores and acquire loads at system scope; the only way that replicas
 //                  synchronise. No fences: ThreadSanitizer does not model them
-//   packs          16 bytes of a tensor, which is what a thread moves at once
+//   packs          16 bytes of a tensor, which a thread moves at once
 //
-// The macros MIRROR_PLANT_... plant one bug each; tests/comm/kernels/test_races.py requires that the race
-// detector finds every one of them. No build sets them otherwise.
+// The macros MIRROR_PLANT_... plant one bug each; tests/comm/kernels/test_races.py requires that the
+// race detector finds every one of them. No build sets them otherwise.
 #pragma once
 
 #ifdef __CUDACC__
@@ -21,11 +21,11 @@
 #include <thread>
 #define DEVICE inline
 #define UNROLL _Pragma("GCC unroll 16")
-// Loops over replicas, whose number simulated devices learn at run time: g++ is to see for itself.
+// For loops over replicas: simulated devices know their number only at run time, so g++ decides.
 #define UNROLL_KNOWN
 #endif
 
-// 16 bytes that are read and written at once, whatever they hold.
+// 16 bytes of any content, which are read and written at once.
 #ifdef __CUDACC__
 using Vector16 = uint4;
 #else
@@ -88,8 +88,8 @@ class BlockBarrier {
   }
 
  private:
-  // Runs between the last arrival and the first departure. So nobody writes the answer while
-  // somebody reads it.
+  // Runs between the last arrival and the first departure, so that no thread reads the answer
+  // while it is written.
   struct Agree {
     BlockBarrier* self;
     void operator()() noexcept {
@@ -101,7 +101,7 @@ class BlockBarrier {
   std::barrier<Agree> barrier_;
 };
 
-// Is told what kernels read from tensors and scratch, and write there: whoever counts bytes.
+// Receives all reads and writes of tensors and scratch, to count bytes.
 struct Watcher {
   virtual void moved(int row, const void* address, int num_bytes, bool is_write) = 0;
 
@@ -109,11 +109,11 @@ struct Watcher {
   ~Watcher() = default;
 };
 
-// Where in the grid an OS thread stands.
+// The position of an OS thread in the grid.
 struct Place {
   int thread, num_threads, block, num_blocks, row;
   BlockBarrier* barrier;
-  Watcher* watcher;  // nullptr: nobody counts
+  Watcher* watcher;  // nullptr: no counting
 };
 inline thread_local Place place;
 
@@ -155,7 +155,7 @@ DEVICE long long now_ns() {
   return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// Simulated devices are more threads than there are cores: a spin must let the others run.
+// Simulated devices have more threads than cores: a spinning thread must let other threads run.
 DEVICE void relax() { std::this_thread::yield(); }
 
 #endif
@@ -207,8 +207,8 @@ DEVICE Half narrow(float x, Half) {
   return half;
 }
 #else
-// Multiplying by 2^112 moves the exponent from float16's bias, 15, to float32's, 127; exact, for
-// subnormal numbers, too.
+// Multiplying by 2^112 moves the exponent from float16's bias, 15, to float32's, 127; it is exact,
+// for subnormal numbers as well.
 DEVICE float widen(Half x) {
   const unsigned magnitude = x.bits & 0x7fffu;
   const unsigned sign = static_cast<unsigned>(x.bits & 0x8000u) << 16;
@@ -289,7 +289,7 @@ DEVICE T narrowed(Total<T> x) {
 
 enum Op : int { kSum, kMin, kMax, kProd };
 
-// A NaN on either side stays one. Where `op` is a constant nothing is left of the switch.
+// A NaN on either side stays a NaN. If `op` is a constant, the compiler removes the switch.
 template <class T>
 DEVICE Total<T> combined(int op, Total<T> a, Total<T> b) {
   using W = typename Numbers<T>::Wrapping;

@@ -1,4 +1,4 @@
-// Collectives around a ring: replica r sends to replica r + 1 only.
+// Collectives around a ring: replica r sends only to replica r + 1.
 //
 // A block is a channel of its own: it works on the same part of every chunk on all replicas, and
 // waits for that block alone on its two neighbours. Two kinds of messages go to the next replica:
@@ -16,7 +16,7 @@ constexpr unsigned kSlots = 4;
 struct RingCounters {
   unsigned sent, taken;      // slots: put into the next replica's scratch, taken out of mine
   unsigned written, landed;  // landings: written into the next replica's tensor, seen in mine
-  unsigned calls;            // calls whose writers had to know that the tensor is ready
+  unsigned calls;            // calls that signalled that the tensor is ready to be written
 };
 
 // In the workspace of the replica that polls the flags; each has a single writer.
@@ -96,8 +96,8 @@ DEVICE void ring_publish(RingStation& at, const RingStep& step) {
   if (step.write) store_release(&at.to_next->landed, at.counters.written);
 }
 
-// Tells the previous replica that this one's tensor may be written to, and waits for the next one
-// to say the same. Reductions need it not: whoever holds a finished chunk has a term from all.
+// Signals to the previous replica that this tensor may be written, and waits for the same signal
+// of the next one. Reductions do not need it: a finished chunk has a term from every replica.
 DEVICE bool ring_open(const Arguments& a, RingStation& at) {
   at.counters.calls += 1;
   bool late = false;
@@ -108,7 +108,7 @@ DEVICE bool ring_open(const Arguments& a, RingStation& at) {
   return !block_any(late);
 }
 
-// Keeps the counters for the next call. The block must have met since it read them.
+// Stores the counters for the next call. The block must have had a barrier since it read them.
 DEVICE void ring_leave(const RingStation& at) {
   if (thread_id() == 0) at.mine->counters = at.counters;
 }
@@ -219,8 +219,8 @@ DEVICE Range ring_segment(const Arguments& a, const RingStation& at, const Cut& 
 //       0->1:2  1->2:0  2->0:1      first terms
 //       0->1:1  1->2:2  2->0:0      two terms; replica r adds the third one to chunk r
 //
-// A first term is an element, and travels in its bytes. What the next hops carry does not fit into
-// them: two bfloat16 alone have more than 2^16 sums, which the terms to come tell apart.
+// A first term is an element, and is sent in its bytes. The sums of the next hops do not fit into
+// them: two bfloat16 have more than 2^16 different sums, and later terms distinguish them.
 template <class T, class K>
 DEVICE bool ring_reduce_segment(const Arguments& a, RingStation& at, const Cut& cut, long long s,
                                 bool write) {
@@ -267,7 +267,7 @@ DEVICE bool ring_gather_segment(const Arguments& a, RingStation& at, const Cut& 
 //   determinism   an element is reduced once and copied: outputs have equal bits. The order is
 //                 c + 1, c + 2, ..., c for chunk c: it depends on where an element lies
 //
-// Nobody's tensor is written before it was read: a finished segment has a term from everyone.
+// No tensor is written before it was read: a finished segment has a term from every replica.
 template <class T, class K>
 DEVICE void ring_all_reduce(const Arguments& a) {
   if (a.num_replicas == 1) return ring_scale<T, K>(a);
@@ -310,7 +310,7 @@ DEVICE void ring_all_gather(const Arguments& a) {
 MIRROR_COPY(ring_all_gather)
 
 // Ring broadcast: a chain from the root to the replica before it, in bytes, segment by segment.
-// Everyone but the last writes the whole message once. The edge that ends at the root rests.
+// Every replica but the last one writes the whole message once. The link to the root is idle.
 template <class T, class K>
 DEVICE void ring_broadcast(const Arguments& a) {
   if (a.num_replicas == 1) return;

@@ -1,7 +1,7 @@
-// A condition variable for std::mutex, of what POSIX gives.
+// A condition variable for std::mutex, from POSIX.
 //
-// Not std::condition_variable: since GCC 12 its wait() asks for GLIBCXX_3.4.30, and a library that
-// does loads on no system with an older libstdc++. What stands here asks for glibc 2.3.2.
+// Not std::condition_variable: since GCC 12 its wait() needs GLIBCXX_3.4.30, and a library that
+// needs that does not load with an older libstdc++. This class needs only glibc 2.3.2.
 
 #pragma once
 
@@ -17,7 +17,7 @@ class Condition {
   Condition(const Condition&) = delete;
   Condition& operator=(const Condition&) = delete;
 
-  // Waits until the predicate holds; it is asked with the lock held.
+  // Waits until the predicate is true; it is called with the lock held.
   template <class Predicate>
   void wait(std::unique_lock<std::mutex>& lock, Predicate holds) {
     while (!holds()) pthread_cond_wait(&condition_, lock.mutex()->native_handle());

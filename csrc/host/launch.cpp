@@ -1,15 +1,15 @@
-// Launches one kernel per GPU, one right after the other, from a single call of C.
+// Launches one kernel per GPU, from a single C call.
 //
 // While the kernels of a collective wait for each other, the first one spins until the last one is
-// launched. From Python each launch takes some 12 us, and the interpreter may give up its lock in
-// between to a thread that makes the driver wait for the very GPU that spins: then nothing goes on
-// before the deadline. Here all are launched within some microseconds, and whoever calls by ctypes
-// holds no lock of the interpreter meanwhile.
+// launched. From Python each launch takes some 12 us, and in between another thread may get the
+// GIL and make the driver wait for the GPU that spins: then nothing continues before the deadline.
+// Here all kernels are launched within some microseconds, and a caller by ctypes does not hold the
+// GIL.
 //
-// The driver's C API comes at run time, as addresses, so that no CUDA is needed to build or to
-// import this. Who calls looks them up: dlopen() here would ask for glibc 2.34. Its types and
-// values stand below as in cuda.h of CUDA 12 and 13; tests/comm/kernels compares them with that
-// file where there is one.
+// The caller passes the addresses of the driver's C API at run time, so that building and
+// importing this need no CUDA; dlopen() here would need glibc 2.34. Its types and values are
+// copied below from cuda.h of CUDA 12 and 13; tests/comm/kernels compares them with that file if
+// there is one.
 
 #include <cstdint>
 #include <cstring>
@@ -99,8 +99,8 @@ bool mirror_use_driver(const Driver* found) {
   return is_loaded = true;
 }
 
-// Launches all, in order; returns the driver's first error, or 0, and where in `failed`. Nothing
-// after that is launched. The calling thread's context is what it was.
+// Launches all kernels in order; returns the driver's first error or 0, and its index in `failed`.
+// Kernels after that are not launched. Restores the calling thread's context.
 Result mirror_launch(const Launch* launches, int count, int* failed) {
   *failed = 0;
   if (!is_loaded) return kNotLoaded;
@@ -129,7 +129,7 @@ Result mirror_launch(const Launch* launches, int count, int* failed) {
   return result != 0 ? result : restored;
 }
 
-// Returns what the driver says of an error; never null.
+// Returns the driver's text for an error; never null.
 const char* mirror_driver_error(Result result) {
   if (result == kNotLoaded) return "the driver's library is not loaded";
   if (result == kBadDevice) return "there are too many devices";

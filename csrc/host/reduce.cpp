@@ -1,4 +1,5 @@
-// Collectives over replicas in host memory, with a C ABI for ctypes: mirror/comm/host/host_backend.py.
+// Collectives over replicas in host memory, with a C ABI for ctypes:
+// mirror/comm/host/host_backend.py.
 //
 //   traffic       all-reduce: n * bytes read and n * bytes written, the least there is
 //   best for      every size: small messages stay in the calling thread, large ones are shared
@@ -113,8 +114,8 @@ int best_level() {
 
 std::atomic<int> chosen_level{best_level()};
 
-// Flush-to-zero and the like are the calling thread's choice; its helpers follow it, or else the
-// bits would depend on who does what.
+// The calling thread decides on flush-to-zero and similar modes, and its helpers copy them;
+// otherwise the bits would depend on which thread does what.
 #if defined(__x86_64__)
 unsigned float_mode() { return _mm_getcsr(); }
 void set_float_mode(unsigned mode) { _mm_setcsr(mode); }
@@ -129,8 +130,8 @@ struct Segment {
   std::int64_t count;
 };
 
-// How many bytes of each replica a thread takes at a time: small enough to share the work evenly
-// with a thread that starts late, large enough that taking costs nothing.
+// The bytes of each replica in one ticket: few enough to share the work evenly with a thread that
+// starts late, many enough that taking a ticket costs nothing.
 constexpr std::int64_t kTicketBytes = 128 << 10;
 // In the common numbering of elements each segment begins at a multiple of this, so that tickets
 // end between cache lines where the tensors do begin at one.
@@ -154,8 +155,8 @@ class Work {
   std::int64_t touched_bytes() const { return touched_bytes_; }
   std::int64_t num_tickets() const { return (end_ + per_ticket_ - 1) / per_ticket_; }
 
-  // Takes tickets until there are none. Relaxed: a ticket is a number that nobody else gets; what
-  // the threads write is published by the mutex of Helpers.
+  // Takes tickets until there are none. Relaxed: only the number must be unique; the mutex of
+  // Helpers publishes what the threads write.
   void help() {
     for (;;) {
       const std::int64_t begin = next_.fetch_add(per_ticket_, std::memory_order_relaxed);
@@ -192,14 +193,13 @@ class Work {
   std::atomic<std::int64_t> next_{0};
 };
 
-// Threads that help the calling one. The caller never waits for one to start: it takes tickets
-// itself, and who comes late finds none left. So a process that was forked, and has no helpers,
-// is only slower; and of two callers at a time, the second one works alone.
+// Threads that help the calling one. The caller never waits for a helper to start: it takes
+// tickets itself, and a late helper finds none. So a forked process, which has no helpers, is only
+// slower; and of two concurrent callers, the second one works alone.
 //
-// Synchronisation: mutex_ guards all members. A caller publishes its work under it; a helper takes
-// a seat under it (acquires the work) and leaves it under it (publishes what it wrote); the
-// caller returns when it has seen, under it, that no helper is left. That wait is bounded by the
-// one ticket that each helper still has, which depends on nobody.
+// Synchronisation: mutex_ guards all members. Under it, a caller publishes its work, a helper
+// joins (acquires the work) and leaves (publishes what it wrote), and the caller sees that no
+// helper is left. That last wait is bounded by the one ticket that each helper still has.
 class Helpers {
  public:
   void run(Work& work, int num_helpers) {
@@ -207,16 +207,16 @@ class Helpers {
     work.help();
     if (!leads) return;
     std::unique_lock lock(mutex_);
-    seats_ = 0;  // from now on nobody joins
+    open_slots_ = 0;  // no helper joins from now on
     lock.unlock();
     for (int i = 0; i < kSpins && working_.load(std::memory_order_relaxed) > 0; ++i) pause();
     lock.lock();
-    nobody_works_.wait(lock, [&] { return working_ == 0; });
+    all_done_.wait(lock, [&] { return working_ == 0; });
     work_ = nullptr;
   }
 
  private:
-  // A helper's last ticket takes some 10 us; to sleep and be woken takes longer.
+  // A helper's last ticket takes some 10 us; sleeping and waking takes longer.
   static constexpr int kSpins = 2000;
 
   static void pause() {
@@ -232,10 +232,10 @@ class Helpers {
       for (; num_threads_ < num_helpers; ++num_threads_) {
         std::thread([this] { serve(); }).detach();
       }
-    } catch (const std::system_error&) {  // the system gives no more threads: fewer will do
+    } catch (const std::system_error&) {  // the system allows no more threads: use fewer
     }
     work_ = &work;
-    seats_ = num_helpers;
+    open_slots_ = num_helpers;
     work_arrived_.notify_all();
     return true;
   }
@@ -243,21 +243,21 @@ class Helpers {
   void serve() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      work_arrived_.wait(lock, [&] { return seats_ > 0; });
-      --seats_;
+      work_arrived_.wait(lock, [&] { return open_slots_ > 0; });
+      --open_slots_;
       ++working_;
       Work& work = *work_;
       lock.unlock();
       work.help_as_another_thread();
       lock.lock();
-      if (--working_ == 0) nobody_works_.notify_all();
+      if (--working_ == 0) all_done_.notify_all();
     }
   }
 
   std::mutex mutex_;
-  Condition work_arrived_, nobody_works_;
+  Condition work_arrived_, all_done_;
   Work* work_ = nullptr;
-  int seats_ = 0;
+  int open_slots_ = 0;
   int num_threads_ = 0;
   std::atomic<int> working_{0};
 };
@@ -268,7 +268,7 @@ Helpers& helpers() {
   return *instance;
 }
 
-// Below this many bytes read and written a helper would come too late.
+// For fewer bytes read and written, a helper would start too late.
 constexpr std::int64_t kBytesWorthHelp = 2 << 20;
 
 void run(const std::vector<Segment>& segments, Reducer reducer, int item_bytes, int num_threads) {
@@ -350,8 +350,8 @@ using namespace mirror;
 extern "C" {
 
 // In every function: `addresses` holds `num_replicas` addresses per tensor, tensor after tensor;
-// counts are in elements; dtype and op are numbered as above. None checks its arguments, but for
-// what is said.
+// counts are in elements; dtype and op are numbered as above. Arguments are not checked unless a
+// function says so.
 
 // Leaves scale * op(replicas) in all replicas.
 void mirror_all_reduce(void* const* addresses, const std::int64_t* counts,
@@ -418,8 +418,8 @@ void mirror_broadcast(void* const* addresses, std::int64_t count, int num_replic
       num_threads);
 }
 
-// What benchmarks compare with: a copy of multiples of 16 bytes between such addresses, with
-// ordinary stores or past the caches.
+// The baseline of benchmarks: a copy with ordinary stores, or past the caches. Addresses and sizes
+// are multiples of 16 bytes.
 void mirror_stream_copy(void* to, void* from, std::int64_t bytes, int past_caches,
                         int num_threads) {
   run({{{&from, 1, &to, 1, 1.0}, bytes}}, past_caches ? copy_past_caches : copy, 1, num_threads);

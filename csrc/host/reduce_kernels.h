@@ -13,7 +13,7 @@ namespace MIRROR_LEVEL {
 #define MIRROR_INLINE [[gnu::always_inline]] inline
 
 // Four registers per replica and step. Measured with n = 2, 4, 8 and AVX-512: 4, 8 and 16 are
-// alike, and twice as fast as sums kept in a block in the L1 cache.
+// equally fast, and twice as fast as sums kept in a block in the L1 cache.
 constexpr int kTile = 4;
 // How far ahead of its loads a tile asks for memory, in bytes, replica by replica: the hardware
 // follows each stream by itself, but starts late on every page. Measured: 0 to 11 % less time.
@@ -42,7 +42,7 @@ struct Half {
   using Floats = Vector<float, lanes>;
 };
 
-// A type has what is in memory (Stored), what is added up (Sum), and the ways there and back.
+// A type has a format in memory (Stored), one for sums (Sum), and conversions between them.
 template <class T>
 struct Plain {
   using Stored = T;

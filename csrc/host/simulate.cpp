@@ -1,7 +1,7 @@
 // Simulated devices: runs the CUDA kernels on CPU threads, behind a C ABI.
 //
 // One OS thread per CUDA thread. A replica's calls run one after the other, as on a stream; those
-// of different replicas run side by side, as on devices, and may be any number of calls apart.
+// of different replicas run concurrently, as on devices, and may be any number of calls apart.
 #include <array>
 #include <cstring>
 #include <memory>
@@ -19,11 +19,11 @@ using Kernel = void (*)(const Arguments&);
 // Every number of replicas, and every operation.
 using Any = Known<0, 0, kAnyOp>;
 
-// The same where partial sums are rounded, which makes a difference for half types alone.
+// The same with rounded partial sums, which differ only for half types.
 using Rounding = Known<0, 0, kAnyOp, true>;
 
-// In the order of mirror.comm.communicator.DTYPES. A race detector's program compiles in a fraction of the
-// time with one type.
+// In the order of mirror.comm.communicator.DTYPES. A race detector's program compiles in a
+// fraction of the time with one type.
 #ifdef MIRROR_ONLY_INT32
 #define FOR_EACH_ELEMENT(name)                                                      \
   {                                                                                 \
@@ -38,7 +38,7 @@ using Rounding = Known<0, 0, kAnyOp, true>;
     }                                                                                           \
   }
 #endif
-// Kernels that only copy see bytes, whatever the elements are.
+// Kernels that only copy work on bytes.
 #define FOR_BYTES(name)                                                                           \
   {                                                                                               \
     #name, {                                                                                      \
@@ -70,7 +70,7 @@ const Entry kKernels[] = {
 };
 
 // Kernels for which replicas and the operation are compiled in, as all are on GPUs: sums of one
-// type for a few numbers of replicas, so that what GPUs run is tested here, too.
+// type for a few numbers of replicas, so that the GPUs' variants are tested here as well.
 #ifdef MIRROR_ONLY_INT32
 using KnownElement = int;
 constexpr int kKnownElement = 4;
@@ -201,9 +201,9 @@ enum MirrorSimulateResult : int { kDone = 0, kNoSuchKernel = 1, kNoThreads = 2 }
 int mirror_arguments_bytes() { return sizeof(Arguments); }
 
 // Runs `num_calls` calls, each of a kernel by name and element type, on all replicas that are not
-// in the bit mask `absent`, and returns when all have ended. `calls[i].rows` is to be the
-// identity: every replica is a device. What the first call moves between replicas is added to
-// `moved`, a matrix, unless that is null.
+// in the bit mask `absent`, and returns when all have ended. `calls[i].rows` must be the identity:
+// every replica is a device. Unless the matrix `moved` is null, the bytes that the first call
+// moves between replicas are added to it.
 int mirror_simulate(const char* const* names, const int* elements, const Arguments* calls,
                     int num_calls, int num_blocks, int num_threads, unsigned absent,
                     long long* moved) {
@@ -244,7 +244,7 @@ int mirror_simulate(const char* const* names, const int* elements, const Argumen
   threads.reserve(places.size());
   int result = kDone;
   try {
-    // The caller is a thread of the grid, too.
+    // The caller is a thread of the grid as well.
     for (std::size_t i = 1; i < places.size(); ++i) {
       threads.emplace_back(work, std::cref(places[i]), std::ref(*devices[i / per_device]));
     }

@@ -3,11 +3,11 @@
  *   spin -a meetings.pml && gcc -O2 -DSAFETY -o pan pan.c && ./pan -m1000000
  *
  * N replicas run CALLS calls, each a one-shot all-reduce (one meeting; scratch whose halves take
- * turns by call) or a two-shot one (two meetings; everyone's tensor is read and written by others
- * in between), whichever; all choose alike. What is looked for, over all interleavings:
+ * turns by call) or a two-shot one (two meetings; in between, other replicas read and write each
+ * tensor). All replicas choose the same. Spin looks for these errors in all interleavings:
  *
- *   deadlock       a replica waits for ever (Spin: invalid end state)
- *   overwriting    half of a scratch is written while somebody still reads it in an earlier call
+ *   deadlock       a replica waits forever (Spin: invalid end state)
+ *   overwriting    half of a scratch is written while a replica still reads it in an earlier call
  *   trespassing    a tensor is accessed by others outside of its owner's call (assertions)
  *   wrap-around    epochs are of 3 bits, are compared by signed difference, and wrap around
  *
@@ -32,7 +32,7 @@ byte scratch[N * 2];     /* by replica and half: the call that wrote it */
 byte open[N];            /* the call in which a tensor may be accessed by others; 0: none */
 bool two_shot[CALLS + 1];
 
-/* Posts to everyone, then waits for everyone, as the threads of a block do by turns. */
+/* Posts to everyone, then waits foreveryone, as the threads of a block do by turns. */
 inline meet(me, epoch) {
   i = 0;
   do

@@ -3,11 +3,11 @@
  *   spin -a ring.pml && gcc -O2 -DMEMLIM=8000 -DSAFETY -o pan pan.c && ./pan -m1000000
  *
  * N replicas run CALLS calls of SEGMENTS segments each, every one an all-reduce or a
- * reduce-scatter, whichever; all have to choose alike. Time of the flags is modelled as
- * sequentially consistent: the order of memory is what ThreadSanitizer looks at, in
- * tests/comm/kernels/test_races.py. What is looked for here, over all interleavings:
+ * reduce-scatter; all replicas choose the same. Flags are modelled as sequentially consistent;
+ * ThreadSanitizer checks the memory order, in tests/comm/kernels/test_races.py. Spin looks for
+ * these errors in all interleavings:
  *
- *   deadlock       a replica waits for ever (Spin: invalid end state)
+ *   deadlock       a replica waits forever (Spin: invalid end state)
  *   overwriting    a slot is filled before its last message is taken out (assertion in `put`)
  *   mix-up         what is taken out is not what this step is about (assertion in `take`)
  *   early landing  a tensor is written before its owner has read it (assertion in `land`)

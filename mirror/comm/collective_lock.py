@@ -1,12 +1,13 @@
 """CollectiveLock: serializes the collectives of one communicator, on the host and on the devices.
 
 [Note: One collective at a time]
-Buckets of gradients are reduced on side streams, or in a side thread, while a collective inside
-the backward pass (SyncBatchNorm) is reduced on the streams of computation; and threads of the user
-may share a communicator. What a communicator keeps between its calls (flags, counters, scratch)
-serves one collective at a time. So a collective takes its turn: a lock for the host, and on every
-GPU an event that the next collective on another stream waits for. All GPUs then see all
-collectives in one order, without which two that wait for each other could.
+Problem: buckets of gradients are reduced on side streams, while a collective of the backward pass
+(SyncBatchNorm) is reduced on the computation streams, and the user's threads may share a
+communicator. But its flags, counters and scratch memory serve one collective at a time.
+Rule: a collective holds a lock on the host. On every GPU it waits for the event of the previous
+collective, if that was on another stream.
+Consequence: all GPUs run all collectives in one order. In different orders, two collectives could
+wait for each other.
 
     computation    ...[ backward ][wait a][ sum of SyncBatchNorm ] b
     side           ...[wait ...][ bucket 1 ] a          [wait b][ bucket 2 ]
@@ -28,56 +29,53 @@ import torch
 
 from mirror.base.at_fork import reinit_after_fork
 
-# How long an exception waits for collectives under way: longer than what has no reason to stand.
+# How long an exception waits for collectives in flight: longer than they take if nothing is wrong.
 PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 
 
 class CollectiveLock:
-    """The turn of one communicator, which one thread has at a time.
-
-    Any thread may take it, also again while it has it: a collective may be made of others.
-    """
+    """The reentrant lock of one communicator, for the host and its GPUs."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._is_taken = False
-        # Where each GPU's last collective was enqueued, and what happens when it is done.
+        self._is_held = False
+        # The stream of each GPU's last collective, and the event behind it.
         self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         reinit_after_fork(self)
 
     def after_fork(self) -> None:
         """Clears the owner in a forked process."""
-        self._lock, self._is_taken = threading.RLock(), False
+        self._lock, self._is_held = threading.RLock(), False
 
     def call(self, collective: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
-        """Has what a collective enqueues wait for what was enqueued in the turn before."""
-        # No context manager of Python's: an interrupt may come between its end and our beginning.
+        """Calls a collective; on each GPU it is enqueued behind the previous one."""
+        # Not a generator context manager: an interrupt could arrive between its frames.
         with self._lock:
-            if self._is_taken:
+            if self._is_held:
                 return collective()
             gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
             try:
-                self._is_taken = True
+                self._is_held = True
                 for gpu in gpus:
-                    self._follow(gpu)
+                    self._wait_for_previous(gpu)
                 return collective()
             finally:
-                self._is_taken = False
-                # Also after an error: it is unknown what has been enqueued by then.
+                self._is_held = False
+                # After an error as well: part of the collective may be enqueued.
                 for gpu in gpus:
-                    self._leave(gpu)
+                    self._record(gpu)
 
     def is_over(self) -> bool:
-        """Whether the last collective is done on every GPU; does not wait."""
+        """Returns whether the last collective is done on every GPU; does not wait."""
         return all(event.query() for _, event in tuple(self._last.values()))
 
-    def _follow(self, gpu: torch.device) -> None:
+    def _wait_for_previous(self, gpu: torch.device) -> None:
         stream = torch.cuda.current_stream(gpu)
         if gpu in self._last and self._last[gpu][0] != stream:
             stream.wait_event(self._last[gpu][1])
 
-    def _leave(self, gpu: torch.device) -> None:
+    def _record(self, gpu: torch.device) -> None:
         stream = torch.cuda.current_stream(gpu)
         event = self._last[gpu][1] if gpu in self._last else torch.cuda.Event()
         event.record(stream)
@@ -85,28 +83,29 @@ class CollectiveLock:
 
 
 def serialized(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of a communicator that takes the communicator's turn."""
-    if getattr(method, "_takes_turn", False):
+    """Returns a method that holds the communicator's lock while it runs."""
+    if getattr(method, "_is_serialized", False):
         return method
 
     @wraps(method)
-    def taking_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
         return lock_of(self).call(partial(method, self, *args, **kwargs), self.devices)
 
-    taking_turn._takes_turn = True  # type: ignore[attr-defined]
-    return taking_turn
+    locked._is_serialized = True  # type: ignore[attr-defined]
+    return locked
 
 
 def lock_of(communicator: object) -> CollectiveLock:
-    """Returns a communicator's turn, whether or not its class calls our constructor."""
-    known = communicator.__dict__.get("_turn")
-    # One of two threads that come first at once makes it: this is a single step of the dict.
-    turn: CollectiveLock = known or communicator.__dict__.setdefault("_turn", CollectiveLock())
-    return turn
+    """Returns a communicator's lock, even if its class does not call our constructor."""
+    known = communicator.__dict__.get("_collective_lock")
+    if known is None:  # setdefault is atomic: two threads get the same lock
+        known = communicator.__dict__.setdefault("_collective_lock", CollectiveLock())
+    lock: CollectiveLock = known
+    return lock
 
 
 def cannot_wait_for(is_over: Callable[[], bool]) -> bool:
-    """Whether an exception is under way, and collectives do not end in the time that it waits."""
+    """Returns whether an exception propagates and collectives do not end within some seconds."""
     error = sys.exc_info()[1]
     deadline = monotonic() + PATIENCE_SECONDS
     while isinstance(error, BaseException) and not is_over():

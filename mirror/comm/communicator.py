@@ -1,4 +1,4 @@
-"""Communicator: the contract of every communication backend, and the checks they share."""
+"""Communicator: the contract of every communication backend, and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from mirror.errors import BackendError, ShapeError, short_repr
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "DTYPES", "HALF_DTYPES", "OPS", "Communicator", "in_place"]
 
-# As long as torch.distributed waits by default: a device may have a lot of work before it comes
-# to the collective that the others wait in.
+# The default of torch.distributed: a device may have a lot of work in front of the collective in
+# which the other devices wait for it.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-# What takes its turn, where a class has its own.
+# Methods of a subclass that ``CollectiveLock`` serializes.
 _COLLECTIVES = (
     "all_gather",
     "all_reduce",
@@ -50,42 +50,43 @@ _COLLECTIVES = (
 
 
 class Communicator(NoCopy, ABC):
-    """Collectives over ``N`` replicas; derive from it to plug in a backend of your own.
+    """Collectives over ``N`` replicas; derive from this class to add a backend.
 
-    In every collective ``tensors[i]`` belongs to replica ``i`` and lies on ``devices[i]``. All
-    have equal shape and dtype, are contiguous, and no two share memory. Collectives work in
-    place, are not differentiable, are enqueued on each device's current stream and return before
-    the devices are done.
+    In every collective ``tensors[i]`` belongs to replica ``i`` and is on ``devices[i]``. All
+    tensors have the same shape and dtype, are contiguous, and no two share memory. Collectives
+    work in place and are not differentiable. They are enqueued on each device's current stream,
+    and return before the devices are done.
 
-    "Chunk ``i``" is part ``i`` of ``N`` of a flat tensor as ``torch.tensor_split`` cuts it.
+    "Chunk ``i``" is part ``i`` of ``N`` of a flat tensor, as ``torch.tensor_split`` cuts it.
 
-    dtypes are float32, float64, float16, bfloat16, int32, int64 and uint8; half types are
-    accumulated in float32 and rounded once. Integers wrap around. Where zeros of both signs meet
-    in ``min`` or ``max``, which of them is left is not specified, but it is the same everywhere.
+    Dtypes are float32, float64, float16, bfloat16, int32, int64 and uint8. Half types are
+    accumulated in float32 and rounded once. Integers wrap around. If ``min`` or ``max`` reduces
+    zeros of both signs, the sign of the result is not specified, but it is the same everywhere.
 
-    A subclass implements the four collectives, and ``unavailable_reason`` and ``close`` where it
-    has something to say there. ``check_tensors`` does the checks of its arguments.
+    A subclass implements the four collectives, calls ``check_tensors`` in each, and overrides
+    ``unavailable_reason`` and ``close`` if necessary.
 
-    Any thread may call a collective, on any stream. Those of a subclass, and its ``close``, go one
-    after the other, on the host and on every device, unless it says that it is ``concurrent``: so
-    it may keep memory that they share, but not call its own collectives in other threads and wait
-    for them. See [Note: One collective at a time] in ``mirror/comm/collective_lock.py``.
+    Any thread may call a collective, on any stream. The collectives of a subclass, and its
+    ``close``, are serialized on the host and on every device, unless the class is ``concurrent``.
+    So a subclass may keep memory that its collectives share, but a collective must not wait for
+    another collective of this communicator in another thread. See [Note: One collective at a time]
+    in ``mirror/comm/collective_lock.py``.
 
     Attributes:
-        name: what ``mirror.comm.register`` called the class; the class's own name without that.
+        name: the argument of ``mirror.comm.register``, or else the name of the class.
         devices: one per replica.
-        deterministic: whether sums are in replica order, and so do not depend on what is reduced
-            together, nor on the algorithm.
-        waits: whether replicas wait for each other inside a collective; the constructor then takes
+        deterministic: whether sums are in replica order. Then they do not depend on which tensors
+            are reduced together.
+        waits: whether replicas wait for each other inside a collective; then the constructor takes
             ``timeout_seconds``.
-        needs_trial: whether a self-test on the very GPUs goes before the first use on them.
-        risky: whether that self-test may hang the process forever, or end its use of CUDA, on GPUs
-            that do not reach each other as the driver says. Another process then goes first, see
-            [Note: GPUs that lie] in ``mirror/comm/subprocess_probe.py``; its constructor takes
+        needs_trial: whether a self-test on the same GPUs must pass before the first use.
+        risky: whether that self-test may hang the process, or end its use of CUDA, if the driver
+            reports wrong peer access. Then another process runs the self-test first: see
+            [Note: Wrong peer access] in ``mirror/comm/subprocess_probe.py``. The constructor takes
             ``timeout_seconds``.
-        concurrent: whether several collectives may go on at once, called by several threads or
-            enqueued on several streams; holds for the class that says so, not for those derived.
-        packs: whether lists of tensors are reduced in flat buffers, and not where they lie.
+        concurrent: whether several collectives may run at once, from several threads or on several
+            streams. Subclasses do not inherit it.
+        packs: whether lists of tensors are reduced in flat buffers instead of in place.
     """
 
     name: ClassVar[str]
@@ -96,7 +97,7 @@ class Communicator(NoCopy, ABC):
     concurrent: ClassVar[bool] = False
     packs: ClassVar[bool] = True
     _closed = False
-    _instead = "make another one over the same devices, by mirror.comm.create(name, devices) say"
+    _instead = "make another one over the same devices, for instance with mirror.comm.create"
 
     def __init_subclass__(cls) -> None:
         cls.name = cls.__name__
@@ -105,8 +106,8 @@ class Communicator(NoCopy, ABC):
             return
         for name in _COLLECTIVES:
             method = getattr(cls, name)
-            is_ours = method is getattr(Communicator, name)
-            if not is_ours:  # ours are made of the subclass's
+            # The methods of this class only call those of the subclass.
+            if method is not getattr(Communicator, name):
                 setattr(cls, name, serialized(method))
 
     def __init__(self, devices: Sequence[torch.device | str]) -> None:
@@ -119,15 +120,15 @@ class Communicator(NoCopy, ABC):
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
-        """Returns why this backend cannot serve these devices; ``None`` if nothing says so.
+        """Returns why this backend cannot serve these devices; ``None`` if it may.
 
-        This only looks, and tries nothing out: for that there is ``needs_trial``.
+        It uses no device; see ``needs_trial`` for a test that does.
         """
         return None
 
     @abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
-        """Reduces the tensors in place and leaves the same bits in every one of them.
+        """Reduces the tensors in place; afterwards all have the same bits.
 
         Args:
             tensors: one per replica; afterwards each holds ``scale * op(tensors)``.
@@ -138,32 +139,32 @@ class Communicator(NoCopy, ABC):
             ShapeError: the tensors differ in number, shape or dtype, share memory, or are not
                 contiguous.
             DeviceError: a tensor is not on its replica's device.
-            TypeError: the dtype is not supported (bool), or a scale came with an integer dtype.
+            TypeError: the dtype is not supported (bool), or ``scale`` is given for integers.
             ValueError: the op is unknown.
             BackendError: the communicator is closed.
         """
 
     @abstractmethod
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        """Copies the tensor of replica ``root`` into all the others.
+        """Copies the tensor of replica ``root`` into all other tensors.
 
         Raises:
-            ValueError: ``root`` is no replica. The rest as for ``all_reduce``.
+            ValueError: ``root`` is not a replica. The rest as for ``all_reduce``.
         """
 
     @abstractmethod
     def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
         """Leaves chunk ``i`` of the reduction in chunk ``i`` of ``tensors[i]``.
 
-        What the other chunks of ``tensors[i]`` hold afterwards is not specified. Raises what
-        ``all_reduce`` raises.
+        The values of the other chunks of ``tensors[i]`` are not specified afterwards. Raises as
+        ``all_reduce``.
         """
 
     @abstractmethod
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
-        """Copies chunk ``i`` of ``tensors[i]`` into chunk ``i`` of all the others.
+        """Copies chunk ``i`` of ``tensors[i]`` into chunk ``i`` of all other tensors.
 
-        Raises what ``all_reduce`` raises.
+        Raises as ``all_reduce``.
         """
 
     def all_reduce_lists(
@@ -173,15 +174,15 @@ class Communicator(NoCopy, ABC):
         scale: float = 1.0,
         bytes_per_pack: int = 25 * 2**20,
     ) -> None:
-        """Reduces many tensors per replica in place, in packs, as ``all_reduce`` does one.
+        """Reduces many tensors per replica in place, in packs.
 
         Args:
-            lists: ``lists[i]`` holds the tensors of replica ``i``: of any strides and any mix of
-                dtypes, but of the same shapes and dtypes position by position; no two elements
-                share memory.
+            lists: ``lists[i]`` has the tensors of replica ``i``, with any strides and dtypes. At
+                each position, all replicas have the same shape and dtype. No two elements share
+                memory.
             op, scale: as for ``all_reduce``.
-            bytes_per_pack: how many bytes of each replica one ``all_reduce`` takes, see
-                ``plan_packs``; 0 reduces tensor by tensor.
+            bytes_per_pack: the bytes of each replica in one ``all_reduce``, see ``plan_packs``;
+                0 reduces tensor by tensor.
 
         Raises:
             ShapeError: the lists differ in length, or their tensors in shape or dtype, or two
@@ -203,13 +204,13 @@ class Communicator(NoCopy, ABC):
         bytes_per_pack: int,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        """Does ``all_reduce_lists`` for lists known to be as it demands: gradients of one model.
+        """Reduces lists as ``all_reduce_lists``, without checks, as for gradients of one model.
 
-        To look at every tensor of every replica again takes as long as to reduce a small one.
+        Checking a tensor takes as long as reducing a small one.
 
         Args:
-            wire_dtype: what float32 and float64 are sent as: they are cast as they are packed, and
-                what arrives, rounded once, is cast back.
+            wire_dtype: the dtype in which float32 and float64 are sent. They are cast when they
+                are packed; the result, rounded once, is cast back.
         """
         first = columns[0]
         packs = plan_packs([t.nbytes for t in first], [t.dtype for t in first], bytes_per_pack)
@@ -229,15 +230,15 @@ class Communicator(NoCopy, ABC):
                     copy_back(buffer, part)
 
     def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
-        """Gets ready for reductions by these operations of these dtypes, and for all copies.
+        """Prepares reductions with these operations and dtypes, and all copies.
 
-        Compiles kernels, where there are such. The call is optional; else the first collective
-        of each operation and dtype takes that much longer: a second or two.
+        It compiles kernels if the backend has some. The call is optional. Without it, the first
+        collective of each operation and dtype takes a second or two longer.
         """
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Has collectives inside end within so many seconds, if replicas wait for each other."""
+        """Sets the timeout of collectives inside ``with``, if replicas wait for each other."""
         yield
 
     def __repr__(self) -> str:
@@ -245,24 +246,24 @@ class Communicator(NoCopy, ABC):
         return f"{type(self).__name__}([{devices}]){' (closed)' if self._closed else ''}"
 
     def abort(self) -> None:
-        """Ends the waits of collectives under way, from any thread, for those who cannot wait.
+        """Ends the waits of collectives in flight; any thread may call it.
 
-        What they leave is garbage, and the next collective raises ``BackendError``. Does nothing
-        where replicas do not wait for each other.
+        Their results are garbage, and the next collective raises ``BackendError``. Does nothing if
+        replicas do not wait for each other.
         """
 
     def close(self) -> None:
-        """Gives back what the communicator holds; collectives raise ``BackendError`` afterwards.
+        """Frees the resources; afterwards collectives raise ``BackendError``. Idempotent.
 
-        Closing again does nothing. It waits for what is enqueued; while an exception is under way
-        some seconds only, after which it aborts what is left.
+        It waits for enqueued collectives. While an exception propagates it waits only some
+        seconds, and then aborts them.
         """
         self._closed = True
 
     def check_tensors(
         self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0, root: int = 0
     ) -> None:
-        """Raises what the collectives promise to raise, before any device is touched."""
+        """Raises the errors that the collectives document, before any device is used."""
         self._check_call(tensors, op, root)
         if not (have_same_layout(tensors, self.devices) and are_contiguous(tensors)):
             raise_for_tensors(tensors, self.devices)
@@ -272,10 +273,10 @@ class Communicator(NoCopy, ABC):
     def check_lists(
         self, lists: Sequence[Sequence[Tensor]], op: str = "sum", scale: float = 1.0
     ) -> list[list[Tensor]]:
-        """Does for ``all_reduce_lists`` what ``check_tensors`` does for the others.
+        """Raises the errors that ``all_reduce_lists`` documents.
 
         Returns:
-            The lists, as lists.
+            The argument as lists.
         """
         self._check_call(lists, op)
         columns = [list(column) for column in lists]
@@ -331,10 +332,9 @@ class Communicator(NoCopy, ABC):
 
 
 def in_place(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Allows writing to the tensors unseen by autograd, to those of inference mode as well.
+    """Returns a context in which the tensors may be written without autograd.
 
-    An inference tensor may be written to in inference mode only, also by a caller that has left
-    it since.
+    Inference tensors can be written only in inference mode, which the caller may have left.
     """
     if any(tensor.is_inference() for tensor in tensors):
         return torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The libraries built of csrc/host: what is said where one cannot be used."""
+"""The reason why a library that is built from csrc/host cannot be used."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _BUILD = "python setup.py build_ext --inplace"
 
 
 def unusable_reason(path: Path, is_current: Callable[[], bool]) -> str | None:
-    """Returns why a library cannot be used; ``None`` when it can.
+    """Returns why a library cannot be used; ``None`` if it can.
 
     Args:
-        is_current: loads it; whether it was built from this version of csrc/.
+        is_current: loads the library, and returns whether it was built from this version of csrc/.
     """
     if not path.exists():
         return (

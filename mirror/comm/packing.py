@@ -1,4 +1,4 @@
-"""Packs: which of many tensors travel together, and the contiguous buffers they travel in."""
+"""Packs: tensors that travel in one message, and the flat buffers in which they travel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 FIRST_PACK_BYTES = 2**20
-ALIGNMENT_BYTES = 16  # what kernels that load as much at once want memory to begin at
+ALIGNMENT_BYTES = 16  # for kernels that load 16 bytes at once
 
 
 def plan_packs(
@@ -17,9 +17,9 @@ def plan_packs(
 ) -> tuple[tuple[int, ...], ...]:
     """Plans which tensors are reduced together; returns the indices in each pack.
 
-    A pack holds tensors of one dtype in the given order, at most ``bytes_per_pack`` of them, and
-    the very first at most 1 MiB: it is what the network waits for first. A tensor that is larger
-    than that is a pack of its own.
+    A pack has tensors of one dtype in the given order, and at most ``bytes_per_pack`` bytes. The
+    first pack has at most 1 MiB, so that the first transfer starts early. A larger tensor is a
+    pack of its own.
 
         sizes 4 4 8 4, dtypes f f i f, 8 bytes per pack  ->  (0, 1) (3) (2)
 
@@ -48,10 +48,10 @@ def plan_packs(
 
 
 def in_memory_order(columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
-    """Returns flat views of tensors that are not contiguous, where no replica needs a copy.
+    """Replaces tensors that are not contiguous by flat views, if no replica needs a copy.
 
-    A weight in channels-last layout has a gradient like it: to flatten that row by row copies it,
-    and to copy it back takes a launch of its own. Its elements may as well travel as they lie.
+    A weight in channels-last layout has a gradient in that layout. Flattening it in row-major
+    order copies it, and copying back takes another launch. So its elements travel in memory order.
     """
     if False not in [tensor.is_contiguous() for tensor in chain(*columns)]:
         return columns
@@ -65,7 +65,7 @@ def in_memory_order(columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Te
 
 
 def have_same_strides(tensors: Sequence[Tensor]) -> bool:
-    """Whether element by element in memory is element by element of the tensors."""
+    """Returns whether equal positions in memory are equal elements in all tensors."""
     if False not in [tensor.is_contiguous() for tensor in tensors]:
         return True
     first = tensors[0]
@@ -97,7 +97,7 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tens
 
 
 def copy_back(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copies the elements of ``flatten(tensors)`` back into the tensors."""
+    """Copies a buffer, as ``flatten(tensors)`` returns it, back into the tensors."""
     parts = buffer.split_with_sizes([tensor.numel() for tensor in tensors])
     views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
     torch._foreach_copy_(list(tensors), views)
@@ -106,42 +106,42 @@ def copy_back(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
 def move_into_flats(
     columns: Sequence[list[Tensor]], bytes_per_pack: int
 ) -> tuple[list[list[Tensor]], list[int]]:
-    """Moves tensors into flat buffers, a buffer for a pack: in their lists, views replace them.
+    """Moves tensors into flat buffers, one per pack, and replaces them by views in their lists.
 
-    A view has the strides of its tensor. To autograd it is none, and so a tensor like any other:
-    it has a version of its own, and ``detach_()`` takes it. It begins at a multiple of 16 bytes.
+    A view has the strides of its tensor and starts at a multiple of 16 bytes. For autograd it is
+    not a view: it has its own version counter, and ``detach_()`` accepts it.
 
     Args:
         columns: one list of tensors per replica, equal in shape and dtype at each position.
 
     Returns:
-        The buffers of each replica, and the positions of what stays where it is: what would be
-        alone in its buffer, and what does not lie gapless, in one order on all replicas.
+        The buffers of each replica, and the positions of tensors that are not moved: a tensor
+        alone in its pack, and one with gaps or with different strides on the replicas.
     """
-    travelling = in_memory_order(columns)
+    contiguous = in_memory_order(columns)
     first = columns[0]
     staying: list[int] = []
-    if travelling is not columns:
-        rows = zip(*travelling, strict=True)
+    if contiguous is not columns:
+        rows = zip(*contiguous, strict=True)
         staying = [i for i, row in enumerate(rows) if not all(t.is_contiguous() for t in row)]
     moving = [i for i in range(len(first)) if i not in staying]
     sizes, dtypes = [first[i].nbytes for i in moving], [first[i].dtype for i in moving]
     buffers: list[list[Tensor]] = [[] for _ in columns]
     for pack in plan_packs(sizes, dtypes, bytes_per_pack):
-        places = [moving[i] for i in pack]
-        if len(places) == 1:
-            staying += places
+        positions = [moving[i] for i in pack]
+        if len(positions) == 1:
+            staying += positions
             continue
-        for mine, column, parts in zip(buffers, columns, travelling, strict=True):
-            buffer, views = _move([column[i] for i in places], [parts[i] for i in places])
-            mine.append(buffer)
-            for i, view in zip(places, views, strict=True):
+        for own, column, parts in zip(buffers, columns, contiguous, strict=True):
+            buffer, views = _move([column[i] for i in positions], [parts[i] for i in positions])
+            own.append(buffer)
+            for i, view in zip(positions, views, strict=True):
                 column[i] = view
     return buffers, staying
 
 
 def _move(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Returns a new flat tensor, and views of it in place of the tensors.
+    """Returns a new flat tensor, and views of it that replace the tensors.
 
     Args:
         parts: the tensors, in memory order and contiguous.

@@ -1,4 +1,4 @@
-"""Verdicts: what was found out about a machine, kept on disk for the processes after this one."""
+"""The cache of probe results on disk, by the facts of the machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from time import time
 from mirror.base.atomic_file import replace_atomically
 
 FOLDER_VARIABLE = "MIRROR_CACHE_DIR"
-"""The environment's name for the folder; empty for none, so that nothing is remembered."""
+"""The variable with the cache folder; if it is empty, nothing is stored."""
 
-# Something else may have been in the way: a GPU that others used, a machine that stood still.
+# A failure may have another cause, such as a GPU in use by another program.
 _FAILURE_SECONDS = 24 * 3600.0
 
 _logger = logging.getLogger("mirror")
@@ -24,26 +24,26 @@ _logger = logging.getLogger("mirror")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a trial.
+    """The result of a probe.
 
     Attributes:
-        reason: how it failed; ``None`` when it passed.
+        reason: how it failed; ``None`` if it passed.
     """
 
     reason: str | None
 
 
 def load(facts: Mapping[str, object]) -> Verdict | None:
-    """Returns the verdict on these very facts; ``None`` if there is none that counts.
+    """Returns the stored result for exactly these facts, or ``None``.
 
-    A failure counts for a day. What is damaged, or cannot be read, is as if it was not there.
+    A failure is valid for a day. A damaged or unreadable file counts as missing.
     """
     file = _file(facts)
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
-        if found is None or found["facts"] != _plain(facts):
+        entry = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+        if entry is None or entry["facts"] != _plain(facts):
             return None
-        reason, age = found["reason"], time() - float(found["when"])
+        reason, age = entry["reason"], time() - float(entry["when"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     if reason is None or (isinstance(reason, str) and 0 <= age < _FAILURE_SECONDS):
@@ -52,7 +52,7 @@ def load(facts: Mapping[str, object]) -> Verdict | None:
 
 
 def store(facts: Mapping[str, object], verdict: Verdict) -> None:
-    """Keeps a verdict, in place of an earlier one, where there is a folder that takes it."""
+    """Stores a result in place of an earlier one, if the folder is writable."""
     file = _file(facts)
     if file is None:
         return
@@ -63,7 +63,7 @@ def store(facts: Mapping[str, object], verdict: Verdict) -> None:
         with replace_atomically(file, 0o600) as new:
             new.write(text.encode())
     except OSError as error:
-        _logger.debug("what was found out is not kept: %s", error)
+        _logger.debug("the result of a probe is not stored: %s", error)
 
 
 def _file(facts: Mapping[str, object]) -> Path | None:
@@ -73,16 +73,16 @@ def _file(facts: Mapping[str, object]) -> Path | None:
 
 
 def _plain(facts: Mapping[str, object]) -> dict[str, object]:
-    """Returns the facts as JSON brings them back, in one order."""
+    """Returns the facts as JSON decodes them, in a fixed order."""
     plain: dict[str, object] = json.loads(json.dumps(facts, sort_keys=True, default=str))
     return plain
 
 
 def _folder() -> Path | None:
-    given = os.environ.get(FOLDER_VARIABLE)
-    if given is not None:
-        return Path(given) / "trials" if given else None
-    # Relative paths are to be ignored, by the specification of XDG_CACHE_HOME.
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is not None:
+        return Path(folder) / "trials" if folder else None
+    # The specification of XDG_CACHE_HOME says to ignore relative paths.
     caches = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(caches) if os.path.isabs(caches) else Path.home() / ".cache"

@@ -1,4 +1,4 @@
-"""Reductions by torch, in replica order: what every other way to reduce is held to."""
+"""The reference reduction, by torch in replica order; tests compare all others with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 def reduce_in_order(tensors: Sequence[Tensor], op: str, scale: float = 1.0) -> Tensor:
-    """Returns ``scale * op(tensors)`` on the first tensor's device, added up in replica order.
+    """Returns ``scale * op(tensors)`` on the first tensor's device, reduced in replica order.
 
     Half types are accumulated in float32, and rounded once.
     """

@@ -1,4 +1,4 @@
-"""Which backends there are, and which can serve given devices."""
+"""The registry of backends, and the check whether one can serve given devices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _registered: dict[str, type[Communicator]] = {}
 
 
 def register(name: str) -> Callable[[C], C]:
-    """Decorates a ``Communicator`` class that is to be known by ``name``.
+    """Returns a decorator that registers a ``Communicator`` class under a name.
 
     Raises:
         ValueError: another backend has that name, or it is "auto".
-        TypeError: what is decorated is not a ``Communicator`` class.
+        TypeError: the decorated object is not a ``Communicator`` class.
     """
 
     def decorate(cls: C) -> C:
@@ -57,50 +57,50 @@ def available(devices: Sequence[torch.device | str]) -> tuple[str, ...]:
 
 
 def create(name: str, devices: Sequence[torch.device | str], **options: object) -> Communicator:
-    """Makes the communicator of a backend.
+    """Returns a new communicator of a backend.
 
     Args:
-        options: the keywords of the backend's constructor.
+        options: keyword arguments of the backend's constructor.
 
     Raises:
         BackendError: the backend is unknown or cannot serve the devices.
         DeviceError: a device does not exist.
     """
     resolved = resolve(devices)
-    made = attempt(name, resolved, **options)
-    if isinstance(made, str):
+    communicator = attempt(name, resolved, **options)
+    if isinstance(communicator, str):
         raise BackendError(
-            f"backend {name!r} cannot serve {', '.join(map(str, resolved))}: {made}; pass one "
-            f"of {', '.join(available(resolved))}"
+            f"backend {name!r} cannot serve {', '.join(map(str, resolved))}: {communicator}; pass "
+            f"one of {', '.join(available(resolved))}"
         )
-    return made
+    return communicator
 
 
 def attempt(name: str, devices: tuple[torch.device, ...], **options: object) -> Communicator | str:
-    """Makes the communicator of a backend, or says why it cannot serve.
+    """Returns a new communicator of a backend, or the reason why it cannot serve.
 
-    On GPUs one that needs a trial is tried itself, unless one like it has been in this process;
-    before it is made another process may have to try one.
+    On GPUs, a backend that needs a trial runs its self-test once in this process. If the backend
+    is risky, another process runs it first.
     """
     kind = check_name(name)
     if kind is None:
         return _UNKNOWN
-    reason = kind.unavailable_reason(devices) or self_test.objection(kind, devices)
+    reason = kind.unavailable_reason(devices) or self_test.known_failure(kind, devices)
     if reason is not None:
         return reason
     factory: Callable[..., Communicator] = kind
-    made = factory(devices, **options)
+    communicator = factory(devices, **options)
     if kind.needs_trial and not is_simulated(devices):
-        reason = self_test.trial(made)
+        reason = self_test.trial(communicator)
         if reason is not None:
-            with suppress(Exception):  # it would say the same again
-                made.close()
+            with suppress(Exception):  # it may raise the same error again
+                communicator.close()
             return reason
-    return made
+    return communicator
 
 
 def check_name(name: str) -> type[Communicator] | None:
-    """Returns the class registered under a name."""
+    """Returns the class that is registered under a name, or None."""
     return _registered.get(name)
 
 
@@ -110,12 +110,12 @@ def names() -> tuple[str, ...]:
 
 
 def unavailable_reason(name: str, devices: Sequence[torch.device | str]) -> str | None:
-    """Returns why a backend cannot serve the devices; ``None`` when it can.
+    """Returns why a backend cannot serve the devices; ``None`` if it can.
 
-    On GPUs that includes a self-test, once in a process, of the backends that need a trial.
+    On GPUs this includes the self-test of backends that need a trial, once in a process.
 
     Raises:
-        DeviceError: something is no name of a device.
+        DeviceError: an argument is not the name of a device.
     """
     resolved = parse(devices)
     kind = check_name(name)

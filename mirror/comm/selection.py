@@ -1,4 +1,4 @@
-"""What "auto" means: a backend for given devices, and the reason, which is logged."""
+"""The choice of backend="auto": the best backend for given devices, and the logged reason."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _logger = logging.getLogger("mirror")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the order of preference depends on.
+    """The facts that decide the order of preference.
 
     Attributes:
         devices: one per replica.
-        peers: ``peers[i][j]``: whether replica ``i``'s device reaches the memory of ``j``'s.
-        links: ``links[i][j]``: whether these are one GPU, or NVLink joins them.
-        islands: replica ids, as ``topology_of`` finds them.
+        peers: ``peers[i][j]`` is whether replica ``i``'s device can access the memory of ``j``'s.
+        links: ``links[i][j]`` is whether both are one GPU, or connected by NVLink.
+        islands: replica ids, as ``topology_of`` returns them.
     """
 
     devices: tuple[torch.device, ...]
@@ -36,21 +36,21 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend, and why it and none of the better ones."""
+    """A backend, and why it is chosen over better ones."""
 
     name: str
     reason: str
 
 
 def facts_of(devices: Sequence[torch.device]) -> Facts:
-    """Looks at the devices; needs no driver for simulated ones."""
+    """Returns the facts of devices; for simulated ones without a driver."""
     return Facts(
         tuple(devices), peer_matrix(devices), link_matrix(devices), topology_of(devices).islands
     )
 
 
 def preferences(facts: Facts) -> tuple[Choice, ...]:
-    """Returns all backends that make sense for the devices, best first; "naive" is the last."""
+    """Returns the backends that suit the devices, best first; the last one always works."""
     n = len(facts.devices)
     last = Choice("naive", "it copies everything to the first device, and works everywhere")
     if is_simulated(facts.devices):
@@ -65,11 +65,11 @@ def preferences(facts: Facts) -> tuple[Choice, ...]:
 
 
 def _kernels(facts: Facts, why: str = "") -> tuple[Choice, ...]:
-    """Returns mirror's own kernels, best first; which of them can serve is another question.
+    """Returns mirror's own kernels, best first; ``pick`` finds out which of them can serve.
 
-    With links between all, everybody talks to everybody at once. Over PCIe that is the worst that
-    more than two can do: in a ring every GPU has one stream in and one out. With islands, most of
-    the bytes stay inside them.
+    If all GPUs are linked, every pair exchanges at once. Over PCIe that is the slowest way for
+    more than two GPUs; in a ring, every GPU has one stream in and one out. With islands, most
+    bytes stay inside them.
     """
     n = len(facts.devices)
     direct = Choice("direct", why or "all GPUs reach each other's memory")
@@ -93,9 +93,9 @@ def pick(
     """Returns the first of the preferences that can serve.
 
     Args:
-        unavailable: why a backend, by name, cannot serve, its self-test included; asked in order
-            of preference, and no further than needed.
-        deterministic: only backends that sum in replica order.
+        unavailable: returns why the backend of a name cannot serve, self-test included; called in
+            the order of preference until one can.
+        deterministic: allows only backends that sum in replica order.
     """
     passed_over: list[str] = []
     *better, last = preferences(facts)
@@ -117,29 +117,29 @@ def choose(
     *,
     deterministic: bool = False,
 ) -> tuple[Communicator, Choice]:
-    """Makes the communicator that "auto" means, and logs why it is that one.
+    """Returns the communicator of "auto" and the choice, and logs the reason.
 
     Args:
         devices: as ``resolve`` returns them.
-        make: makes the communicator of a name, or says why not; then, and where it raises, the
-            next one is taken. One that needs a trial has been tried.
+        make: returns a communicator of a name, after a trial if it needs one, or the reason why
+            it cannot serve. After a reason or an error, the next backend is tried.
         deterministic: as for ``pick``.
     """
-    made: dict[str, Communicator] = {}
+    created: dict[str, Communicator] = {}
 
     def unavailable(name: str) -> str | None:
         try:
-            found = make(name)
-        except Exception as error:  # of CuPy, a compiler or a driver: all are reasons
+            result = make(name)
+        except Exception as error:  # any error of CuPy, a compiler or a driver is a reason
             return f"{type(error).__name__}: {error}"
-        if isinstance(found, str):
-            return found
-        made[name] = found
+        if isinstance(result, str):
+            return result
+        created[name] = result
         return None
 
     facts = facts_of(devices)
     choice = pick(facts, unavailable, deterministic=deterministic)
-    communicator = made.get(choice.name) or make(choice.name)
+    communicator = created.get(choice.name) or make(choice.name)
     if isinstance(communicator, str):
         raise BackendError(f"not even {choice.name!r} can serve: {communicator}; report this")
     where = ", ".join(map(str, devices))

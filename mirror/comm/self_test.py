@@ -13,12 +13,12 @@ from mirror.comm.subprocess_probe import unsafe_reason
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import BackendError
 
-# In one block of a kernel, and in many; in chunks of equal size, if replicas are 2, 4, 8, and not.
+# One block of a kernel, and many; chunks of equal size for 2, 4 or 8 replicas, and of different.
 SIZES = (3, 4_096, 262_147)
-# Of a collective: long enough for a busy GPU, short enough for a person who waits.
+# The timeout of a collective: long enough for a busy GPU, short enough for a user.
 SECONDS = 20.0
-# Reductions: operations and dtypes. Kernels are compiled for each, so that a trial has one of each
-# kind, and takes seconds.
+# Reductions: operations and dtypes. Kernels are compiled for each of them, so a trial has only one
+# of each kind, and takes seconds.
 EVERY = tuple(product(OPS, DTYPES))
 TRIED = (
     ("sum", torch.float32),
@@ -31,26 +31,26 @@ _FAILED = "its self-test on these devices failed"
 
 Collective = Callable[[list[Tensor]], None]
 
-_found: dict[tuple[type[Communicator], tuple[torch.device, ...]], str | None] = {}
-"""How the trial of a backend on devices failed; ``None`` where it passed."""
+_results: dict[tuple[type[Communicator], tuple[torch.device, ...]], str | None] = {}
+"""The reason why the trial of a backend on devices failed; ``None`` if it passed."""
 
 
 def examine(
     communicator: Communicator, reductions: Collection[tuple[str, torch.dtype]] = EVERY
 ) -> int:
-    """Runs every collective over small integers, and compares with what must come out.
+    """Runs every collective over small integers, and compares the results with the right ones.
 
-    Such small integers are exact in every dtype, in any order of a sum.
+    Small integers are exact in every dtype, and in any order of a sum.
 
     Args:
-        reductions: by which operations, of which dtypes; copies are of all these dtypes.
+        reductions: the operations and dtypes to test; copies are tested for all these dtypes.
 
     Returns:
         The number of collectives.
 
     Raises:
-        BackendError: a replica got something else.
-        Exception: what the backend raised.
+        BackendError: a result is wrong.
+        Exception: an error of the backend.
     """
     n = len(communicator.devices)
     dtypes = tuple(dict.fromkeys(dtype for _, dtype in reductions))
@@ -87,12 +87,12 @@ def examine(
 
 
 def failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
-    """Returns how a backend's trial failed on these devices; ``None`` when it passed.
+    """Returns how a backend's trial failed on these devices; ``None`` if it passed.
 
-    It runs once in a process for each backend and devices.
+    The trial runs once in a process for each backend and devices.
     """
-    place = kind, tuple(devices)
-    if objection(kind, devices) is None and place not in _found:
+    key = kind, tuple(devices)
+    if known_failure(kind, devices) is None and key not in _results:
         factory: Callable[..., Communicator] = kind
         try:
             communicator = factory(devices, **({"timeout_seconds": SECONDS} if kind.waits else {}))
@@ -100,60 +100,60 @@ def failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | 
                 trial(communicator)
             finally:
                 communicator.close()
-        except Exception as error:  # of CuPy, a compiler or a driver: all are reasons
-            _found[place] = _found.get(place) or _describe(error, place[1])
-    return _found[place]
+        except Exception as error:  # any error of CuPy, a compiler or a driver is a reason
+            _results[key] = _results.get(key) or _describe(error, key[1])
+    return _results[key]
 
 
-def objection(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
-    """Returns why a backend is not to be made on these devices; ``None`` if nothing says so.
+def known_failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
+    """Returns why a backend must not be created on these devices; ``None`` if it may be.
 
-    A trial has failed, in this process or, of one that this process has not tried, in another.
+    The reason is a trial that has failed in this process, or a probe in another process.
     """
-    place = kind, tuple(devices)
-    if place not in _found:
+    key = kind, tuple(devices)
+    if key not in _results:
         reason = unsafe_reason(kind, devices)
         if reason is None:
             return None
-        _found[place] = f"{_FAILED}: {reason}"
-    return _found[place]
+        _results[key] = f"{_FAILED}: {reason}"
+    return _results[key]
 
 
 def trial(communicator: Communicator) -> str | None:
-    """Tries a communicator, if none of its kind has been tried on its devices; says how it failed.
+    """Returns how a communicator's backend failed; tests it if that is not known for its devices.
 
-    So one that is to be used is made once, which for NCCL takes many seconds.
+    The communicator can be used afterwards, since creating one takes many seconds with NCCL.
     """
-    place = type(communicator), communicator.devices
-    if place not in _found:
+    key = type(communicator), communicator.devices
+    if key not in _results:
         try:
             communicator.prepare(TRIED)
             with communicator.within(SECONDS):
                 examine(communicator, TRIED)
-            _found[place] = None
+            _results[key] = None
         except Exception as error:
-            _found[place] = _describe(error, communicator.devices)
-    return _found[place]
+            _results[key] = _describe(error, communicator.devices)
+    return _results[key]
 
 
 def _describe(error: Exception, devices: Sequence[torch.device]) -> str:
-    """Returns how a trial failed, and what it has left behind: some errors of CUDA stay."""
-    told = f"{_FAILED}: {type(error).__name__}: {error}"
+    """Returns how a trial failed, and whether CUDA is still usable: some errors are permanent."""
+    text = f"{_FAILED}: {type(error).__name__}: {error}"
     try:
         for device in dict.fromkeys(devices):
             if device.type == "cuda":
                 torch.zeros(1, device=device)
                 synchronize(device)
-    except Exception as left:
-        lost = f"since then CUDA refuses all work in this process ({type(left).__name__})"
-        return f"{told}; {lost}: start it anew, with another backend"
-    return told
+    except Exception as later:
+        lost = f"since then CUDA refuses all work in this process ({type(later).__name__})"
+        return f"{text}; {lost}: start it again, with another backend"
+    return text
 
 
 def _values(size: int, n: int) -> list[Tensor]:
-    """Returns ones and twos for each replica; at each place one replica only has a 2.
+    """Returns ones and twos for each replica; at each position only one replica has a 2.
 
-    So that a product stays exact, in a byte, too.
+    So a product is exact even in a byte.
     """
     owners = torch.arange(size, device="cpu") % n  # independent of the default device
     return [1 + (owners == i).to(torch.uint8) for i in range(n)]
@@ -191,13 +191,13 @@ def _compare(
         for device in dict.fromkeys(communicator.devices):
             synchronize(device)
     for i, (tensor, expected) in enumerate(zip(tensors, wanted, strict=True)):
-        # Of a reduce-scatter only the replica's own chunk is specified.
+        # A reduce-scatter specifies only the replica's own chunk.
         got = (tensor if len(expected) == len(tensor) else tensor.tensor_split(n)[i]).cpu()
         if not torch.equal(got, expected):
-            # If a replica has timed out, the next call raises that error, the better reason.
+            # If a replica has timed out, the next call raises that error: the better reason.
             communicator.all_reduce([torch.ones(1, device=d) for d in communicator.devices])
-            at = int((got != expected).nonzero()[0])
+            index = int((got != expected).nonzero()[0])
             raise BackendError(
-                f"replica {i} ({communicator.devices[i]}) got {got[at]} instead of "
-                f"{expected[at]} at {at} in {what}"
+                f"replica {i} ({communicator.devices[i]}) got {got[index]} instead of "
+                f"{expected[index]} at {index} in {what}"
             )

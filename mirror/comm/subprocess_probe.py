@@ -1,6 +1,6 @@
 """Probes in a child process: whether a backend hangs or crashes on the GPUs of this machine.
 
-[Note: GPUs that lie]
+[Note: Wrong peer access]
 Problem: behind host bridges, with ACS or an IOMMU on, the driver may report peer access between
 GPUs that does not work. The self-test finds wrong data and lost flags. But a load that never
 returns hangs the process forever, and an illegal access ends its use of CUDA.
@@ -35,62 +35,64 @@ from mirror.comm.topology import link_matrix, peer_matrix
 from mirror.device.machine_facts import facts_of_machine
 
 PROBE = ("-m", "mirror.comm.subprocess_probe_main")
-"""What the child runs; its arguments: a token, the backend's class, and the devices."""
+"""The child's program; its arguments are a token, the backend's class and the devices."""
 
-# How far a child is, in the words of its lines, and how long it may take from there. To import
-# torch takes long on a cold disk, and to compile kernels on a busy machine.
+# The states of a child, as it reports them, and how long each may take. Importing torch is slow on
+# a cold disk, and compiling kernels on a busy machine.
 _SECONDS = {"being started": 300.0, "started": 60.0, "made": 300.0, "prepared": 60.0}
-_LOOK_SECONDS = 0.05
-# A process that stands in the driver does not even end when it is killed.
+_POLL_SECONDS = 0.05
+# A process that is blocked in the driver does not end even when it is killed.
 _KILL_SECONDS = 5.0
-_MOST_BYTES = 1 << 20
-# What of the environment changes how memory is shared.
+_MAX_OUTPUT_BYTES = 1 << 20
+# Environment variables that change how memory is shared.
 _VARIABLES = ("CUDA_MODULE_LOADING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _logger = logging.getLogger("mirror")
-_found: dict[tuple[type[Communicator], tuple[torch.device, ...]], str | None] = {}
+_results: dict[tuple[type[Communicator], tuple[torch.device, ...]], str | None] = {}
 
 
 class ProbeUnavailable(Exception):
-    """No other process can try it, and why."""
+    """No other process can run the probe; the message has the reason."""
 
 
 def unsafe_reason(
-    kind: type[Communicator], devices: Sequence[torch.device], *, anew: bool = False
+    kind: type[Communicator], devices: Sequence[torch.device], *, retry: bool = False
 ) -> str | None:
-    """Returns why a backend must not be tried in this process; ``None`` if it may be.
+    """Returns why a backend must not be tested in this process; ``None`` if it may be.
 
-    Costs nothing for CPU devices, a single GPU, and backends that risk nothing.
+    Does nothing for CPU devices, a single GPU, and backends that are not risky.
 
     Args:
-        anew: ignores the results of earlier probes.
+        retry: ignores the results of earlier probes.
     """
     if not kind.risky or len({device for device in devices if device.type == "cuda"}) < 2:
         return None
-    place = kind, tuple(devices)
-    if anew or place not in _found:
-        _found[place] = _reason(kind, place[1], anew)
-    return _found[place]
+    key = kind, tuple(devices)
+    if retry or key not in _results:
+        _results[key] = _reason(kind, key[1], retry)
+    return _results[key]
 
 
-def _reason(kind: type[Communicator], devices: tuple[torch.device, ...], anew: bool) -> str | None:
+def _reason(
+    kind: type[Communicator], devices: tuple[torch.device, ...], retry: bool
+) -> str | None:
     facts = _facts(kind, devices)
-    verdict = None if anew else load(facts)
+    verdict = None if retry else load(facts)
     if verdict is not None:
         if verdict.reason is None:
             return None
         return (
-            f"{verdict.reason} (found less than a day ago; `mirror doctor` tries it anew, and "
+            f"{verdict.reason} (found less than a day ago; `mirror doctor` tries it again, and "
             f"{FOLDER_VARIABLE}= forgets it)"
         )
     try:
         reason = run_probe(kind, devices)
-    except ProbeUnavailable as untried:
+    except ProbeUnavailable as unavailable:
         _logger.warning(
             "the self-test of backend %r runs in this process, where GPUs that cannot reach each "
             "other's memory may hang it; a process of its own cannot try it: %s",
             kind.name,
-            untried,
+            unavailable,
         )
         return None
     store(facts, Verdict(reason))
@@ -98,13 +100,13 @@ def _reason(kind: type[Communicator], devices: tuple[torch.device, ...], anew: b
 
 
 def run_probe(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
-    """Has another process try a backend; returns how that failed, ``None`` if it did not.
+    """Tests a backend in another process; returns how that failed, or ``None``.
 
     Raises:
-        Untried: it could not even begin.
+        ProbeUnavailable: the process could not start.
     """
     if getattr(sys, "frozen", False) or not sys.executable:
-        raise ProbeUnavailable("this program is no Python that can be started again")
+        raise ProbeUnavailable("this program is not a Python that can be started again")
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise ProbeUnavailable(
             f"no other process can import {kind.__qualname__} of {kind.__module__}"
@@ -118,32 +120,32 @@ def run_probe(kind: type[Communicator], devices: Sequence[torch.device]) -> str 
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=_environment()
             )
             try:
-                return _answer(child, out, errors, token)
+                return _wait_for_result(child, out, errors, token)
             finally:
-                _end(child)
+                _kill(child)
     except OSError as error:
         raise ProbeUnavailable(f"{sys.executable} does not start: {error}") from None
 
 
-def _answer(
+def _wait_for_result(
     child: subprocess.Popen[bytes], out: IO[bytes], errors: IO[bytes], token: str
 ) -> str | None:
-    """Returns what the child finds, or how it ends without having found anything."""
+    """Returns the reason that the child reports, or how it ended without a report."""
     state, deadline = "being started", monotonic() + _SECONDS["being started"]
     while True:
         with suppress(subprocess.TimeoutExpired):
-            child.wait(_LOOK_SECONDS)
-        code = child.poll()  # before its lines are read: then those are all
-        for said in _lines(out, token):
-            if "found" in said:
-                found = said["found"]
-                return None if found is None else str(found)
-            if "untried" in said:
-                raise ProbeUnavailable(str(said["untried"]))
-            if list(_SECONDS).index(said["state"]) > list(_SECONDS).index(state):
-                state, deadline = said["state"], monotonic() + _SECONDS[said["state"]]
+            child.wait(_POLL_SECONDS)
+        code = child.poll()  # first: if it has ended, the lines below are complete
+        for line in _lines(out, token):
+            if "result" in line:
+                reason = line["result"]
+                return None if reason is None else str(reason)
+            if "unavailable" in line:
+                raise ProbeUnavailable(str(line["unavailable"]))
+            if list(_SECONDS).index(line["state"]) > list(_SECONDS).index(state):
+                state, deadline = line["state"], monotonic() + _SECONDS[line["state"]]
         if code is not None:
-            how = _ending(code, errors)
+            how = _exit_text(code, errors)
             if code >= 0 and state == "being started":
                 raise ProbeUnavailable(f"the process {how}")  # no GPU has been touched
             return f"a process that tried it {how}"
@@ -155,27 +157,27 @@ def _answer(
 
 
 def _lines(out: IO[bytes], token: str) -> list[dict[str, str]]:
-    """Returns what the child itself has said; libraries may print what they like."""
-    # Not by reading: the child writes where the file's one position is.
-    text = os.pread(out.fileno(), _MOST_BYTES, 0).decode(errors="replace")
-    said = []
+    """Returns the child's own lines, without what libraries print."""
+    # Not read(): the child writes at the file's position, which both processes share.
+    text = os.pread(out.fileno(), _MAX_OUTPUT_BYTES, 0).decode(errors="replace")
+    lines = []
     for match in re.finditer(rf"{token} (\{{.*\}})$", text, re.MULTILINE):
-        with suppress(ValueError):  # half a line
-            said.append(json.loads(match[1]))
-    return said
+        with suppress(ValueError):  # the line is incomplete
+            lines.append(json.loads(match[1]))
+    return lines
 
 
-def _ending(code: int, errors: IO[bytes]) -> str:
+def _exit_text(code: int, errors: IO[bytes]) -> str:
     if code < 0:
         with suppress(ValueError):
             return f"died of {signal.Signals(-code).name}"
     size = os.fstat(errors.fileno()).st_size
-    text = os.pread(errors.fileno(), _MOST_BYTES, max(size - _MOST_BYTES, 0))
+    text = os.pread(errors.fileno(), _MAX_OUTPUT_BYTES, max(size - _MAX_OUTPUT_BYTES, 0))
     last = text.decode(errors="replace").strip().rpartition("\n")[2]
     return f"ended with code {code} and without a verdict" + (f": {last}" if last else "")
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _kill(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     try:
         child.wait(_KILL_SECONDS)
@@ -184,16 +186,16 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _environment() -> Mapping[str, str]:
-    """Returns this process's, with what it imports from, and not where it happens to be."""
+    """Returns the environment of the child; it imports from the same folders as this process."""
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def _facts(kind: type[Communicator], devices: tuple[torch.device, ...]) -> dict[str, object]:
-    """Returns all that a verdict may depend on."""
+    """Returns the facts on which the result may depend."""
     try:
         mirror = version("mirror-strategy")
-    except PackageNotFoundError:  # used from a folder
+    except PackageNotFoundError:  # not installed
         mirror = ""
     return {
         **facts_of_machine(devices),

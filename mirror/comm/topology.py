@@ -1,4 +1,4 @@
-"""Which devices are near each other: islands of replicas, from links, NUMA nodes, or given."""
+"""Topology: islands of replicas on devices that are near each other, by NVLink or NUMA node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from mirror.devices import is_simulated
 
-# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver: NVLink has it, PCIe has not.
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver: true for NVLink, not for PCIe.
 _NATIVE_ATOMICS = 3
 
 Matrix = tuple[tuple[bool, ...], ...]
@@ -38,7 +38,7 @@ class Topology:
         return f"Topology({self.islands})"
 
     def checked(self, num_replicas: int) -> Topology:
-        """Returns itself, if it fits and can be worked with.
+        """Returns this topology after a check that it fits.
 
         Raises:
             ValueError: the islands are not of equal size, or do not have each replica once.
@@ -57,19 +57,19 @@ class Topology:
         return self
 
     def is_even(self) -> bool:
-        """Whether all islands have the same number of replicas."""
+        """Returns whether all islands have the same number of replicas."""
         return len({len(island) for island in self.islands}) == 1
 
 
 def topology_of(devices: Sequence[torch.device]) -> Topology:
     """Returns islands of equal size for the devices.
 
-    GPUs that NVLink joins, through others as well, are an island; if that leaves every device
-    alone, those on one NUMA node are. Replicas that share a GPU are in one island. Where islands
-    would differ in size, and where nothing is known, there is one.
+    GPUs that NVLink connects, directly or through other GPUs, form an island. If there is no
+    NVLink, the GPUs of one NUMA node form an island. Replicas that share a GPU are in one island.
+    If the islands would differ in size, or nothing is known, there is one island.
 
-    Simulated devices stand for a machine of two halves, if there are four or more and an even
-    number of them; so that two levels are at work on the CPU, too.
+    Four or more simulated devices, if their number is even, form two islands, so that the CPU runs
+    both levels as well.
     """
     n = len(devices)
     if is_simulated(devices):
@@ -77,20 +77,20 @@ def topology_of(devices: Sequence[torch.device]) -> Topology:
         return Topology([range(i, i + half) for i in range(0, n, half)])
     indices = [device.index or 0 for device in devices]
     by_link = group(n, lambda i, j: _linked(indices[i], indices[j]))
-    alone = group(n, lambda i, j: indices[i] == indices[j])
-    if by_link != alone:
-        found = by_link
+    by_gpu = group(n, lambda i, j: indices[i] == indices[j])
+    if by_link != by_gpu:
+        topology = by_link
     else:
         nodes = [_numa_node(index) for index in indices]
-        found = group(n, lambda i, j: nodes[i] is not None and nodes[i] == nodes[j])
-        # Without a word on NUMA nodes, every device would be alone: nothing is known.
-        if found == alone:
-            found = Topology([range(n)])
-    return found if found.is_even() else Topology([range(n)])
+        topology = group(n, lambda i, j: nodes[i] is not None and nodes[i] == nodes[j])
+        # If the NUMA nodes are unknown, every GPU is an island: nothing is known.
+        if topology == by_gpu:
+            topology = Topology([range(n)])
+    return topology if topology.is_even() else Topology([range(n)])
 
 
 def group(num_replicas: int, are_near: Callable[[int, int], bool]) -> Topology:
-    """Returns the islands: groups of devices connected by near links, with none to the outside."""
+    """Returns the islands: the connected components of the relation ``are_near``."""
     islands: list[list[int]] = []
     for i in range(num_replicas):
         near = [island for island in islands if any(are_near(i, j) for j in island)]
@@ -100,12 +100,12 @@ def group(num_replicas: int, are_near: Callable[[int, int], bool]) -> Topology:
 
 
 def peer_matrix(devices: Sequence[torch.device]) -> Matrix:
-    """Returns which replica's device can read and write the memory of which other's."""
+    """Returns, for each pair of replicas, whether the first one can access the second's memory."""
     return _matrix(devices, lambda one, other: unreachable_pair([(one, other)]) is None)
 
 
 def link_matrix(devices: Sequence[torch.device]) -> Matrix:
-    """Returns which replicas are on one GPU, or on two that NVLink joins."""
+    """Returns, for each pair of replicas, whether one GPU or NVLink connects them."""
     return _matrix(devices, lambda one, other: _linked(one.index or 0, other.index or 0))
 
 
@@ -121,7 +121,7 @@ def _matrix(
 def unreachable_pair(
     pairs: Sequence[tuple[torch.device, torch.device]],
 ) -> tuple[torch.device, torch.device] | None:
-    """Returns the first pair of GPUs of which the one cannot reach the other's memory."""
+    """Returns the first pair where one GPU cannot access the other's memory, or None."""
     for one, other in pairs:
         if one != other and not torch.cuda.can_device_access_peer(one, other):
             return one, other
@@ -130,7 +130,7 @@ def unreachable_pair(
 
 @cache
 def _linked(one: int, other: int) -> bool:
-    """Whether two GPUs, by index, are the same one or joined by NVLink. Needs a driver."""
+    """Returns whether two GPUs, by index, are the same or connected by NVLink."""
     if one == other:
         return True
     try:
@@ -144,9 +144,9 @@ def _linked(one: int, other: int) -> bool:
 
 @cache
 def _numa_node(index: int) -> int | None:
-    """Returns the NUMA node of a GPU; ``None`` where the system does not tell."""
+    """Returns the NUMA node of a GPU; ``None`` if the system does not report it."""
     properties = torch.cuda.get_device_properties(index)
-    # Older versions of torch lack them; no device is at -1.
+    # Older versions of torch lack these; no device has the number -1.
     domain, bus, slot = (
         getattr(properties, f"pci_{p}_id", -1) for p in ("domain", "bus", "device")
     )

@@ -55,7 +55,7 @@ def counted(num_tensors, way, num_local):
         return step(x, y) if way == 1 else strategy.run(step, args=parts)
 
     calls = calls_of(one)
-    begun = strategy._group.replicas.workers._board.begun
+    begun = strategy._group.replicas.workers._heartbeats.started
     before = sum(begun.values())
     for _ in range(STEPS):
         one()

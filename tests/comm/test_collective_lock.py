@@ -388,7 +388,7 @@ def test_collectives_on_several_streams_go_one_after_the_other(monkeypatch):
 
 
 def test_without_events_collectives_on_several_streams_overlap(monkeypatch):
-    monkeypatch.setattr(CollectiveLock, "_follow", lambda self, gpu: None)
+    monkeypatch.setattr(CollectiveLock, "_wait_for_previous", lambda self, gpu: None)
     rng, gpus = random.Random(0), FakeGpus(monkeypatch)
     enqueue(gpus, 12, rng)
     assert faults([gpus.run(rng.choice) for _ in range(20)])

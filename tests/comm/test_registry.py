@@ -39,7 +39,7 @@ def test_gpus_are_served_by_what_passes_its_self_test_on_them(monkeypatch):
     failures = {"direct": None, "ring": "a bit is wrong", "hierarchical": "slow", "nccl": None}
     both = torch.device("cuda", 0), torch.device("cuda", 1)
     found = {(choose.check_name(name), both): how for name, how in failures.items()}
-    monkeypatch.setattr(choose.self_test, "_found", found)
+    monkeypatch.setattr(choose.self_test, "_results", found)
     assert comm.available(["cuda:0", "cuda:1"]) == ("direct", "naive", "nccl")
     with pytest.raises(BackendError, match="'ring' cannot serve cuda:0, cuda:1: a bit is wrong"):
         comm.create("ring", ["cuda:0", "cuda:1"])

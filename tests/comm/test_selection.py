@@ -262,7 +262,7 @@ class Tried(NaiveCommunicator):
 def tried(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {"nccl": Tried, "naive": NaiveCommunicator})
     monkeypatch.setattr(registry, "is_simulated", lambda devices: False)
-    monkeypatch.setattr(self_test, "_found", {})
+    monkeypatch.setattr(self_test, "_results", {})
     monkeypatch.setattr(Tried, "made", [])
     monkeypatch.setattr(Tried, "trials", 0)
     facts = machine(range(2))
@@ -409,7 +409,7 @@ def test_a_failure_after_which_cuda_is_lost_says_so(monkeypatch, is_lost):
     with FakeGpus(2) as gpus:
         reason = self_test.trial(Broken(gpus.devices))
     assert "illegal memory access" in reason
-    assert ("start it anew, with another backend" in reason) == is_lost
+    assert ("start it again, with another backend" in reason) == is_lost
 
 
 def test_those_that_wait_get_a_short_timeout():

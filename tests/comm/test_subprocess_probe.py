@@ -26,8 +26,8 @@ from tests.gpu.fake_cupy import gpus_with_cupy
 TWO = tuple(torch.device("cuda", i) for i in range(2))
 # What stands in for the child begins with this, and ends when its lines do.
 SAY = "import json, os, sys, time; say = lambda **w: print(sys.argv[1], json.dumps(w), flush=True)"
-RIGHT = "print('NCCL INFO'); say(state='started'); say(found=None); time.sleep(99)"
-NO = "say(state='started'); say(found='replica 1 got 3 instead of 4')"
+RIGHT = "print('NCCL INFO'); say(state='started'); say(result=None); time.sleep(99)"
+NO = "say(state='started'); say(result='replica 1 got 3 instead of 4')"
 HANGS = "say(state='started'); say(state='made'); say(state='prepared'); time.sleep(99)"
 DIES = "say(state='started'); os.kill(os.getpid(), 11)"
 RUBBISH = "say(state='started'); print('\\x00}{ ' + sys.argv[1] + ' {', sys.argv[1]); print(1/0)"
@@ -52,7 +52,7 @@ def child(monkeypatch, tmp_path):
     monkeypatch.setattr(
         subprocess_probe, "_SECONDS", {**subprocess_probe._SECONDS, "prepared": 0.1}
     )
-    monkeypatch.setattr(subprocess_probe, "_found", {})
+    monkeypatch.setattr(subprocess_probe, "_results", {})
     monkeypatch.setattr(subprocess_probe, "_facts", lambda kind, devices: {"kind": str(kind)})
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     yield runs
@@ -94,7 +94,7 @@ def test_one_that_hangs_before_it_begins_is_a_reason(child, monkeypatch):
     [
         (NEVER_BEGINS, "the process ended with code 3 and without a verdict: no module named"),
         ("print('rubbish')", "the process ended with code 0 and without a verdict"),
-        ("say(untried='all devices are busy')", "all devices are busy"),
+        ("say(unavailable='all devices are busy')", "all devices are busy"),
     ],
 )
 def test_one_that_does_not_begin_has_tried_nothing(child, program, why):
@@ -118,8 +118,8 @@ def forbidden(monkeypatch):
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        (frozen, "no Python that can be started"),
-        (nameless, "no Python that can be started"),
+        (frozen, "not a Python that can be started"),
+        (nameless, "not a Python that can be started"),
         (forbidden, "does not start: .*Permission denied"),
     ],
 )
@@ -163,7 +163,7 @@ def test_only_the_first_strategy_of_a_machine_pays(child, monkeypatch, program, 
     started = child(program)
 
     def in_another_process(**options):
-        monkeypatch.setattr(subprocess_probe, "_found", {})
+        monkeypatch.setattr(subprocess_probe, "_results", {})
         return unsafe_reason(DirectCommunicator, TWO, **options)
 
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_only_the_first_strategy_of_a_machine_pays(child, monkeypatch, program, 
     later = in_another_process()
     assert later is None if expected is None else later.startswith(f"{expected} (found less than")
     assert len(started) == 1
-    assert in_another_process(anew=True) == expected
+    assert in_another_process(retry=True) == expected
     assert len(started) == 2
     monkeypatch.setenv(FOLDER_VARIABLE, "")
     assert in_another_process() == expected
@@ -197,7 +197,7 @@ def test_nothing_of_it_happens_for_one_device_the_cpu_and_backends_without_risk(
 @pytest.fixture
 def machine(child, monkeypatch):
     """Two simulated GPUs with CuPy, on which kernels are tried by what stands in for a child."""
-    monkeypatch.setattr(self_test, "_found", {})
+    monkeypatch.setattr(self_test, "_results", {})
     with gpus_with_cupy(2) as gpus, mock.patch.object(self_test, "unsafe_reason", unsafe_reason):
         yield gpus
 
@@ -238,7 +238,7 @@ def test_what_passed_elsewhere_is_tried_here_and_used(machine, child):
 def test_the_doctor_always_tries_anew(machine, child, monkeypatch):
     started = child(RIGHT)
     for number in (3, 6):
-        monkeypatch.setattr(self_test, "_found", {})
+        monkeypatch.setattr(self_test, "_results", {})
         found = {report.name: report for report in diagnose(TWO).backends}
         assert found["direct"].failure is found["ring"].failure is None
         assert len(started) == number
@@ -262,7 +262,7 @@ def run_main(monkeypatch, capsys):
     )
 
     def run(kind, *devices):
-        monkeypatch.setattr(subprocess_probe_main, "_named", lambda name: kind)
+        monkeypatch.setattr(subprocess_probe_main.pkgutil, "resolve_name", lambda name: kind)
         subprocess_probe_main.main(["TOKEN", "any:class", *(devices or ("cpu", "cpu"))])
         lines = capsys.readouterr().out.split("\n")
         return [json.loads(line.removeprefix("TOKEN ")) for line in lines if line]
@@ -295,24 +295,17 @@ STATES = [{"state": state} for state in ("started", "made", "prepared")]
 
 
 def test_it_says_how_far_it_is_and_what_it_found(run_main):
-    assert run_main(Right) == [*STATES, {"found": None}]
+    assert run_main(Right) == [*STATES, {"result": None}]
     *states, found = run_main(Wrong)
     assert states == STATES
-    assert found["found"].startswith("BackendError: replica 0 (cpu) got 2.0 instead of 1.0")
-    assert run_main(Broken) == [STATES[0], {"found": "OSError: no peers"}]
+    assert found["result"].startswith("BackendError: replica 0 (cpu) got 2.0 instead of 1.0")
+    assert run_main(Broken) == [STATES[0], {"result": "OSError: no peers"}]
 
 
 def test_memory_that_others_have_and_devices_that_are_not_there_are_no_verdict(run_main):
-    assert run_main(Large) == [*STATES[:2], {"untried": "CUDA out of memory"}]
+    assert run_main(Large) == [*STATES[:2], {"unavailable": "CUDA out of memory"}]
     ((word, text),) = run_main(Right, "cuda:99")[0].items()
-    assert (word, text[:33]) == ("untried", "DeviceError: 'cuda:99' does not e")
-
-
-def test_a_class_is_found_by_its_name():
-    assert (
-        subprocess_probe_main._named("mirror.comm.kernels.direct_backend:DirectCommunicator")
-        is DirectCommunicator
-    )
+    assert (word, text[:33]) == ("unavailable", "DeviceError: 'cuda:99' does not e")
 
 
 def test_what_it_says_is_out_before_it_goes_on(run_main, monkeypatch):

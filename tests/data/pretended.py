@@ -8,7 +8,7 @@ class Pretended(LocalWorkerGroup):
     """Worker ``rank`` of several; it receives its own messages as those of the other workers."""
 
     def __init__(self, rank, counts):
-        self._have(rank, counts)
+        self._set_counts(rank, counts)
 
     def exchange(self, what, signature=None, payload=bytes):
         return [payload()] * self.size

@@ -84,6 +84,6 @@ def test_collectives_of_a_backward_pass_take_turns_with_buckets(backend):
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_without_turns_workspaces_are_used_twice_at_once(backend, monkeypatch):
-    monkeypatch.setattr(CollectiveLock, "_follow", lambda self, gpu: None)
+    monkeypatch.setattr(CollectiveLock, "_wait_for_previous", lambda self, gpu: None)
     with pytest.raises(StreamError, match="unordered with"), gpus_with_cupy(2):
         collectives_in_backward(backend)

@@ -194,11 +194,13 @@ BUGS = {
         batches_from_a_pinned_buffer,
     ),
     "collectives on two streams share scratch": (
-        fault(CollectiveLock, "_follow", "stream.wait_event(self._last[gpu][1])", "pass"),
+        fault(
+            CollectiveLock, "_wait_for_previous", "stream.wait_event(self._last[gpu][1])", "pass"
+        ),
         collectives_in_backward,
     ),
     "collectives wait for one that is not the last": (
-        fault(CollectiveLock, "_leave", "event.record(stream)"),
+        fault(CollectiveLock, "_record", "event.record(stream)"),
         collectives_in_backward,
     ),
     "replicas are not on the caller's streams": (

@@ -1,1 +1,1 @@
-"""Backends of the host: sums in place, and a plain one to compare with."""
+"""Backends of the host: reductions in place by C++, and the plain reference."""

@@ -18,10 +18,10 @@ from mirror.devices import is_simulated, parse
 
 @register("host")
 class HostCommunicator(Communicator):
-    """Reads all replicas' buffers once, reduces them in registers, writes the result once.
+    """Reads all replicas' buffers once, reduces them in registers, and writes the result once.
 
-    Every element is reduced in replica order, so the result has the bits of "naive", whatever is
-    reduced together. ``torch.get_num_threads()`` threads do the work.
+    Every element is reduced in replica order, so results have the bits of "naive" and do not
+    depend on which tensors are reduced together. It uses ``torch.get_num_threads()`` threads.
     """
 
     deterministic = True
@@ -58,11 +58,11 @@ class HostCommunicator(Communicator):
         bytes_per_pack: int,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        """Reduces all the lists at once; nothing is packed, but for another ``wire_dtype``.
+        """Reduces all lists in one call, and packs only for another ``wire_dtype``.
 
-        Packing would copy every byte twice, and saves only what the CPU does not have: launches.
-        Tensors whose elements lie gapless in memory, in one order on all replicas, are reduced
-        where they are, whatever that order is; others through a contiguous copy.
+        Packing would copy every byte twice to save launches, which the CPU does not have. Tensors
+        without gaps, and with equal strides on all replicas, are reduced in place; other tensors
+        are reduced in contiguous copies.
         """
         if wire_dtype is not None:
             super().all_reduce_checked(columns, op, scale, bytes_per_pack, wire_dtype)
@@ -78,12 +78,12 @@ class HostCommunicator(Communicator):
             reduced = columns
         dtypes = {tensor.dtype for tensor in reduced[0]}
         for dtype in dtypes:
-            alike = reduced
+            same_dtype = reduced
             if len(dtypes) > 1:
-                alike = [[tensor for tensor in c if tensor.dtype is dtype] for c in reduced]
+                same_dtype = [[tensor for tensor in c if tensor.dtype is dtype] for c in reduced]
             self._library.all_reduce(
-                [tensor.data_ptr() for row in zip(*alike, strict=True) for tensor in row],
-                [tensor.numel() for tensor in alike[0]],
+                [tensor.data_ptr() for row in zip(*same_dtype, strict=True) for tensor in row],
+                [tensor.numel() for tensor in same_dtype[0]],
                 dtype,
                 op,
                 float(scale),

@@ -28,7 +28,7 @@ _DTYPES = {
 }
 
 _I, _L, _P = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-# Arrays are handed over as the bytes of an ``array``: a quarter of the time of a ctypes array.
+# Arrays are passed as the bytes of an ``array``, in a quarter of the time of a ctypes array.
 _ARRAY = ctypes.c_char_p
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "mirror_all_reduce": (None, [_ARRAY, _ARRAY, _L, _I, _I, _I, ctypes.c_double, _I]),
@@ -48,11 +48,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 class BufferAddresses:
-    """Where tensors of one dtype lie in a buffer, as the library wants it.
+    """The positions of tensors of one dtype in a flat buffer, encoded for the library.
 
     Args:
-        counts: of their elements.
-        offsets: where each begins, in elements, and where the last one ends.
+        counts: the number of elements of each tensor.
+        offsets: the first element of each tensor in the buffer, and the end of the last one.
 
     Raises:
         KeyError: the library does not sum that dtype.
@@ -69,16 +69,16 @@ class BufferAddresses:
 class HostLibrary:
     """The functions of the library, with addresses and counts as Python sequences of ints.
 
-    ``addresses`` holds one address per replica for each tensor, tensor after tensor. Nothing is
-    checked here. Calls let go of the GIL, and use ``torch.get_num_threads()`` threads.
+    ``addresses`` has one address per replica for each tensor, tensor after tensor. Arguments are
+    not checked. Calls release the GIL, and use ``torch.get_num_threads()`` threads.
     """
 
     def __init__(self, path: Path) -> None:
         """Loads the library.
 
         Raises:
-            OSError: there is none at that path, or it does not load.
-            AttributeError: it lacks a function: it was built from another version of csrc/.
+            OSError: the file does not exist or does not load.
+            AttributeError: a function is missing, as in a build of another version of csrc/.
         """
         self._c = ctypes.CDLL(str(path))
         for name, (restype, argtypes) in _SIGNATURES.items():
@@ -105,25 +105,30 @@ class HostLibrary:
         )
 
     def pack_sums(
-        self, addresses: Sequence[int], places: BufferAddresses, scale: float, tail: bytes, to: int
+        self,
+        addresses: Sequence[int],
+        positions: BufferAddresses,
+        scale: float,
+        tail: bytes,
+        target: int,
     ) -> None:
-        """Leaves the replicas' sums, multiplied by ``scale``, at their places in a buffer.
+        """Writes the replicas' sums, multiplied by ``scale``, into a flat buffer.
 
         Args:
-            tail: what is left behind them, as bytes.
-            to: the buffer.
+            tail: bytes to write after the sums.
+            target: the address of the buffer.
         """
         self._c.mirror_pack_sums(
             _pack(addresses),
-            places.counts,
-            places.offsets,
-            places.num_tensors,
-            len(addresses) // places.num_tensors,
-            places.dtype,
+            positions.counts,
+            positions.offsets,
+            positions.num_tensors,
+            len(addresses) // positions.num_tensors,
+            positions.dtype,
             scale,
             tail,
             len(tail),
-            to,
+            target,
             torch.get_num_threads(),
         )
 
@@ -152,19 +157,19 @@ class HostLibrary:
         )
 
     def overlap(self, addresses: Sequence[int], sizes_bytes: Sequence[int]) -> bool:
-        """Whether two of the tensors share memory."""
+        """Returns whether two of the tensors share memory."""
         num_replicas = len(addresses) // len(sizes_bytes)
-        found = self._c.mirror_overlap(
+        result = self._c.mirror_overlap(
             _pack(addresses), _pack(sizes_bytes), len(sizes_bytes), num_replicas
         )
-        return bool(found)
+        return bool(result)
 
-    def stream_copy(self, to: int, source: int, num_bytes: int, *, past_caches: bool) -> None:
-        """Copies multiples of 16 bytes between such addresses: what benchmarks compare with."""
-        self._c.mirror_stream_copy(to, source, num_bytes, past_caches, torch.get_num_threads())
+    def stream_copy(self, target: int, source: int, num_bytes: int, *, past_caches: bool) -> None:
+        """Copies memory, as a baseline of benchmarks; size and addresses are multiples of 16."""
+        self._c.mirror_stream_copy(target, source, num_bytes, past_caches, torch.get_num_threads())
 
     def levels(self) -> tuple[str, ...]:
-        """The instruction sets that this machine has loops for, slowest first."""
+        """Returns the instruction sets that this machine supports, slowest first."""
         current = self._c.mirror_level()
         names: list[str] = []
         while self._c.mirror_set_level(len(names)) == 0:
@@ -173,24 +178,25 @@ class HostLibrary:
         return tuple(names)
 
     def level(self) -> str:
-        """The instruction set in use."""
+        """Returns the instruction set in use."""
         name: bytes = self._c.mirror_level_name(self._c.mirror_level())
         return name.decode()
 
     def set_level(self, name: str) -> None:
-        """Makes the whole process use one of ``levels()``; for tests: the bits are the same."""
+        """Sets the instruction set of the process, for tests; all of them give the same bits."""
         self._c.mirror_set_level(self.levels().index(name))
 
 
 @cache
 def missing_reason() -> str | None:
-    """Returns why the library cannot be used; ``None`` when it can."""
-    return unusable_reason(PATH, lambda: library() is not None)  # it lacks no function
+    """Returns why the library cannot be used; ``None`` if it can."""
+    # Loading it raises AttributeError if a function is missing.
+    return unusable_reason(PATH, lambda: library() is not None)
 
 
 @cache
 def library() -> HostLibrary:
-    """Returns the library of this process, which it loads at the first call."""
+    """Returns the library of this process; the first call loads it."""
     return HostLibrary(PATH)
 
 
@@ -198,7 +204,7 @@ def require() -> HostLibrary:
     """Returns the library.
 
     Raises:
-        BackendError: it cannot be used.
+        BackendError: the library cannot be used.
     """
     reason = missing_reason()
     if reason is not None:
@@ -207,7 +213,7 @@ def require() -> HostLibrary:
 
 
 def forget() -> None:
-    """Makes the next use look for the library again."""
+    """Clears the caches, so that the next use loads the library again."""
     missing_reason.cache_clear()
     library.cache_clear()
 

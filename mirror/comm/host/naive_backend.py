@@ -1,4 +1,4 @@
-"""The backend "naive": slow and obviously right on any devices; what the others are held to."""
+"""The backend "naive": slow and plain, on any devices; the reference for all other backends."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class NaiveCommunicator(Communicator):
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Returns for each chunk its views in all the tensors."""
+    """Returns, for each chunk, its views in all tensors."""
     return list(zip(*(t.view(-1).tensor_split(len(tensors)) for t in tensors), strict=True))

@@ -1,13 +1,12 @@
-"""Binaries of the kernels in csrc/: compiled by NVRTC when first needed, and kept on disk.
+"""Binaries of the kernels in csrc/, which NVRTC compiles when first needed; cached on disk.
 
-[Note: Compiled by ourselves]
-CuPy appends ``-ftz=true`` to whatever it compiles, and NVRTC takes the last word: sums of denormal
-numbers would be 0 on GPUs, and nowhere else. So NVRTC is called here, by CuPy's binding, without
-that option; CuPy only loads the result, which lies where CuPy keeps its own.
+CuPy appends ``-ftz=true`` to its compiler options, and NVRTC uses the last option: sums of
+denormal numbers would be 0 on GPUs, and nowhere else. So NVRTC is called here, through CuPy's
+binding, without that option. CuPy only loads the binary, which is in CuPy's cache folder.
 
-A unit is what is compiled at once: the reductions of one file for one element type, operation and
-number of replicas, or its copies, which see bytes. A unit takes a second or two, so only what is
-used is compiled, when it is first used; those that will be needed are compiled in threads.
+A unit is compiled at once: the reductions of one file for one element type, operation and number
+of replicas, or its copies, which work on bytes. A unit takes a second or two, so it is compiled
+when it is first used. Units that are known to be needed are compiled in threads.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from mirror.comm.argument_checks import HALF_DTYPES
 from mirror.comm.kernels.kernel_arguments import KernelArguments
 from mirror.errors import BackendError
 
-# No contraction: a * b + c must have the same bits as on simulated devices. Before CUDA 13 generic
-# lambdas are taken for functions of the host, even in those of the device.
+# No contraction: a * b + c must have the same bits as on simulated devices. Before CUDA 13,
+# generic lambdas count as functions of the host, even inside functions of the device.
 OPTIONS = ("--std=c++20", "--fmad=false", "--device-as-default-execution-space")
 # The names in csrc/portable.h.
 ELEMENTS = {
@@ -55,13 +54,13 @@ _INCLUDE = re.compile(r'^#include "(\w+\.\w+)"$', re.MULTILINE)
 
 
 class Unit(NamedTuple):
-    """What is compiled at once; what a source does not need is 0.
+    """The parameters of one compilation; those that a source does not need are 0.
 
     Attributes:
         source: the file in csrc/, without its suffix.
-        element: the element type of the file's reductions; "" for its copies, which see bytes.
+        element: the element type of the file's reductions; "" for its copies.
         op: the number of the operation, as in ``KernelArguments``.
-        rounds: whether partial sums travel as elements.
+        rounds: whether partial sums are sent as elements.
     """
 
     source: str
@@ -79,31 +78,29 @@ class Unit(NamedTuple):
 
 
 def unit_of(kernel: str, dtype: torch.dtype, arguments: KernelArguments) -> Unit:
-    """Returns the unit that has a kernel, by name, for an element type and a call."""
+    """Returns the unit with a kernel, from its name, element type and arguments."""
     source = kernel.partition("_")[0]
     if kernel.endswith(_COPIES):
         return Unit(source)
-    # A ring reads from one replica at a time, however many there are.
+    # A ring reads from one replica at a time, for any number of replicas.
     num_replicas = 0 if source == "ring" else arguments.num_replicas
     island_size = arguments.island_size if source == "hierarchical" else 0
-    # "direct" passes no partial sums on, and those of wide types are elements anyway.
+    # "direct" sends no partial sums, and those of wide types are elements anyway.
     rounds = bool(arguments.rounds) and dtype in HALF_DTYPES and source != "direct"
     return Unit(source, ELEMENTS[dtype], arguments.op, num_replicas, island_size, rounds)
 
 
 def source_folder() -> Path | None:
-    """Returns the folder of the kernels' source: in the package, or beside it in a checkout."""
-    here = Path(__file__).resolve().parents[1]  # mirror/comm
-    for folder in (here / "csrc", here.parents[1] / "csrc"):
+    """Returns the folder of the kernels' source: in the package, or next to it in a checkout."""
+    comm = Path(__file__).resolve().parents[1]
+    for folder in (comm / "csrc", comm.parents[1] / "csrc"):
         if (folder / "portable.h").exists():
             return folder
     return None
 
 
 def unit_source(unit: Unit) -> str:
-    """Returns the text of a unit, headers included.
-
-    One piece of text is all that a compiler in a library takes without a search path.
+    """Returns the text of a unit, headers included, since NVRTC has no search path for them.
 
     Raises:
         BackendError: the sources are not installed.
@@ -137,7 +134,7 @@ def unit_source(unit: Unit) -> str:
 
 
 def compile_all(units: Iterable[Unit], capabilities: Collection[int]) -> None:
-    """Compiles those units that are not there yet, in as many threads as may run.
+    """Compiles the units that are not in the cache, in parallel threads.
 
     Args:
         capabilities: of the GPUs, 90 for 9.0.
@@ -150,10 +147,10 @@ def compile_all(units: Iterable[Unit], capabilities: Collection[int]) -> None:
 
 
 def binary(unit: Unit, capability: int) -> Path:
-    """Returns the file with a unit's binary for GPUs of a capability; compiles it if need be.
+    """Returns the file with a unit's binary for GPUs of a capability; compiles it if necessary.
 
     Raises:
-        BackendError: the compiler refuses the source, or there is none.
+        BackendError: the compiler refuses the source, or the source is not installed.
     """
     nvrtc = import_module("cupy.cuda").nvrtc
     architecture = _architecture(capability)
@@ -163,17 +160,17 @@ def binary(unit: Unit, capability: int) -> Path:
     name = f"mirror_{hashlib.sha256(facts.encode()).hexdigest()}.bin"
     file = _folder() / name
     if not file.exists():
-        made = _compiled(nvrtc, text, options, is_machine_code=architecture.startswith("sm_"))
+        data = _compile(nvrtc, text, options, is_machine_code=architecture.startswith("sm_"))
         # Another process that compiles the same unit never reads a partial file.
         with replace_atomically(file) as new:
-            new.write(made)
+            new.write(data)
     return file
 
 
 def _architecture(capability: int) -> str:
-    """Returns what to compile for: the GPU, or for one newer than the compiler what it translates.
+    """Returns the architecture to compile for.
 
-    That is done by the driver, which is as new as the GPU.
+    For a GPU that is newer than the compiler, the result is PTX, which the driver translates.
     """
     known = import_module("cupy.cuda").nvrtc.getSupportedArchs()
     if capability in known:
@@ -181,7 +178,7 @@ def _architecture(capability: int) -> str:
     return f"compute_{max(known)}" if capability > max(known) else f"sm_{capability}"
 
 
-def _compiled(nvrtc: Any, text: str, options: tuple[str, ...], *, is_machine_code: bool) -> bytes:
+def _compile(nvrtc: Any, text: str, options: tuple[str, ...], *, is_machine_code: bool) -> bytes:
     program = nvrtc.createProgram(text, "mirror.cu", (), ())
     try:
         try:
@@ -189,15 +186,15 @@ def _compiled(nvrtc: Any, text: str, options: tuple[str, ...], *, is_machine_cod
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program).strip()
             raise BackendError(f"NVRTC refuses a kernel: {error}: {log}; report this") from None
-        made = nvrtc.getCUBIN(program) if is_machine_code else nvrtc.getPTX(program)
-        return made.encode() if isinstance(made, str) else bytes(made)  # before CuPy 14, after
+        data = nvrtc.getCUBIN(program) if is_machine_code else nvrtc.getPTX(program)
+        return data.encode() if isinstance(data, str) else bytes(data)  # str before CuPy 14
     finally:
         nvrtc.destroyProgram(program)
 
 
 @cache
 def _folder() -> Path:
-    """Returns CuPy's folder of compiled kernels, or a new one where that cannot be written."""
+    """Returns CuPy's folder of compiled kernels, or a new one if that is not writable."""
     folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""GPUs as a machine for the kernels of csrc/, by CuPy. Needs a GPU to be tested; see there.
+"""CudaDevices: GPUs that run the kernels of csrc/, through CuPy.
 
-Nothing here has been run on a GPU yet: tests/comm/kernels/test_cuda_kernels.py says what will be,
-and skips with the reason. What runs without one is the compiler, over the very same source.
+This has not been run on a GPU yet. tests/comm/kernels/test_cuda_kernels.py has the tests for GPUs,
+and skips them with the reason; without a GPU, only the compiler is tested, on the same source.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from mirror.errors import BackendError
 
 # kMaxThreads in csrc/collective.h.
 _THREADS_PER_BLOCK = 512
-# As many as others use who copy by registers (NCCL's rings 16 to 32, vLLM 36). To be measured:
-# benchmarks/gpu_blocks.py finds the best for a machine.
+# Other libraries that copy through registers use as many (NCCL's rings 16 to 32, vLLM 36). It is
+# not measured yet: benchmarks/gpu_blocks.py finds the best number for a machine.
 _DEFAULT_BLOCKS = 32
 _PEER_ACCESS_ALREADY_ENABLED = 704
 
-_Place = tuple[str, torch.device]
-"""A kernel, by name, on a device."""
+_KernelKey = tuple[str, torch.device]
+"""The name of a kernel, and its device."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class _Loaded:
     """A kernel on a device.
 
     Attributes:
-        kernel: CuPy's, which keeps its module loaded.
-        function: the driver's handle of it, a CUfunction.
+        kernel: CuPy's object, which keeps the module loaded.
+        function: the driver's handle, a CUfunction.
     """
 
     kernel: Any
@@ -55,21 +55,21 @@ class _Loaded:
 
 
 class CudaDevices:
-    """GPUs, some of which may be those of several replicas.
+    """GPUs, each with one or several replicas.
 
-    All replicas of a GPU are rows of one launch, on torch's current stream of that GPU. Where
-    there are several, it is a cooperative one: all its blocks are resident together, or it fails.
-    ``__launch_bounds__`` makes one block fit on each multiprocessor, so that there may be as many
-    blocks as those. A replica alone on its GPU is launched plainly, and need not find room for
-    the whole grid at once: a block waits for the blocks of its own number, on other GPUs, and
-    blocks start in the order of their numbers.
+    All replicas of a GPU are rows of one launch, on torch's current stream of that GPU. If there
+    are several rows, the launch is cooperative: all its blocks are resident together, or it fails.
+    ``__launch_bounds__`` makes one block fit on each multiprocessor, so there may be as many
+    blocks as multiprocessors. A single replica has an ordinary launch, whose blocks need not all
+    be resident: a block waits only for blocks of its own number on other GPUs, and blocks start in
+    the order of their numbers.
 
-    While kernels wait for each other, nothing may wait for one of them before all are launched.
-    So modules are loaded, on every device, and all memory is there before the first launch.
+    Kernels wait for each other, so nothing may wait for one of them before all are launched. So
+    modules are loaded on every device, and all memory is allocated, before the first launch.
     """
 
-    # A pack for each thread. With more of them a thread waits for memory more than once, while
-    # there are multiprocessors to ask at the same time; with less, threads are idle.
+    # One pack per thread. With more, a thread waits for memory several times while other
+    # multiprocessors are free; with less, threads are idle.
     bytes_per_block = 16 * _THREADS_PER_BLOCK
 
     def __init__(
@@ -79,17 +79,16 @@ class CudaDevices:
         linked: Sequence[tuple[torch.device, torch.device]],
         max_blocks: int | None = None,
     ) -> None:
-        """Opens the devices' memory to each other, and makes the workspaces.
+        """Enables peer access, and allocates the workspaces.
 
         Args:
-            linked: the pairs of which the one reaches the other's memory. No others are opened: a
-                GPU has so many peers at most.
-            max_blocks: of each replica: all are to be resident at once, one to a multiprocessor.
+            linked: the pairs where the first device accesses the second's memory. Only these are
+                enabled, because the number of a GPU's peers is limited.
+            max_blocks: of each replica; all are resident at once, one per multiprocessor.
 
         Raises:
             BackendError: a GPU has fewer multiprocessors than replicas.
-            ValueError: it has fewer than ``max_blocks`` for each of its replicas, or these are
-                none.
+            ValueError: ``max_blocks`` is not positive, or a GPU has too few multiprocessors.
         """
         self._devices = tuple(devices)
         self._rows = {d: [i for i, e in enumerate(devices) if e == d] for d in devices}
@@ -103,11 +102,11 @@ class CudaDevices:
                 f"got max_blocks={max_blocks}"
             )
         self.max_blocks = max_blocks or min(_DEFAULT_BLOCKS, most)
-        _open_memory(linked)
+        _enable_peer_access(linked)
         num_bytes = workspace_bytes(self.max_blocks, scratch_bytes)
-        # They outlive the inference mode and the default device of their creator.
+        # The workspaces outlive the inference mode and the default device of their creator.
         with torch.inference_mode(False):
-            # The caching allocator aligns to 512 bytes. Zeroed on the current streams: wait.
+            # The caching allocator aligns to 512 bytes.
             self._workspaces = [
                 torch.zeros(num_bytes, dtype=torch.uint8, device=device) for device in devices
             ]
@@ -115,7 +114,7 @@ class CudaDevices:
             self._errors = torch.zeros(
                 len(devices) * FLAG_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
             )
-        self._synchronize()
+        self._synchronize()  # the zeros were enqueued on the current streams
 
     def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
         units = dict.fromkeys(unit_of(*call) for call in calls)
@@ -124,7 +123,7 @@ class CudaDevices:
     def run(
         self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
     ) -> None:
-        """Enqueues the kernel on all devices, one right after the other."""
+        """Enqueues the kernel on all devices, by one call of the launcher."""
         num_replicas = len(self._devices)
         arguments.workspace[:num_replicas] = [w.data_ptr() for w in self._workspaces]
         arguments.errors = self._errors.data_ptr()
@@ -153,7 +152,7 @@ class CudaDevices:
         return [word & 0xFFFFFFFF for word in words]
 
     def abort(self) -> None:
-        # From another thread than that of the kernels, which look at these words as they wait.
+        # Waiting kernels poll these words, so another thread can call this.
         self._errors.view(torch.int32)[:: FLAG_BYTES // 4].fill_(ABORTED)
 
     def reset(self) -> None:
@@ -165,7 +164,7 @@ class CudaDevices:
 
     def close(self) -> None:
         if self._workspaces:
-            # Memory must not go to others while a peer's kernel may still write to it.
+            # A peer's kernel may still write to this memory, which must not be reused before.
             self._synchronize()
             self._workspaces = []
 
@@ -175,7 +174,7 @@ class CudaDevices:
 
 
 def missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | None:
-    """Returns why kernels cannot run on GPUs of which these pairs share memory."""
+    """Returns why kernels cannot run on GPUs with these pairs of peers; ``None`` if they can."""
     if find_spec("cupy") is None:
         return "it needs CuPy on GPUs; install mirror-strategy[cu12] or [cu13]"
     if source_folder() is None:
@@ -192,17 +191,17 @@ def missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | 
 
 
 @cache
-def _load(unit: Unit, devices: tuple[torch.device, ...]) -> dict[_Place, _Loaded]:
+def _load(unit: Unit, devices: tuple[torch.device, ...]) -> dict[_KernelKey, _Loaded]:
     """Loads a unit on every device; compiles it first if needed."""
     cupy = import_module("cupy")
-    kernels: dict[_Place, _Loaded] = {}
+    kernels: dict[_KernelKey, _Loaded] = {}
     for device in devices:
         module = cupy.RawModule(path=str(binary(unit, _capability(device))))
         for name in unit.kernels:
             kernel = module.get_function(f"{name}_kernel")
             with torch.cuda.device(device):
-                # Asking for an attribute loads the kernel now; a launch might find the device
-                # busy with one that waits for it.
+                # Reading an attribute loads the kernel now. At the launch, the device might be
+                # busy with a kernel that waits for this one.
                 if kernel.local_size_bytes > 0:
                     raise BackendError(f"the compiler gave {name} local memory; report this")
                 # `.kernel` is the function on the current device.
@@ -220,13 +219,13 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _open_memory(pairs: Sequence[tuple[torch.device, torch.device]]) -> None:
-    """Lets the first device of each pair access the second one's memory, torch's and CuPy's."""
+def _enable_peer_access(pairs: Sequence[tuple[torch.device, torch.device]]) -> None:
+    """Enables access of the first device of each pair to the second one's memory."""
     runtime: ModuleType = import_module("cupy").cuda.runtime
     for one, other in dict.fromkeys(pairs):
         if one == other or not torch.cuda.can_device_access_peer(one, other):
             continue
-        # A copy by torch opens what its allocator maps by itself (expandable segments).
+        # A copy makes torch enable access to memory that its allocator maps (expandable segments).
         torch.ones(1, device=other).to(one)
         with torch.cuda.device(one):
             try:

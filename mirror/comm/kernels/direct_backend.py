@@ -1,4 +1,4 @@
-"""The backend "direct": every replica reads and writes the memory of all the others."""
+"""The backend "direct": every replica accesses the memory of all other replicas."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from mirror.comm.kernels.kernel_arguments import PACK_BYTES
 from mirror.comm.kernels.kernel_communicator import KernelCommunicator
 from mirror.comm.registry import register
 
-# Up to here a reduction is one meeting of the replicas, each of which reduces everything itself.
-# vLLM's and FlashInfer's limits for 8 GPUs with NVLink lie around it; mirror has no measurement
-# of its own yet.
+# Up to this size, replicas synchronize once, and each reduces the whole message itself. The limits
+# of vLLM and FlashInfer for 8 GPUs with NVLink are near it; mirror has no measurement yet.
 ONE_SHOT_MAX_BYTES = 256 * 1024
 
 
@@ -18,13 +17,13 @@ ONE_SHOT_MAX_BYTES = 256 * 1024
 class DirectCommunicator(KernelCommunicator):
     """One-shot all-reduce for small messages, two-shot for large ones (csrc/direct.cu).
 
-    Every element is reduced in replica order, so the result has the bits of "naive", whatever is
-    reduced together.
+    Every element is reduced in replica order, so results have the bits of "naive" and do not
+    depend on which tensors are reduced together.
     """
 
     deterministic = True
     source = "direct"
-    # Half of it holds a block's part of a one-shot message, and a pack at either end.
+    # Each half has room for a block's part of a one-shot message, and a pack at both ends.
     simulated_scratch_bytes = 2 * (ONE_SHOT_MAX_BYTES // 2 + 1024)
     cuda_scratch_bytes = 2 * (32 * 1024 + 1024)
 
@@ -39,7 +38,7 @@ class DirectCommunicator(KernelCommunicator):
     def kernel_for(self, collective: str, num_bytes: int, blocks: int) -> str:
         if collective != "all_reduce":
             return super().kernel_for(collective, num_bytes, blocks)
-        # A block's part of the packs, two of which may be begun only.
+        # A block's part of the packs, of which the first and the last may be incomplete.
         part_bytes = -(-(num_bytes // PACK_BYTES + 2) // blocks) * PACK_BYTES
         fits = num_bytes <= ONE_SHOT_MAX_BYTES and part_bytes <= self.scratch_bytes // 2
         return "direct_one_shot" if fits else "direct_two_shot"

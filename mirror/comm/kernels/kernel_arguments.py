@@ -1,4 +1,4 @@
-"""The arguments of the kernels in csrc/, and the memory that they are about."""
+"""The arguments of the kernels in csrc/, and the sizes of their workspaces."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import ctypes
 
 MAX_REPLICAS = 16
 PACK_BYTES = 16
-# Of one block in a replica's workspace, as in csrc/collective.h: flags and counters.
+# The flags and counters of one block in a replica's workspace, as in csrc/collective.h.
 STATE_BYTES = 4096
-# Of a flag, and so of a replica's error word.
+# The size of a flag, and so of a replica's error word.
 FLAG_BYTES = 128
-# An error word that the host has set: that of a kernel has its highest bit set.
+# The error word of an abort by the host; a kernel's error word has its highest bit set.
 ABORTED = 1
 
 
 class KernelArguments(ctypes.Structure):
-    """The struct of the same name in csrc/collective.h, which says what the fields are."""
+    """The struct ``Arguments`` of csrc/collective.h, which describes the fields."""
 
     _fields_ = [
         ("data", ctypes.c_uint64 * MAX_REPLICAS),
@@ -40,5 +40,5 @@ class KernelArguments(ctypes.Structure):
 
 
 def workspace_bytes(num_blocks: int, scratch_bytes: int) -> int:
-    """Returns how much memory a replica needs for kernels of so many blocks."""
+    """Returns the size of a replica's workspace for a number of blocks."""
     return num_blocks * (STATE_BYTES + scratch_bytes)

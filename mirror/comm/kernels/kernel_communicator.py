@@ -1,4 +1,4 @@
-"""The kernels of csrc/ as communicators: what ring, hierarchical and direct have in common."""
+"""KernelCommunicator: the base of ring, hierarchical and direct, which run kernels of csrc/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mirror.comm.kernels.kernel_arguments import ABORTED, MAX_REPLICAS, KernelAr
 from mirror.devices import is_simulated, parse
 from mirror.errors import BackendError, CollectiveTimeoutError
 
-# How many calls back an error word can still be told which call it is about.
+# An error word has the number of a call; names of this many calls are kept for messages.
 _REMEMBERED_CALLS = 1024
 _CALL_NUMBERS = 1 << 23
 
@@ -28,52 +28,51 @@ _logger = logging.getLogger("mirror")
 
 
 class Machine(Protocol):
-    """Runs kernels on all replicas, and owns the memory that they share.
+    """Runs kernels on all replicas, and owns their workspaces.
 
     Attributes:
-        max_blocks: how many blocks of threads a kernel may have on each replica.
-        bytes_per_block: how much of a message one replica works on before another block is worth
-            its while.
+        max_blocks: the number of thread blocks that a kernel may have on each replica.
+        bytes_per_block: the bytes of a message for which a replica uses one block.
     """
 
     max_blocks: int
     bytes_per_block: int
 
     def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
-        """Compiles the kernels that such calls of ``run`` need; ``run`` does so itself if not."""
+        """Compiles the kernels for calls of ``run``; without it, ``run`` compiles them."""
 
     def run(
         self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
     ) -> None:
-        """Enqueues the kernel for all replicas; fills in the addresses of workspaces."""
+        """Enqueues the kernel for all replicas; sets the addresses of the workspaces."""
 
     def error_words(self) -> list[int]:
-        """Returns one per replica, 0 for none, without waiting for the devices."""
+        """Returns the error word of each replica, 0 for none; does not wait for the devices."""
 
     def abort(self) -> None:
-        """Has the kernels under way wait no more: sets all error words to ``ABORTED``."""
+        """Ends the waits of running kernels: sets all error words to ``ABORTED``."""
 
     def reset(self) -> None:
-        """Waits for the devices, and makes the workspaces as new; keeps the error words."""
+        """Waits for the devices, and clears the workspaces and the error words."""
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
 
 
 class KernelCommunicator(Communicator):
     """Collectives that are kernels: run by CuPy on GPUs, by threads on simulated devices.
 
     On GPUs the collectives are enqueued on each device's current stream; all replicas of a device
-    share one launch. A wait ends at its deadline; that becomes a ``CollectiveTimeoutError`` of
-    this collective on simulated devices, and of the next one on GPUs.
+    share one launch. A wait ends at its deadline. On simulated devices the same collective then
+    raises ``CollectiveTimeoutError``, on GPUs the next one.
 
-    **The GPU path needs a GPU to be tested, and has not yet been run on one**; a trial on the very
-    devices, which moves data, goes before its first use.
+    **The GPU path needs a GPU to be tested, and has not yet been run on one**; a self-test on the
+    same devices, which moves data, must pass before its first use.
 
     Attributes:
         source: the file in csrc/ with the kernels.
-        scratch_bytes: of each block of each replica.
-        partial_sums: "exact" or "rounded", see ``checked_partial_sums``.
+        scratch_bytes: the scratch memory of each block of each replica.
+        partial_sums: "exact" or "rounded", see ``check_partial_sums``.
     """
 
     waits = True
@@ -91,17 +90,17 @@ class KernelCommunicator(Communicator):
         timeout_seconds: float | None = None,
         max_blocks: int | None = None,
     ) -> None:
-        """Makes the workspaces.
+        """Allocates the workspaces.
 
         Args:
             timeout_seconds: how long a replica may wait inside a collective; by default 600 s.
-            max_blocks: how many blocks of threads a kernel may have on each replica; results have
-                the same bits whatever it is. By default what the machine suggests.
+            max_blocks: the number of thread blocks that a kernel may have on each replica. It does
+                not change the bits of results. The default depends on the machine.
 
         Raises:
             BackendError: the kernels cannot be run here; see ``unavailable_reason``.
             DeviceError: a device does not exist.
-            ValueError: the timeout is negative, or the blocks are none, or too many for a device.
+            ValueError: the timeout is negative, or ``max_blocks`` is not positive or too large.
         """
         super().__init__(devices)
         if timeout_seconds is not None and not timeout_seconds >= 0:
@@ -124,13 +123,13 @@ class KernelCommunicator(Communicator):
             self._machine = cuda_kernels.CudaDevices(
                 self.devices, self.scratch_bytes, self._linked(self.devices), max_blocks
             )
-        # Not at exit: the driver may be gone by then, and the process gives everything back.
+        # Not at exit: the driver may be gone by then, and the exit frees everything.
         weakref.finalize(self, self._machine.close).atexit = False
 
     @classmethod
     @abstractmethod
     def linked_pairs(cls, num_replicas: int) -> list[tuple[int, int]]:
-        """Returns the replicas of which the one must reach the other's memory."""
+        """Returns the pairs of replicas where the first must access the second's memory."""
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
@@ -146,7 +145,7 @@ class KernelCommunicator(Communicator):
         return [(devices[i], devices[j]) for i, j in cls.linked_pairs(len(devices))]
 
     def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
-        # Kernels of a source that see the same elements are compiled together.
+        # Kernels of a source with the same element type are compiled together.
         calls = [(f"{self.source}_broadcast", torch.uint8, self._arguments("sum"))]
         for op, dtype in reductions:
             calls.append((f"{self.source}_reduce_scatter", dtype, self._arguments(op)))
@@ -189,26 +188,26 @@ class KernelCommunicator(Communicator):
         self._launch("broadcast", tensors, torch.uint8, root=root)
 
     def share(self, collective: str, num_bytes: int) -> int:
-        """Returns how many bytes of a message of so many one replica works on: a chunk."""
+        """Returns the bytes of a message that one replica processes: by default a chunk."""
         return -(-num_bytes // len(self.devices))
 
     def kernel_for(self, collective: str, num_bytes: int, blocks: int) -> str:
-        """Returns the name of the kernel for so many bytes per replica, on so many blocks."""
+        """Returns the name of the kernel for a message size and a number of blocks."""
         return f"{self.source}_{collective}"
 
     def arrange(self, arguments: KernelArguments) -> None:
-        """Fills in the order of replicas: by default one island, in replica order."""
+        """Sets the order of replicas: by default one island, in replica order."""
         num_replicas = arguments.num_replicas
         arguments.order[:num_replicas] = range(num_replicas)
         arguments.position[:num_replicas] = range(num_replicas)
         arguments.island_size = num_replicas
 
     def _arguments(self, op: str) -> KernelArguments:
-        """Returns what kernels are compiled for, filled in: replicas, islands, the operation."""
+        """Returns arguments with the values that kernels are compiled for: replicas, op."""
         arguments = KernelArguments()
         arguments.num_replicas = len(self.devices)
         arguments.op = OPS.index(op)
-        # Of elements the least and the greatest are elements: nothing is lost.
+        # The minimum and maximum of elements are elements, so rounding them loses nothing.
         arguments.rounds = self.partial_sums == "rounded" or op in ("min", "max")
         self.arrange(arguments)
         return arguments
@@ -223,10 +222,10 @@ class KernelCommunicator(Communicator):
         scale: float = 1.0,
         root: int = 0,
     ) -> None:
-        """Runs a kernel over tensors that were checked.
+        """Runs a kernel over checked tensors.
 
         Args:
-            element: what the kernel sees; uint8 for those that only copy, whatever the dtype.
+            element: the kernel's element type; uint8 for kernels that only copy.
 
         Raises:
             CollectiveTimeoutError: a replica waited too long; in this call on simulated devices,
@@ -251,7 +250,7 @@ class KernelCommunicator(Communicator):
         blocks = max(1, min(blocks, self._machine.max_blocks))
         kernel = self.kernel_for(collective, first.nbytes, blocks)
         self._machine.run(kernel, element, arguments, blocks)
-        # Raw memory was written to; autograd is to know, where it keeps count.
+        # Kernels have written raw memory; autograd must know, except for inference tensors.
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
         if is_simulated(self.devices):
             self._raise_timeouts()
@@ -270,23 +269,23 @@ class KernelCommunicator(Communicator):
         number = next(word >> 8 & 0x7FFFFF for word in words if word)
         call = dict(self._calls).get(number, "an earlier collective")
         self._machine.reset()
-        who = ", ".join(f"replica {i} waited for replica {j}" for i, j in waits)
+        waits_text = ", ".join(f"replica {i} waited for replica {j}" for i, j in waits)
         raise CollectiveTimeoutError(
             f"a collective must end within {self._timeout_ns / 1e9:g} s; {self.name} {call} did "
-            f"not: {who}; see what the replicas waited for were doing, or allow more with "
+            f"not: {waits_text}; see what the replicas waited for were doing, or allow more with "
             "timeout_seconds"
         )
 
 
-def checked_partial_sums(partial_sums: str) -> str:
-    """Returns what partial sums of half types travel as, where replicas pass them on.
+def check_partial_sums(partial_sums: str) -> str:
+    """Returns the argument, which selects how replicas send partial sums of half types.
 
-    "exact": as float32, and the result is rounded once, as everywhere. "rounded": as elements,
-    rounded at every hop, as NCCL does it and with it DDP's ``bf16_compress_hook``; every replica
-    still gets the same bits. Products are sums here; minima and maxima need no more than elements.
+    "exact" sends them as float32, and the result is rounded once. "rounded" sends them as
+    elements, rounded at every hop, as NCCL and so DDP's ``bf16_compress_hook``; all replicas still
+    get the same bits. The same holds for products; minima and maxima are always elements.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the argument has another value.
     """
     if partial_sums not in ("exact", "rounded"):
         raise ValueError(f"partial_sums must be 'exact' or 'rounded'; got {partial_sums!r}")
@@ -294,5 +293,5 @@ def checked_partial_sums(partial_sums: str) -> str:
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Returns a timeout within what a 64-bit count holds, also of an infinite one."""
+    """Returns a timeout in nanoseconds, limited so that it fits into 64 bits."""
     return int(min(seconds, 1e9) * 1e9)

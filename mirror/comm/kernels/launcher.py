@@ -1,7 +1,7 @@
-"""Launcher: the kernels of one collective, launched on all GPUs by one call of C.
+"""Launches the kernels of one collective on all GPUs, by one call of a C++ library.
 
-Why not one after the other from Python: csrc/host/launch.cpp says it. Not yet run on a GPU: what
-runs without one is the same library over a driver of the tests' own.
+csrc/host/launch.cpp explains why Python does not launch them in turn. This has not yet been run on
+a GPU; the tests run the same library with a driver of their own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NAMES = (
 class Launch(ctypes.Structure):
     """One kernel on one device: the struct of the same name in csrc/host/launch.cpp.
 
-    A kernel has one parameter, an ``KernelArguments``, which the driver copies when it launches.
-    Its grid is ``blocks`` x ``rows``: a row for each replica of the device.
+    A kernel has one parameter, a ``KernelArguments``, which the driver copies at the launch. Its
+    grid is ``blocks`` x ``rows``, with a row for each replica of the device.
     """
 
     _fields_ = [
@@ -44,13 +44,13 @@ class Launch(ctypes.Structure):
 
 
 def launch(launches: Sequence[Launch], what: str) -> None:
-    """Launches kernels in order; the interpreter's lock is not held meanwhile.
+    """Launches kernels in order; releases the GIL.
 
     Args:
-        what: what they are, for messages.
+        what: the name of the kernels, for messages.
 
     Raises:
-        BackendError: the driver refuses one; those before it are launched.
+        BackendError: the driver refuses a kernel; the kernels before it are launched.
     """
     failed = ctypes.c_int()
     array = (Launch * len(launches))(*launches)
@@ -65,16 +65,18 @@ def launch(launches: Sequence[Launch], what: str) -> None:
 
 @cache
 def missing_reason() -> str | None:
-    """Returns why kernels cannot be launched here; ``None`` when they can."""
+    """Returns why kernels cannot be launched; ``None`` if they can."""
     reason = unusable_reason(PATH, _is_current)
     if reason is not None:
         return reason
     try:
         driver = ctypes.CDLL(DRIVER)
-        found = [ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in NAMES]
+        functions = [ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in NAMES]
     except (OSError, AttributeError):
-        found = []
-    if not found or not library().mirror_use_driver((ctypes.c_void_p * len(NAMES))(*found)):
+        functions = []
+    if not functions or not library().mirror_use_driver(
+        (ctypes.c_void_p * len(NAMES))(*functions)
+    ):
         return f"the CUDA driver's library {DRIVER} does not load, or is older than CUDA 11.8"
     return None
 
@@ -87,7 +89,7 @@ def _is_current() -> bool:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Returns the library of this process, which it loads at the first call."""
+    """Returns the library of this process; the first call loads it."""
     loaded = ctypes.CDLL(str(PATH))
     loaded.mirror_launch.argtypes = [
         ctypes.POINTER(Launch),

@@ -1,4 +1,4 @@
-"""Simulated devices: runs the kernels of csrc/ on CPU threads, by csrc/host/simulate.cpp."""
+"""Simulated devices, which run the kernels of csrc/ on CPU threads (csrc/host/simulate.cpp)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_simulate.so"
 
-# More than one each, so that barriers and the dealing out of work are the real ones; few, for
-# every one is an OS thread: 8 replicas are 16 threads, or 32.
+# More than one, so that barriers and the division of work are tested; few, since each is an OS
+# thread: 8 replicas have 16 or 32 threads.
 _THREADS_PER_BLOCK = 2
 _DEFAULT_BLOCKS = 2
 _MAX_BLOCKS = 16
 
 
 class SimulatedDevices:
-    """Devices of which each is some threads of the CPU; a call returns when all have ended.
+    """Devices that are threads of the CPU; a call returns when all threads are done.
 
     Attributes:
-        absent: a bit mask of replicas that do not take part, for tests of time-outs.
-        moved: a matrix of int64, to which is added how many bytes of tensors and of scratch go
-            from the memory of one replica, a row, to that of another, a column; ``None`` does not
-            count.
+        absent: a bit mask of replicas that do not take part, for tests of timeouts.
+        moved: None, or an int64 matrix. Kernels add to ``moved[i, j]`` the bytes of tensors and
+            scratch memory that go from replica ``i`` to replica ``j``.
     """
 
     bytes_per_block = 16 * 1024
@@ -45,10 +44,10 @@ class SimulatedDevices:
     def __init__(
         self, num_replicas: int, scratch_bytes: int, max_blocks: int | None = None
     ) -> None:
-        """Makes the workspaces.
+        """Allocates the workspaces.
 
         Raises:
-            ValueError: no blocks, or more than the system should start threads for.
+            ValueError: ``max_blocks`` is not positive, or larger than 16.
         """
         self.max_blocks = _DEFAULT_BLOCKS if max_blocks is None else max_blocks
         if not 1 <= self.max_blocks <= _MAX_BLOCKS:
@@ -63,7 +62,7 @@ class SimulatedDevices:
         self._workspaces = [_aligned_zeros(num_bytes) for _ in range(num_replicas)]
 
     def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
-        """Everything was compiled when mirror was built."""
+        """Does nothing: all kernels were compiled when mirror was built."""
 
     def run(
         self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
@@ -94,7 +93,7 @@ class SimulatedDevices:
         return [word & 0xFFFFFFFF for word in words]
 
     def abort(self) -> None:
-        # From another thread than that of the kernels, which look at these words as they wait.
+        # Waiting kernels poll these words, so another thread can call this.
         self._errors.view(torch.int32)[:: FLAG_BYTES // 4].fill_(ABORTED)
 
     def reset(self) -> None:
@@ -107,7 +106,7 @@ class SimulatedDevices:
 
 @cache
 def missing_reason() -> str | None:
-    """Returns why there are no simulated devices; ``None`` when there are."""
+    """Returns why simulated devices cannot be used; ``None`` if they can."""
     return unusable_reason(
         PATH, lambda: bool(library().mirror_arguments_bytes() == ctypes.sizeof(KernelArguments))
     )
@@ -115,7 +114,7 @@ def missing_reason() -> str | None:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Returns the library of this process, which it loads at the first call."""
+    """Returns the library of this process; the first call loads it."""
     loaded = ctypes.CDLL(str(PATH))
     loaded.mirror_simulate.argtypes = [
         ctypes.POINTER(ctypes.c_char_p),
@@ -135,7 +134,7 @@ def library() -> ctypes.CDLL:
 
 
 def _aligned_zeros(num_bytes: int) -> Tensor:
-    """Returns zeros that begin where a flag may."""
-    # By numpy: untouched pages cost nothing, and a workspace is hardly ever used in full.
+    """Returns zeros with the alignment of a flag."""
+    # NumPy does not touch the pages, and a workspace is seldom used completely.
     memory = torch.from_numpy(np.zeros(num_bytes + FLAG_BYTES, dtype=np.uint8))
     return memory[-memory.data_ptr() % FLAG_BYTES :][:num_bytes]

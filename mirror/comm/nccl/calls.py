@@ -1,4 +1,4 @@
-"""Calls: what NCCL is asked to do for each replica in one collective, as one group."""
+"""The NCCL calls of each collective, for all replicas, as one group."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 from mirror.comm.nccl.libnccl import DTYPES, OPS
 
 Call = tuple[int, str, tuple[int, ...]]
-"""Replica, function, and its arguments but for the last two: the communicator and the stream."""
+"""Replica, function, and its arguments without the last two, communicator and stream."""
 
 _BYTES = DTYPES[torch.uint8]
 _JOINT = frozenset({"ncclAllReduce", "ncclAllGather", "ncclReduceScatter"})
 
 
 def are_joint(calls: Sequence[Call], num_replicas: int) -> bool:
-    """Whether no replica's part can end before all the others' have begun.
+    """Returns whether no replica's part can end before all other parts have started.
 
-    A broadcast's can: its root is done when it has sent; so can a chunk's that is empty somewhere.
+    A broadcast's part can: the root is done when it has sent. An exchange of chunks can if one of
+    them is empty.
     """
     function = calls[0][1]
     if function == "ncclSend":  # all to all
@@ -66,10 +67,15 @@ def reduce_scatter_calls(wires: Sequence[Tensor], op: str) -> list[Call]:
 
 
 def exchange_calls(chunks: Sequence[Sequence[Tensor]], terms: Sequence[Tensor]) -> list[Call]:
-    """Every replica sends every other one the chunk that this one owns, into its own row there."""
+    """Returns calls that send each replica the other replicas' terms of the chunk that it owns.
+
+    Args:
+        chunks: ``chunks[i][j]`` is replica ``i``'s term of the chunk of replica ``j``.
+        terms: ``terms[j][i]`` receives it.
+    """
     calls: list[Call] = []
     for i, row in enumerate(terms):
-        begin, num_bytes = row.data_ptr(), row[0].nbytes  # of each of its parts
+        begin, num_bytes = row.data_ptr(), row[0].nbytes  # of each term
         for peer in range(len(chunks)):
             if peer == i:
                 continue
@@ -77,8 +83,8 @@ def exchange_calls(chunks: Sequence[Sequence[Tensor]], terms: Sequence[Tensor]) 
             if sent.numel() > 0:
                 calls.append((i, "ncclSend", (sent.data_ptr(), sent.nbytes, _BYTES, peer)))
             if num_bytes > 0:
-                place = begin + peer * num_bytes
-                calls.append((i, "ncclRecv", (place, num_bytes, _BYTES, peer)))
+                target = begin + peer * num_bytes
+                calls.append((i, "ncclRecv", (target, num_bytes, _BYTES, peer)))
     return calls
 
 
@@ -101,6 +107,6 @@ def all_gather_calls(tensors: Sequence[Tensor]) -> list[Call]:
 
 
 def _chunks(numel: int, n: int) -> list[tuple[int, int]]:
-    """Returns begin and length of each chunk, as ``torch.tensor_split`` cuts."""
+    """Returns the begin and length of each chunk of ``torch.tensor_split``, in elements."""
     counts = [numel // n + (i < numel % n) for i in range(n)]
     return list(zip(accumulate(counts, initial=0), counts, strict=False))

@@ -1,22 +1,15 @@
-"""The clique: NCCL's communicators in this process, one per device, called and ended together.
+"""The clique: NCCL communicators of this process, one per device, called and ended together.
 
-[Note: An end to every wait]
-NCCL has no time-out: a kernel whose peer does not come spins until its communicator is aborted.
-The communicators are non-blocking, so a call that has to wait says "in progress" and the caller
-asks again, up to the deadline of the operation. A thread watches the enqueued work: it queries the
-events behind it and NCCL's asynchronous errors. A thread that finds an error stores it and aborts
-*all* communicators, which ends their kernels. The watching thread cannot raise, so the next call
-raises its error. An aborted collective leaves garbage in its outputs, on every device.
-
-An aborted communicator is freed, so no call to it may follow: ``_mutex`` is held for each single
-call, or for the calls of one collective, and the note is looked at under it. A call that itself
-does not return (non-blocking ones should) keeps the mutex; then the watching thread aborts without
-it, which makes NCCL return.
-
-[Note: What a wait costs]
-NCCL enqueues what a group has in a thread that it starts for that, in some 10 us, and nothing may
-follow on the streams before. To sleep takes three times as long at least, so the caller asks again
-at once for the first 200 us, and lets other threads run in between.
+[Note: Every NCCL wait ends]
+Problem: NCCL has no timeout. A kernel that waits for a missing peer spins until its communicator
+is aborted, and an aborted communicator is freed, so no call to it may follow.
+Rule: communicators are non-blocking, and a caller polls a call in progress up to its deadline. A
+watchdog thread queries the events behind enqueued work, and NCCL's asynchronous errors. A thread
+that finds an error stores it and aborts *all* communicators. Each call holds ``_mutex``, and
+checks for a stored error first. If a call itself does not return, the watchdog aborts without the
+mutex, which makes NCCL return.
+Consequence: the watchdog cannot raise its error, so the next call does. The outputs of an aborted
+collective are garbage on every device.
 """
 
 from __future__ import annotations
@@ -44,25 +37,26 @@ from mirror.device.events import query_without_breaking_capture, record_event, s
 from mirror.errors import MirrorError
 
 _WATCH_SECONDS = 0.05
-# Between two questions for the state of what is in progress, after it was asked without a pause.
+# NCCL enqueues a group in a thread of its own, in some 10 us; nothing may be enqueued before that.
+# A sleep takes at least three times as long, so a caller polls without a sleep at first.
 _SPIN_SECONDS, _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 200e-6, 20e-6, 5e-3
-# After its deadline, until a call counts as one that does not return.
+# A call that is this late after its deadline counts as one that does not return.
 _HANG_SECONDS = 0.2
-# An abort that takes longer goes on in the background.
+# An abort that takes longer continues in the background.
 _ABORT_SECONDS = 0.3
 
 _logger = logging.getLogger("mirror")
 
 
 class _CallRefused(Exception):
-    """A call to NCCL, or what it had started, failed; or the clique has been given up."""
+    """A call to NCCL failed, or an operation that it started, or the clique was aborted."""
 
 
 class Clique:
     """One communicator per replica; in one process, replica ``i`` is rank ``i``.
 
-    Any thread may call it; one operation goes on at a time. Two cliques over the same GPUs must
-    not be called from two threads at once: their kernels may wait for each other.
+    Any thread may call it; operations are serialized. Two cliques over the same GPUs must not be
+    called from two threads at once, since their kernels might wait for each other.
     """
 
     def __init__(
@@ -71,43 +65,43 @@ class Clique:
         devices: Sequence[torch.device],
         timeout_seconds: float,
         init_seconds: float,
-        place: RankRange | None = None,
+        ranks: RankRange | None = None,
     ) -> None:
-        """Makes the communicators.
+        """Creates the communicators.
 
         Args:
-            timeout_seconds: what an operation may take.
-            init_seconds: what making them may take.
-            place: of these devices among the ranks of several processes.
+            timeout_seconds: the limit of an operation.
+            init_seconds: the limit of creating the communicators.
+            ranks: of these devices, if the clique has several processes.
 
         Raises:
-            BackendError: NCCL refuses.
-            CollectiveTimeoutError: it did not come to an end.
+            BackendError: NCCL fails.
+            CollectiveTimeoutError: NCCL is not done in time.
         """
         self._library = library
         self._devices = tuple(devices)
         self.timeout_seconds = timeout_seconds
-        self._communicators = Communicators(library, self._devices, place)
+        self._communicators = Communicators(library, self._devices, ranks)
         self._state_word = ctypes.c_int(SUCCESS)  # used only by the owner of the mutex
         self._state_address = ctypes.byref(self._state_word)
-        self._turn = threading.Lock()
+        self._operation_lock = threading.Lock()
         self._mutex = threading.Lock()
         self._failure: MirrorError | None = None
         self._failure_was_raised = False
         self._closed = False
         self._abandoned = False
         self._calling: Work | None = None
-        self._under_way: deque[Work] = deque()
+        self._in_flight: deque[Work] = deque()
         self._stop = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="mirror-nccl", daemon=True)
-        self._watcher.start()
+        self._watchdog = threading.Thread(target=self._watch, name="mirror-nccl", daemon=True)
+        self._watchdog.start()
         try:
             with self._operation("making its communicators", init_seconds):
                 self._make()
         except BaseException:
             self._closed = True
-            self._end_watching()
-            # Those that a call left behind that came back only when the others were aborted.
+            self._stop_watchdog()
+            # A call may have created some after the abort of the others.
             self._communicators.end("ncclCommAbort", _ABORT_SECONDS)
             raise
 
@@ -115,8 +109,8 @@ class Clique:
         """Enqueues the calls on each device's current stream, as one group.
 
         Raises:
-            BackendError: NCCL refuses, or something failed behind an earlier call.
-            CollectiveTimeoutError: this did not come to an end, or an earlier call did not.
+            BackendError: NCCL fails, or an earlier operation has failed.
+            CollectiveTimeoutError: this operation or an earlier one is not done in time.
         """
         with self._operation(what) as operation:
             streams = operation.streams = [stream_address(device) for device in self._devices]
@@ -132,18 +126,18 @@ class Clique:
                 result = self._group(enqueue, self._locked_call)
             self._settle(result)
             num_replicas = len(self._devices)
-            # See [Note: One witness].
+            # See [Note: One event per collective].
             first = num_replicas - 1 if are_joint(calls, num_replicas) else 0
             operation.events = [record_event(device) for device in self._devices[first:]]
             if not operation.is_done():
-                self._under_way.append(operation)
+                self._in_flight.append(operation)
 
     def close(self) -> None:
-        """Waits for what is under way and ends the communicators; closing again does nothing.
+        """Waits for operations in flight, and destroys the communicators; idempotent.
 
         Raises:
-            BackendError, CollectiveTimeoutError: that failed, or something failed behind an
-                earlier call, and nobody has been told yet.
+            BackendError, CollectiveTimeoutError: that failed, or an earlier operation failed and
+                its error has not been raised yet.
         """
         if self._closed:
             return
@@ -151,33 +145,33 @@ class Clique:
         try:
             self._finish()
         finally:
-            self._end_watching()
+            self._stop_watchdog()
 
     def check(self) -> None:
-        """Raises what has gone wrong, if anything has."""
+        """Raises the stored error, if there is one."""
         self._raise_failure()
 
     def is_idle(self) -> bool:
-        """Whether all that was enqueued is done, or has failed."""
-        return not self._under_way or self._failure is not None
+        """Returns whether all enqueued operations are done, or have failed."""
+        return not self._in_flight or self._failure is not None
 
-    def abort(self, *, is_told: bool = False) -> None:
-        """Aborts the clique from any thread; with ``is_told``, ``close`` does not report it."""
-        at = [operation.what for operation in (self._calling, *self._under_way) if operation]
-        self._give_up(self._failed(", ".join(at[:1]) or "rest", "it was told to abort"))
-        self._failure_was_raised |= is_told
+    def abort(self, *, is_reported: bool = False) -> None:
+        """Aborts the clique, from any thread; if ``is_reported``, ``close`` does not raise."""
+        active = [operation.what for operation in (self._calling, *self._in_flight) if operation]
+        self._abort_with(self._failed(", ".join(active[:1]) or "rest", "it was told to abort"))
+        self._failure_was_raised |= is_reported
 
     def abandon(self) -> None:
-        """Has the watching thread close it: for finalizers, which run in any thread."""
+        """Lets the watchdog close the clique, for finalizers, which run in any thread."""
         self._abandoned = True
         self._stop.set()
 
-    # What the caller's thread does.
+    # - In the caller's thread
 
     @contextmanager
     def _operation(self, what: str, seconds: float | None = None) -> Iterator[Work]:
-        """Gives the caller its turn; any error in it aborts the clique."""
-        with self._turn:
+        """Serializes operations; any error inside ``with`` aborts the clique."""
+        with self._operation_lock:
             self._raise_failure()
             seconds = self.timeout_seconds if seconds is None else seconds
             operation = Work(what, seconds, monotonic() + seconds)
@@ -185,38 +179,38 @@ class Clique:
             try:
                 yield operation
             except _CallRefused as refused:
-                self._give_up(self._failed(what, str(refused)))
+                self._abort_with(self._failed(what, str(refused)))
                 self._raise_failure()
             except BaseException as error:
-                # Ctrl-C, for instance: it is unknown what has been enqueued on which device.
-                self._give_up(self._failed(what, f"a {type(error).__name__} broke it off"))
+                # For instance Ctrl-C: part of the operation may be enqueued.
+                self._abort_with(self._failed(what, f"a {type(error).__name__} broke it off"))
                 self._failure_was_raised = True
                 raise
             finally:
                 self._calling = None
 
     def _make(self) -> None:
-        ranks = self._communicators.identified(self._call)
+        ranks = self._communicators.identify(self._call)
         self._settle(self._group(lambda: self._communicators.make(ranks, self._call), self._call))
 
     def _group(self, make_calls: Callable[[], None], call: Callable[[str], int]) -> int:
-        """Makes the calls as one; returns what comes of them: SUCCESS or IN_PROGRESS."""
+        """Makes the calls as one group; returns SUCCESS or IN_PROGRESS."""
         call("ncclGroupStart")
         try:
             make_calls()
         except BaseException:
-            # A group that was begun has to be ended; its communicators then forget what was in
-            # it. Not if they are gone: the group stays open, in this thread.
+            # A started group must be ended, and its communicators then drop its calls. If the
+            # communicators are freed, the group stays open in this thread.
             if self._failure is None:
                 self._library.call("ncclGroupEnd")
             raise
         return call("ncclGroupEnd")
 
     def _settle(self, result: int) -> None:
-        """Waits until NCCL has enqueued everything. See [Note: What a wait costs]."""
+        """Waits until NCCL has enqueued everything."""
         if result != IN_PROGRESS:
             return
-        begun, wait = monotonic(), _FIRST_POLL_SECONDS
+        start, wait = monotonic(), _FIRST_POLL_SECONDS
         for replica_id in range(len(self._devices)):
             while self._state(replica_id) == IN_PROGRESS:
                 now, operation = monotonic(), self._calling
@@ -224,8 +218,8 @@ class Clique:
                     where = f"replica {replica_id} ({self._devices[replica_id]})"
                     self._time_out(operation, f"{where} is still in progress")
                     raise _CallRefused
-                if now - begun < _SPIN_SECONDS:
-                    sleep(0)  # lets go of the GIL
+                if now - start < _SPIN_SECONDS:
+                    sleep(0)  # releases the GIL
                 else:
                     sleep(wait)
                     wait = min(2 * wait, _LAST_POLL_SECONDS)
@@ -234,7 +228,7 @@ class Clique:
         """Returns SUCCESS or IN_PROGRESS.
 
         Raises:
-            _Refused: what was started has failed.
+            _CallRefused: an operation has failed.
         """
         handle = self._communicators.handles[replica_id]
         with self._mutex:
@@ -249,13 +243,13 @@ class Clique:
         """Calls NCCL; returns SUCCESS or IN_PROGRESS.
 
         Raises:
-            _Refused: NCCL returned an error, or the clique has been given up, also meanwhile.
+            _CallRefused: NCCL returned an error, or the clique was aborted before or meanwhile.
         """
         with self._mutex:
             return self._locked_call(function, *arguments)
 
     def _locked_call(self, function: str, *arguments: object) -> int:
-        """Does the same in a thread that holds the mutex."""
+        """As ``_call``, in a thread that holds the mutex."""
         if self._failure is not None:
             raise _CallRefused
         result = self._library.functions[function](*arguments)
@@ -279,18 +273,18 @@ class Clique:
 
     def _destroy(self, operation: Work) -> None:
         seconds = operation.deadline - monotonic()
-        failure_message = self._communicators.end("ncclCommDestroy", seconds)
-        if failure_message is None:
+        failed = self._communicators.end("ncclCommDestroy", seconds)
+        if failed is None:
             self._time_out(operation, "ncclCommDestroy does not return")
             raise _CallRefused
-        if failure_message:
-            # It does not fail once it has begun, so these still are there.
-            self._communicators.end_each("ncclCommAbort", failure_message, _ABORT_SECONDS)
+        if failed:
+            # ncclCommDestroy fails only before it starts, so these handles are still valid.
+            self._communicators.end_each("ncclCommAbort", failed, _ABORT_SECONDS)
             raise _CallRefused(
-                f"ncclCommDestroy returned {self._library.explain(failure_message.popitem()[1])}"
+                f"ncclCommDestroy returned {self._library.explain(failed.popitem()[1])}"
             )
 
-    # What ends it.
+    # - Ends and errors
 
     def _watch(self) -> None:
         query_without_breaking_capture()
@@ -298,40 +292,40 @@ class Clique:
             calling = self._calling
             if calling is not None and monotonic() > calling.deadline + _HANG_SECONDS:
                 self._time_out(calling, "a call does not return")
-            elif self._under_way and self._turn.acquire(blocking=False):
+            elif self._in_flight and self._operation_lock.acquire(blocking=False):
                 try:
-                    self._look_at_devices()
-                except (_CallRefused, RuntimeError) as error:  # the latter is what CUDA has to say
-                    self._give_up(self._failed(self._under_way[0].what, str(error)))
+                    self._check_devices()
+                except (_CallRefused, RuntimeError) as error:  # CUDA raises the latter
+                    self._abort_with(self._failed(self._in_flight[0].what, str(error)))
                 finally:
-                    self._turn.release()
+                    self._operation_lock.release()
         if self._abandoned and not self._closed:
             try:
                 self._finish()
             except MirrorError as error:
                 _logger.warning("a strategy that was not closed: %s", error)
 
-    def _look_at_devices(self) -> None:
-        while self._under_way:
-            operation = self._under_way[0]
+    def _check_devices(self) -> None:
+        while self._in_flight:
+            operation = self._in_flight[0]
             if not operation.is_done():
                 for replica_id in range(len(self._devices)):
                     self._state(replica_id)
                 if monotonic() > operation.deadline:
                     self._time_out(
-                        operation, f"not done: {operation.timeout_message(self._devices)}"
+                        operation, f"not done: {operation.late_replicas(self._devices)}"
                     )
                 return
-            self._under_way.popleft()
+            self._in_flight.popleft()
 
     def _failed(self, what: str, why: str) -> MirrorError:
         return failure_message(self._library.version, what, self._devices, why)
 
     def _time_out(self, operation: Work, state: str) -> None:
-        self._give_up(timeout_message(operation.seconds, operation.what, self._devices, state))
+        self._abort_with(timeout_message(operation.seconds, operation.what, self._devices, state))
 
-    def _give_up(self, failure: MirrorError) -> None:
-        """Notes the failure and aborts all communicators; only the first one to come does."""
+    def _abort_with(self, failure: MirrorError) -> None:
+        """Stores an error and aborts all communicators, unless another error came first."""
         locked = self._mutex.acquire(timeout=_HANG_SECONDS)
         try:
             if self._failure is None:
@@ -341,9 +335,9 @@ class Clique:
             if locked:
                 self._mutex.release()
 
-    def _end_watching(self) -> None:
+    def _stop_watchdog(self) -> None:
         self._stop.set()
-        self._watcher.join()
+        self._watchdog.join()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

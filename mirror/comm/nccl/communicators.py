@@ -1,15 +1,15 @@
-"""NCCL communicators of this process, and their operations until the devices have finished them.
+"""NCCL communicators of this process, their operations in flight, and the errors of both.
 
-[Note: One witness]
-To record an event on each of 8 devices takes longer than NCCL's calls. Where no replica's part can
-end before all the others' have begun (``are_joint``), the last device's event stands for all: once
-it has happened, all replicas are done, and the next operation again involves all devices. If it
-has not happened in time, the other streams are queried, to name the late replicas.
+A clique may have several processes, each with the ranks of its own devices. They share an
+identifier, which one process creates with ``new_identifier`` and sends to the others.
 
-A clique may reach over several processes, each with the ranks of its own devices; what they have
-in common is an identifier, which one of them makes (``new_identifier``) and tells the others.
-
-What is said when NCCL fails, or does not come to an end.
+[Note: One event per collective]
+Problem: recording an event on each of 8 devices takes longer than NCCL's calls.
+Rule: if no replica's part can end before all other parts have started (``are_joint``), only the
+last device records an event.
+Consequence: after this event, all replicas have started the collective, and the next operation
+involves all devices again. If the event is late, the other streams are queried to name the late
+replicas.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from mirror.errors import BackendError, CollectiveTimeoutError
 
 @dataclass
 class Work:
-    """One collective, or the making or ending of communicators.
+    """One collective, or the creation or end of the communicators.
 
     Attributes:
-        seconds: how long it may take, which is until the deadline.
-        streams: the addresses of those it was enqueued on, one per replica.
-        events: what happens when it is done: one per replica, or the last replica's alone.
+        seconds: the time from its start to the deadline.
+        streams: the addresses of the streams that it was enqueued on, one per replica.
+        events: recorded behind it: one per replica, or only that of the last replica.
     """
 
     what: str
@@ -53,30 +53,30 @@ class Work:
     events: list[Event] = field(default_factory=list)
 
     def is_done(self) -> bool:
-        """Whether the devices are done with it; does not wait."""
+        """Returns whether the devices are done with it; does not wait."""
         return all(event.query() for event in self.events)
 
-    def timeout_message(self, devices: Sequence[torch.device]) -> str:
-        """Returns the replicas that are not known to be done."""
-        unasked = len(devices) - len(self.events)
-        who = []
+    def late_replicas(self, devices: Sequence[torch.device]) -> str:
+        """Returns the names of the replicas that are not done, for messages."""
+        num_without_event = len(devices) - len(self.events)
+        late = []
         for i, device in enumerate(devices):
-            if i < unasked:
+            if i < num_without_event:
                 is_done = is_stream_idle(device, self.streams[i])
             else:
-                is_done = self.events[i - unasked].query()
+                is_done = self.events[i - num_without_event].query()
             if not is_done:
-                who.append(f"replica {i} ({device})")
-        return ", ".join(who)
+                late.append(f"replica {i} ({device})")
+        return ", ".join(late)
 
 
 class RankRange(NamedTuple):
-    """Where this process's devices stand in a clique of several processes.
+    """The ranks of this process in a clique of several processes.
 
     Attributes:
-        first: the rank of its first device; the others follow.
+        first: the rank of its first device; the other devices follow.
         size: the number of ranks of all processes.
-        identifier: the clique's.
+        identifier: of the clique.
     """
 
     first: int
@@ -85,10 +85,10 @@ class RankRange(NamedTuple):
 
 
 def new_identifier(library: NcclLibrary) -> bytes:
-    """Returns the identifier of a clique that is to be made.
+    """Returns an identifier for a new clique.
 
     Raises:
-        BackendError: NCCL refuses.
+        BackendError: NCCL fails.
     """
     unique_id = UniqueId()
     result = library.call("ncclGetUniqueId", ctypes.byref(unique_id))
@@ -101,38 +101,38 @@ class Communicators:
     """The handles of one communicator per replica.
 
     Args:
-        place: which rank replica 0 is, of how many; ``None``: replica ``i`` is rank ``i``.
+        ranks: of these devices; with None, replica ``i`` is rank ``i``.
 
     Attributes:
-        handles: one that is not there, not yet or no longer, is ``None``.
+        handles: one per replica; None before it is created and after its end.
     """
 
     def __init__(
-        self, library: NcclLibrary, devices: Sequence[torch.device], place: RankRange | None
+        self, library: NcclLibrary, devices: Sequence[torch.device], ranks: RankRange | None
     ) -> None:
         self._library = library
         self._devices = tuple(devices)
-        self._place = place
+        self._ranks = ranks
         self.handles = self._none()
 
-    def identified(self, call: Callable[..., int]) -> tuple[int, int, UniqueId]:
-        """Returns the first rank, the number of ranks, and what they have in common.
+    def identify(self, call: Callable[..., int]) -> tuple[int, int, UniqueId]:
+        """Returns the first rank, the number of ranks, and the identifier.
 
         Args:
             call: calls a function of NCCL.
         """
-        if self._place is not None:
-            first, size, identifier = self._place
+        if self._ranks is not None:
+            first, size, identifier = self._ranks
             return first, size, UniqueId.from_buffer_copy(identifier)
         unique_id = UniqueId()
         call("ncclGetUniqueId", ctypes.byref(unique_id))
         return 0, len(self._devices), unique_id
 
     def make(self, ranks: tuple[int, int, UniqueId], call: Callable[..., int]) -> None:
-        """Begins to make them, as a group.
+        """Starts to create the communicators, as a group.
 
         Args:
-            ranks: as ``identified`` has returned them.
+            ranks: the result of ``identify``.
             call: calls a function of NCCL.
         """
         first, size, unique_id = ranks
@@ -140,7 +140,7 @@ class Communicators:
         for replica_id, device in enumerate(self._devices):
             handle = ctypes.c_void_p()
             try:
-                with using(device):  # the only function that cares for the current device
+                with using(device):  # the only function that uses the current device
                     call(
                         "ncclCommInitRankConfig",
                         ctypes.byref(handle),
@@ -153,22 +153,22 @@ class Communicators:
                 self.handles[replica_id] = handle.value
 
     def end(self, function: str, seconds: float) -> dict[int, int] | None:
-        """Forgets them all and calls a function that ends them; see ``end_each``."""
+        """Ends all communicators with a function of NCCL; see ``end_each``."""
         handles, self.handles = self.handles, self._none()
         return self.end_each(function, handles, seconds)
 
     def end_each(
         self, function: str, handles: Iterable[int | None], seconds: float
     ) -> dict[int, int] | None:
-        """Calls a function on communicators, in a thread of its own, for it may not return.
+        """Calls a function of NCCL on communicators, in a new thread, since it may not return.
 
         Returns:
-            What came of those for which it failed; ``None`` if that is not known in time.
+            The results by handle, of handles for which it failed; ``None`` if it has not returned.
         """
         failed: dict[int, int] = {}
 
         def end() -> None:
-            # One after the other: NCCL does the work of all at the last.
+            # In turn: NCCL does the work for all of them in the last call.
             for handle in filter(None, handles):
                 result = self._library.call(function, handle)
                 if result not in (SUCCESS, IN_PROGRESS):
@@ -188,10 +188,10 @@ _ABORTED = (
     "strategy"
 )
 
-# Where GPUs do not reach each other's memory, NCCL has them meet there: some 10 MB a pair and
-# channel. Docker gives 64 MB.
+# GPUs that cannot access each other's memory exchange through shared memory: some 10 MB per pair
+# and channel. Docker's default is 64 MB.
 _SHARED_MEMORY, _ENOUGH_BYTES = "/dev/shm", 2**29
-_SIGNS = ("ncclSystemError", "shared memory", "/shm", "No space left")
+_SHORTAGE_WORDS = ("ncclSystemError", "shared memory", "/shm", "No space left")
 
 
 def failure_message(
@@ -214,17 +214,17 @@ def timeout_message(
 
 
 def _hint(why: str) -> str:
-    """Returns a remedy where memory that processes share is short, and may be the reason."""
-    if not any(sign in why for sign in _SIGNS):
+    """Returns a remedy if a shortage of shared memory may be the reason, or ""."""
+    if not any(word in why for word in _SHORTAGE_WORDS):
         return ""
     try:
-        found = os.statvfs(_SHARED_MEMORY)
+        stats = os.statvfs(_SHARED_MEMORY)
     except OSError:
         return ""
-    size = found.f_blocks * found.f_frsize
+    size = stats.f_blocks * stats.f_frsize
     if size >= _ENOUGH_BYTES:
         return ""
     return (
         f"; {_SHARED_MEMORY} has {size >> 20} MiB, in which NCCL joins GPUs that do not reach "
-        "each other: give a container more, as by docker run --shm-size=1g"
+        "each other: give a container more, for instance docker run --shm-size=1g"
     )

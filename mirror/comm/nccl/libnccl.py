@@ -1,4 +1,4 @@
-"""libnccl: the copy that torch has mapped, and the functions of it that mirror calls."""
+"""libnccl: the copy that torch has loaded, and the functions that mirror calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESULTS = (
     "ncclInProgress",
     "ncclTimeout",
 )
-# Never ncclAvg: on floats it is PreMulSum, which cannot use the adders of an NVLink switch.
+# Not ncclAvg: for floats it is PreMulSum, which cannot use the adders of an NVLink switch.
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 DTYPES = {
     torch.uint8: 1,
@@ -39,13 +39,13 @@ DTYPES = {
 }
 
 OLDEST = 21800
-"""The first version that is supported: 2.18. Its ``ncclConfig_t`` is the layout below."""
+"""The oldest supported version, 2.18; ``Config`` has the layout of its ``ncclConfig_t``."""
 SHARED_GPU = 23003
-"""The first version whose ranks may share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE is 1."""
+"""The oldest version that allows ranks to share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE is 1."""
 
 _UNDEFINED = -(2**31)
 _MAGIC = 0xCAFEBEEF
-# One that was replaced on disk while in memory still counts; it cannot be loaded by its name.
+# A mapped file that was replaced on disk counts as well; it cannot be loaded by its name.
 _FILE = re.compile(r"libnccl\.so(\.\d+)*( \(deleted\))?")
 _INSTALL = (
     "use a torch built for CUDA, which brings it, or install nvidia-nccl-cu12 or -cu13, as "
@@ -54,16 +54,16 @@ _INSTALL = (
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId: what the ranks of one clique have in common; passed by value."""
+    """ncclUniqueId, which all ranks of a clique share; passed by value."""
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t of NCCL 2.18, and the one field that has since taken the place of its padding.
+    """ncclConfig_t of NCCL 2.18, with one field that has replaced its padding since then.
 
-    The struct is only ever appended to. NCCL copies as many bytes as ``size`` says, and takes its
-    defaults for what ``version`` did not have; so this prefix is good for all versions since.
+    New versions only append fields. NCCL copies ``size`` bytes, and uses defaults for fields that
+    ``version`` does not have. So this prefix works with all later versions.
     """
 
     _fields_ = [
@@ -81,7 +81,7 @@ class Config(ctypes.Structure):
 
 
 def non_blocking() -> Config:
-    """Returns a configuration with NCCL's defaults, but for calls that never block."""
+    """Returns NCCL's default configuration with non-blocking calls."""
     config = Config(ctypes.sizeof(Config), _MAGIC, OLDEST, 0)
     for field in ("cgaClusterSize", "minCTAs", "maxCTAs", "splitShare", "trafficClass"):
         setattr(config, field, _UNDEFINED)
@@ -89,8 +89,8 @@ def non_blocking() -> Config:
 
 
 _I, _N, _P = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
-# What they take; all return an ncclResult_t. The last two of a collective are the communicator and
-# the stream.
+# The argument types; all functions return an ncclResult_t. The last two arguments of a collective
+# are the communicator and the stream.
 _SIGNATURES: dict[str, list[type]] = {
     "ncclGetVersion": [ctypes.POINTER(_I)],
     "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],
@@ -112,20 +112,20 @@ _SIGNATURES: dict[str, list[type]] = {
 
 
 class NcclLibrary:
-    """A libnccl. Calls let go of the GIL; what they return is for the caller to look at.
+    """A libnccl. Calls release the GIL; the caller checks their results.
 
     Attributes:
         path: the file.
-        version: as ``ncclGetVersion`` has it: 22809 is 2.28.9.
+        version: from ``ncclGetVersion``: 22809 is 2.28.9.
         functions: by name; each returns an ``ncclResult_t``.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Loads the library; the copy that is mapped already, if it is that file.
+        """Loads the library, or uses the loaded copy if it is the same file.
 
         Raises:
-            OSError: there is none at that path, or it does not load.
-            AttributeError: it lacks a function.
+            OSError: the file does not exist or does not load.
+            AttributeError: a function is missing.
         """
         self.path = str(path)
         self._c = ctypes.CDLL(self.path)
@@ -141,19 +141,19 @@ class NcclLibrary:
         self.version = version.value
 
     def call(self, name: str, *arguments: object) -> int:
-        """Calls one of the functions; returns its ``ncclResult_t``."""
+        """Calls a function by name; returns its ``ncclResult_t``."""
         return self.functions[name](*arguments)
 
     def explain(self, result: int) -> str:
-        """Returns the name of a result, what NCCL says about it, and about its last error."""
+        """Returns the name of a result, and NCCL's texts for it and for its last error."""
         name = RESULTS[result] if 0 <= result < len(RESULTS) else f"result {result}"
         texts = (self._c.ncclGetErrorString(result), self._c.ncclGetLastError(None))
-        said = [text.decode(errors="replace").strip() for text in texts if text]
-        return f"{name} ({': '.join(filter(None, said))})"
+        lines = [text.decode(errors="replace").strip() for text in texts if text]
+        return f"{name} ({': '.join(filter(None, lines))})"
 
 
 def missing_reason() -> str | None:
-    """Returns why there is no libnccl that can be used; ``None`` when there is."""
+    """Returns why no libnccl can be used; ``None`` if one can."""
     copies = mapped_files()
     if len(copies) > 1:
         return (
@@ -164,14 +164,14 @@ def missing_reason() -> str | None:
     if path is None:
         return f"there is no libnccl: torch has not loaded one and none is installed; {_INSTALL}"
     try:
-        found = _load(str(path))
+        loaded = _load(str(path))
     except (OSError, AttributeError) as error:
         return f"{path} does not load ({error}); {_INSTALL}"
-    return version_reason(found.version, _version_of_torch())
+    return version_reason(loaded.version, _version_of_torch())
 
 
 def version_reason(version: int, built_for: int | None) -> str | None:
-    """Returns why a version cannot be used, given the one that torch was built for, if any."""
+    """Returns why a version cannot be used; ``built_for`` is the version of torch's header."""
     if not OLDEST <= version < 30000:
         return (
             f"libnccl {version_name(version)} is not one of the versions that mirror knows, 2.18 "
@@ -190,7 +190,7 @@ def library() -> NcclLibrary:
     """Returns the libnccl of this process.
 
     Raises:
-        BackendError: there is none that can be used.
+        BackendError: no libnccl can be used.
     """
     reason = missing_reason()
     if reason is not None:
@@ -199,7 +199,7 @@ def library() -> NcclLibrary:
 
 
 def mapped_files() -> tuple[str, ...]:
-    """Returns the files of the copies of libnccl in this process's memory."""
+    """Returns the files of the copies of libnccl that this process has loaded."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -211,7 +211,7 @@ def mapped_files() -> tuple[str, ...]:
 
 
 def packaged_file() -> Path | None:
-    """Returns the file of the package nvidia-nccl-cu12 or -cu13; both put it in one place."""
+    """Returns the file of the package nvidia-nccl-cu12 or -cu13; both install the same path."""
     spec = find_spec("nvidia")
     folders = spec.submodule_search_locations if spec is not None else None
     files = [Path(folder, "nccl", "lib", "libnccl.so.2") for folder in folders or ()]
@@ -219,7 +219,7 @@ def packaged_file() -> Path | None:
 
 
 def version_name(version: int) -> str:
-    """Returns "2.28.9" for 22809; versions before 2.9 counted with one digit less."""
+    """Returns "2.28.9" for 22809; numbers before 2.9 have one digit less."""
     major, rest = divmod(version, 10000 if version >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
@@ -230,7 +230,7 @@ def _load(path: str) -> NcclLibrary:
 
 
 def _version_of_torch() -> int | None:
-    """Returns the version of NCCL whose header torch was compiled with, if it was."""
+    """Returns the version of the NCCL header that torch was compiled with, or None."""
     try:
         major, minor, patch = torch_nccl.version()[:3]
     except AttributeError:  # built without NCCL

@@ -1,16 +1,17 @@
-"""The backend "nccl": NVIDIA's library, driven for all GPUs by one thread.
+"""The backend "nccl": NVIDIA's library, called for all GPUs by one thread.
 
-[Note: Two bytes]
-Half types are to be added up in float32 and rounded once, and are to travel in their two bytes.
-So NCCL does not reduce them. Every replica owns a chunk, and the others send it theirs of it; it
-adds them up in float32, scales and rounds; and what came of it goes to all the others:
+[Note: Half types over NCCL]
+Problem: half types must be summed in float32 and rounded once, but NCCL rounds at every hop. Sent
+as float32, they would take twice the bytes.
+Rule: NCCL only moves half types. Every replica owns a chunk and receives the other replicas' terms
+of it. It sums them in float32, scales and rounds, and sends the result to all:
 
-    n = 3, replica r sends its chunk to its owner, a sum is rounded where it is made
-        0->1:1 0->2:2  1->0:0 1->2:2  2->0:0 2->1:1     all to all, two bytes
+    n = 3; src->dst:chunk
+        0->1:1 0->2:2  1->0:0 1->2:2  2->0:0 2->1:1     all to all, in two bytes
         0: sum of 0    1: sum of 1    2: sum of 2       float32, in registers
-        0->1:0 0->2:0  1->0:1 1->2:1  2->0:2 2->1:2     all-gather, two bytes
+        0->1:0 0->2:0  1->0:1 1->2:1  2->0:2 2->1:2     all-gather, in two bytes
 
-Each replica sends 2 (n - 1) / n * 2 bytes per element, as NCCL's ring would of float16.
+Each replica sends 2 (n - 1) / n * 2 bytes per element, as NCCL's ring does for float16.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from mirror.comm.registry import register
 from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError
 
-# NCCL's issues tell of 55 s on 8 B200, most of it for loading kernels (NVIDIA/nccl#1646).
+# An issue of NCCL reports 55 s on 8 B200, mostly for loading kernels (NVIDIA/nccl#1646).
 _INIT_SECONDS = 300.0
-# Integers that sort like the floats of their size, see _ordered.
+# Integers that sort like the floats of their size; see _ordered.
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _FLOATS = {key: dtype for dtype, key in _KEYS.items()}
 
@@ -52,20 +53,21 @@ _FLOATS = {key: dtype for dtype, key in _KEYS.items()}
 class NcclCommunicator(Communicator):
     """One NCCL communicator per GPU; a collective is one group of calls, on the current streams.
 
-    Where NCCL would break the contract it only moves bytes. It adds half types up in half
-    precision, rounding at every hop: see [Note: Two bytes]. Its min and max drop NaNs: floats
-    travel as integers in the same order. Sums are scaled afterwards, because ncclAvg and its like
-    cannot use the adders of an NVLink switch.
+    In two cases NCCL would break the contract. It rounds sums of half types at every hop: see
+    [Note: Half types over NCCL]. Its min and max drop NaNs, so floats travel as integers in the
+    same order. Sums are scaled afterwards, because ncclAvg cannot use the adders of an NVLink
+    switch.
 
-    The order of a sum is NCCL's, or torch's: all replicas get the same bits, but other packs give
-    others.
+    NCCL or torch decides the order of a sum. All replicas get the same bits, but the bits depend
+    on which tensors are reduced together.
 
-    **It has not yet been run on a GPU**; a trial on the very devices goes before its first use.
+    **It has not yet been run on a GPU**; a self-test on the same devices must pass before its
+    first use.
     """
 
     waits = True
     needs_trial = True
-    concurrent = True  # the clique gives turns, and NCCL has an order of its own
+    concurrent = True  # the clique serializes operations, and NCCL orders them on the devices
 
     def __init__(
         self,
@@ -75,18 +77,18 @@ class NcclCommunicator(Communicator):
         init_seconds: float | None = None,
         library: NcclLibrary | None = None,
     ) -> None:
-        """Makes the communicators.
+        """Creates the communicators.
 
         Args:
-            timeout_seconds: how long a collective may take, and all that is enqueued before it;
-                by default 600 s. Then all communicators are aborted, and the next call raises.
-            init_seconds: how long making the communicators may take, which loads NCCL's kernels
-                on every GPU: by default as long as a collective, but at least 300 s.
-            library: in place of the process's own; it has to work on the memory of ``devices``.
+            timeout_seconds: the limit of a collective, with the work enqueued before it; the
+                default is 600 s. After it all communicators are aborted, and the next call raises.
+            init_seconds: the limit of creating the communicators, which loads NCCL's kernels on
+                every GPU. The default is ``timeout_seconds``, and at least 300 s.
+            library: replaces the process's libnccl; it must work on the memory of ``devices``.
 
         Raises:
-            BackendError: NCCL cannot be used here, see ``unavailable_reason``, or refuses.
-            CollectiveTimeoutError: NCCL did not get ready.
+            BackendError: NCCL cannot be used, see ``unavailable_reason``, or fails.
+            CollectiveTimeoutError: NCCL is not ready in time.
             DeviceError: a device does not exist.
             ValueError: the timeout is negative.
         """
@@ -102,7 +104,7 @@ class NcclCommunicator(Communicator):
         if init_seconds is None:
             init_seconds = seconds_to_get_ready(seconds)
         self._clique = Clique(library, self.devices, seconds, init_seconds)
-        # Not at exit: the driver may be gone by then, and the process gives everything back.
+        # Not at exit: the driver may be gone by then, and the exit frees everything.
         weakref.finalize(self, self._clique.abandon).atexit = False
 
     @classmethod
@@ -116,7 +118,7 @@ class NcclCommunicator(Communicator):
                 "the others to be started by that thread; unset it"
             )
         if os.environ.get("NCCL_COMM_BLOCKING") == "1":
-            return "NCCL_COMM_BLOCKING=1 takes away the end of every wait; unset it"
+            return "NCCL_COMM_BLOCKING=1 makes waits without a timeout; unset it"
         reason = libnccl.missing_reason()
         if reason is not None or are_distinct(devices):
             return reason
@@ -136,16 +138,16 @@ class NcclCommunicator(Communicator):
         self._clique.abort()
 
     def close(self) -> None:
-        """Waits for what is enqueued, and ends the communicators.
+        """Waits for enqueued collectives, and destroys the communicators.
 
         Raises:
-            BackendError, CollectiveTimeoutError: that failed, or something enqueued did, and no
-                later call has said so.
+            BackendError, CollectiveTimeoutError: that failed, or a collective failed and no later
+                call has raised its error.
         """
         if not self._closed:
             super().close()
             if cannot_wait_for(self._clique.is_idle):
-                self._clique.abort(is_told=True)
+                self._clique.abort(is_reported=True)
             self._clique.close()
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
@@ -158,7 +160,7 @@ class NcclCommunicator(Communicator):
                 self._run("all_reduce", tensors, all_gather_calls(tensors))
             return
         with in_place(tensors):
-            if _travels_as_it_is(tensors[0], op):
+            if _nccl_can_reduce(tensors[0], op):
                 self._run("all_reduce", tensors, all_reduce_calls(tensors, op))
                 if scale != 1:
                     for tensor in tensors:
@@ -184,7 +186,7 @@ class NcclCommunicator(Communicator):
             self._reduce_halves("reduce_scatter", tensors, op)
             return
         with in_place(tensors):
-            if _travels_as_it_is(tensors[0], op):
+            if _nccl_can_reduce(tensors[0], op):
                 self._run("reduce_scatter", tensors, reduce_scatter_calls(tensors, op))
                 return
             keys = [_ordered(tensor, op).view(-1) for tensor in tensors]
@@ -204,7 +206,7 @@ class NcclCommunicator(Communicator):
         """Leaves chunk ``i`` of the reduction in chunk ``i`` of ``tensors[i]``."""
         chunks = [tensor.view(-1).tensor_split(len(tensors)) for tensor in tensors]
         with in_place(tensors):
-            # Those of each owner: one row from each replica.
+            # The terms that each owner receives: one row from each replica.
             terms = [
                 chunks[i][i].new_empty((len(tensors), chunks[i][i].numel()))
                 for i in range(len(tensors))
@@ -220,26 +222,26 @@ class NcclCommunicator(Communicator):
         first = tensors[0]
         dtype = str(first.dtype).removeprefix("torch.")
         self._clique.run(f"{collective} of {first.numel()} {dtype}", calls)
-        # Raw memory was written to; autograd is to know, where it keeps count.
+        # NCCL has written raw memory; autograd must know, except for inference tensors.
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def seconds_to_get_ready(timeout_seconds: float) -> float:
-    """Returns how long making communicators may take, by what a collective may."""
+    """Returns the limit of creating communicators, from the limit of a collective."""
     return max(timeout_seconds, _INIT_SECONDS)
 
 
 def shared_gpu_reason(version: int, enabled: str | None) -> str | None:
-    """Returns why replicas cannot share a GPU.
+    """Returns why replicas cannot share a GPU; ``None`` if they can.
 
     Args:
         version: of NCCL, as a number.
-        enabled: the environment's NCCL_MULTI_RANK_GPU_ENABLE.
+        enabled: the value of NCCL_MULTI_RANK_GPU_ENABLE, or None.
     """
     if version < libnccl.SHARED_GPU:
         return (
             f"several replicas are on one GPU, which NCCL {version_name(version)} refuses, as all "
-            "do before 2.30; pass backend='direct'"
+            "versions before 2.30 do; pass backend='direct'"
         )
     if enabled != "1":
         return (
@@ -250,20 +252,20 @@ def shared_gpu_reason(version: int, enabled: str | None) -> str | None:
 
 
 def _reduced_rows(rows: Tensor, op: str, scale: float) -> Tensor:
-    """Returns the rows of a half type, reduced in float32 and scaled; sums by one kernel."""
+    """Returns the reduction of rows of a half type, in float32, scaled; a sum is one kernel."""
     if op != "sum":
         return reduce_in_order(rows.unbind(0), op, scale)
     total = rows.sum(0, dtype=torch.float32)
     return total if scale == 1 else total.mul_(scale)
 
 
-def _travels_as_it_is(tensor: Tensor, op: str) -> bool:
-    """Whether NCCL reduces it as the contract wants; half types apart."""
+def _nccl_can_reduce(tensor: Tensor, op: str) -> bool:
+    """Returns whether NCCL's own reduction keeps the contract, for types other than half types."""
     return op in ("sum", "prod") or not tensor.is_floating_point()
 
 
 def _ordered(tensor: Tensor, op: str) -> Tensor:
-    """Returns integers in the order of the floats; NaNs go where they win, and stay NaNs."""
+    """Returns integers in the order of the floats; NaNs become the value that wins."""
     dtype = _KEYS[tensor.dtype]
     keys = _flipped(tensor.view(dtype))
     limits = torch.iinfo(dtype)
@@ -271,15 +273,15 @@ def _ordered(tensor: Tensor, op: str) -> Tensor:
 
 
 def _unordered(keys: Tensor) -> Tensor:
-    """Returns the floats that have come out of ``_ordered``."""
+    """Returns the floats for integers of ``_ordered``."""
     return _flipped(keys).view(_FLOATS[keys.dtype])
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """Turns the bits of floats into integers in their order, and back.
+    """Returns integers in the order of floats, from the floats' bits; and the bits from these.
 
-    A float is a sign and a magnitude, a negative integer counts the other way: all its bits but
-    the sign are flipped.
+    A float has a sign and a magnitude, and a negative integer has a two's complement. So all bits
+    of negative numbers are flipped, except the sign.
     """
     all_bits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (all_bits.bits - 1)) & all_bits.max)

@@ -1,6 +1,6 @@
 """Checked gathers: workers exchange payloads in envelopes of one size, after a check of the call.
 
-Payloads are encoded by hand, without pickle, because received bytes must never run as code.
+Payloads are encoded without pickle, because received bytes must never run as code.
 
 [Note: Envelopes]
 Problem: gloo ends the process when the buffer sizes of two workers differ, and NCCL hangs.
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror.comm.workers.monitored_wait import listed
+from mirror.comm.workers.monitored_wait import line_per_worker
 from mirror.comm.workers.worker_group import Message, on_host
 from mirror.errors import DivergenceError
 
@@ -38,25 +38,25 @@ def serialize(tensors: Sequence[Tensor], numbers: Sequence[float]) -> bytes:
     """Returns tensors and numbers as a header in JSON and the tensors' bytes."""
     dense = on_host([tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
     described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in dense]
-    exact = [float(number).hex() for number in numbers]  # NaN and infinity, too
+    exact = [float(number).hex() for number in numbers]  # also for NaN and infinity
     header = json.dumps([described, exact]).encode()
     raw = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in dense if t.numel()]
     return b"".join([_LENGTH.pack(len(header)), header, *raw])
 
 
 def deserialize(data: bytes) -> Message:
-    """Returns what was packed."""
+    """Returns the message that ``serialize`` encoded."""
     (length,) = _LENGTH.unpack_from(data)
     described, numbers = json.loads(data[_LENGTH.size : _LENGTH.size + length])
-    at = _LENGTH.size + length
+    begin = _LENGTH.size + length
     tensors = []
     for name, shape in described:
         dtype: torch.dtype = getattr(torch, name)
         tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel():
-            raw = bytearray(data[at : at + tensor.nbytes])
+            raw = bytearray(data[begin : begin + tensor.nbytes])
             tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)
-            at += tensor.nbytes
+            begin += tensor.nbytes
         tensors.append(tensor)
     return Message(tensors, tuple(map(float.fromhex, numbers)))
 
@@ -71,10 +71,10 @@ class Envelope:
     """One worker's message.
 
     Attributes:
-        key: of what it is at.
-        words: the same, and the user's line.
-        length: the payload's, in bytes.
-        payload: ``None`` if it was too long for the envelope.
+        key: the fingerprint of the operation.
+        words: the operation and the user's line, for messages.
+        length: of the payload, in bytes.
+        payload: None if it is too long for the envelope.
     """
 
     key: bytes
@@ -84,83 +84,88 @@ class Envelope:
 
     @classmethod
     def from_payload(cls, key: bytes, words: str, payload: bytes) -> Envelope:
-        """Returns the envelope that says this; long words are cut."""
-        words = words.encode()[:_MAX_WORDS].decode(errors="ignore")  # of a character cut, nothing
+        """Returns the envelope for a payload; long words are cut."""
+        # A character that the limit cuts is dropped.
+        words = words.encode()[:_MAX_WORDS].decode(errors="ignore")
         fits = len(payload) <= ENVELOPE_BYTES - _HEAD.size - len(words.encode())
         return cls(key, words, len(payload), payload if fits else None)
 
     def to_bytes(self) -> bytearray:
-        """Returns it as it is sent: ``ENVELOPE_BYTES`` bytes."""
+        """Returns the ``ENVELOPE_BYTES`` bytes to send."""
         words = self.words.encode()
         body = _HEAD.pack(self.key, self.length, len(words)) + words + (self.payload or b"")
         return bytearray(body.ljust(ENVELOPE_BYTES, b"\0"))
 
     @classmethod
-    def from_bytes(cls, sealed: bytes) -> Envelope:
-        """Returns what was sealed."""
-        key, length, num_words = _HEAD.unpack_from(sealed)
+    def from_bytes(cls, data: bytes) -> Envelope:
+        """Returns the envelope that ``to_bytes`` encoded."""
+        key, length, num_words = _HEAD.unpack_from(data)
         begin = _HEAD.size + num_words
         fits = begin + length <= ENVELOPE_BYTES
-        words = sealed[_HEAD.size : begin].decode(errors="replace")
-        return cls(key, words, length, sealed[begin : begin + length] if fits else None)
+        words = data[_HEAD.size : begin].decode(errors="replace")
+        return cls(key, words, length, data[begin : begin + length] if fits else None)
 
 
 def fingerprint(number: int, what: str, signature: object) -> bytes:
-    """Returns the hash of what a worker is at."""
+    """Returns the hash of an operation: its number in the group, its name, its signature."""
     return hashlib.blake2b(f"{number} {what} {signature!r}".encode(), digest_size=8).digest()
 
 
-_MAX_SIGNATURE = 120  # letters
+_MAX_SIGNATURE = 120  # characters
 
-# Begins an operation of a process group, said in words, and waits for its end.
+# Starts an operation of a process group, described in words, and waits until it is done.
 Run = Callable[[str, Callable[[Any], dist.Work]], None]
 
 
 class CheckedGather:
-    """Exchanges by one link. See [Note: Envelopes].
+    """Exchanges payloads over one process group; see [Note: Envelopes].
 
     Args:
-        where: tells the user's line.
+        where: returns the user's line.
+        size: the number of workers.
     """
 
     def __init__(self, run: Run, where: Callable[[], str], size: int) -> None:
         self._run, self._where, self._size = run, where, size
         self._num_exchanges = 0
 
-    def exchange(self, what: str, signature: object, said: bytes) -> list[bytes]:
-        """Returns what every worker has said, by rank."""
+    def exchange(self, what: str, signature: object, payload: bytes) -> list[bytes]:
+        """Returns the payloads of all workers, by rank.
+
+        Raises:
+            DivergenceError: another worker is in another operation, or has another signature.
+        """
         self._num_exchanges += 1
-        words = f"{what}{_split_by_worker(signature, what)} at {self._where()}"
+        words = f"{what}{_signature_text(signature, what)} at {self._where()}"
         mine = Envelope.from_payload(
-            fingerprint(self._num_exchanges, what, signature), words, said
+            fingerprint(self._num_exchanges, what, signature), words, payload
         )
-        sealed = self._gather(mine.to_bytes(), words)
-        envelopes = list(map(Envelope.from_bytes, sealed))
+        envelopes = list(map(Envelope.from_bytes, self._gather(mine.to_bytes(), words)))
         if any(one.key != mine.key for one in envelopes):
             raise DivergenceError(
                 "all workers must reach the same operations in the same order, with the same "
-                "shapes; they did not:\n" + listed([one.words for one in envelopes])
+                "shapes; they did not:\n" + line_per_worker([one.words for one in envelopes])
             )
         if all(one.payload is not None for one in envelopes):
             return [one.payload or b"" for one in envelopes]
         longest = max(one.length for one in envelopes)
-        whole = self._gather(bytearray(said.ljust(longest, b"\0")), words)
+        whole = self._gather(bytearray(payload.ljust(longest, b"\0")), words)
         return [raw[: one.length] for raw, one in zip(whole, envelopes, strict=True)]
 
     def broadcast(self, what: str, raw: Tensor) -> None:
-        """Writes worker 0's bytes to those of all, of which there are as many on each."""
+        """Broadcasts worker 0's bytes into a tensor of the same size on all workers."""
         self._run(f"{what} at {self._where()}", lambda group: group.broadcast(raw, 0))
 
     def _gather(self, mine: bytearray, words: str) -> list[bytes]:
-        """Returns every worker's bytes, of which there are as many on each."""
+        """Returns the bytes of all workers, which have the same number."""
         own = torch.frombuffer(mine, dtype=torch.uint8)
-        every = [torch.empty_like(own) for _ in range(self._size)]
-        self._run(words, lambda group: group.allgather([every], [own]))
-        return [raw.numpy().tobytes() for raw in every]
+        gathered = [torch.empty_like(own) for _ in range(self._size)]
+        self._run(words, lambda group: group.allgather([gathered], [own]))
+        return [raw.numpy().tobytes() for raw in gathered]
 
 
-def _split_by_worker(signature: object, what: str) -> str:
-    """Returns what an operation is of, in words, if its name does not say it already."""
+def _signature_text(signature: object, what: str) -> str:
+    """Returns " of SIGNATURE", or "" if the operation's name has it already."""
     if signature is None or isinstance(signature, str) or " of " in what:
         return ""
     words = repr(signature)

@@ -1,7 +1,7 @@
 """DistributedGroup: the worker processes of one training, over torch.distributed.
 
 Process groups and the store are torch.distributed's. A lost worker is detected, see
-[Note: Nobody hangs], and the launcher (torchrun) starts it again.
+[Note: Monitored waits], and the launcher (torchrun) starts it again.
 
 [Note: One size, one group]
 Problem: gloo ends the process when buffers of two sizes meet, and buckets of gradients cannot
@@ -36,19 +36,20 @@ from mirror.errors import StrategyError, WorkerLostError
 
 DEFAULT_SECONDS = 600.0
 _MAX_SIZES = 64
-_OF_REPLICAS = "sums of replicas"  # which may begin before the next batch on one worker only
+# A group of its own: on one worker, these sums may start before the numbers of the next batch.
+_REPLICA_SUMS = "sums of replicas"
 
 T = TypeVar("T")
 
 
 class ReplicaSums(Protocol):
-    """What sums over all replicas: see ``gpu_sums.py``."""
+    """An all-reduce over all replicas; see ``nccl_all_reduce.py``."""
 
-    def begin(self, what: str, buffers: Sequence[Tensor]) -> Waitable[None]:
-        """Begins to sum flat buffers, one per local replica, in place."""
+    def start(self, what: str, buffers: Sequence[Tensor]) -> Waitable[None]:
+        """Starts to sum flat buffers, one per local replica, in place."""
 
     def close(self) -> None:
-        """Gives up what is on its way; idempotent."""
+        """Aborts the sums in flight; idempotent."""
 
 
 class DistributedWorkerGroup(LocalWorkerGroup):
@@ -58,8 +59,8 @@ class DistributedWorkerGroup(LocalWorkerGroup):
 
     Args:
         num_local: the number of this worker's replicas.
-        where: tells the user's line, for messages.
-        timeout_seconds: how long to wait for a worker that says nothing; ``None``: 600.
+        where: returns the user's line, for messages.
+        timeout_seconds: how long to wait for a silent worker; None means 600.
         line_of: see ``LineOf``.
     """
 
@@ -72,26 +73,26 @@ class DistributedWorkerGroup(LocalWorkerGroup):
     ) -> None:
         self._where = where
         seconds = DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds
-        self._board = join_rendezvous(seconds, line_of)
-        self.rank, self.size = self._board.rank, self._board.size
-        self._watch = MonitoredWait(self._board, seconds)
-        self._links = Groups(self._board, self._watch, seconds)
+        self._heartbeats = join_rendezvous(seconds, line_of)
+        self.rank, self.size = self._heartbeats.rank, self._heartbeats.size
+        self._monitor = MonitoredWait(self._heartbeats, seconds)
+        self._groups = Groups(self._heartbeats, self._monitor, seconds)
         self._failure: BaseException | None = None
         self._replica_sums: ReplicaSums | None = None
         self._sums: dict[tuple[torch.dtype, int], SequencedGroup] = {}
-        let_go = Exit(is_loss=False, words="has let go of its strategy")
-        weakref.finalize(self, self._links.drop, let_go).atexit = False
-        self._main = self._guarded(lambda: self._link("main", "the start of a strategy"))
-        self._talk = CheckedGather(partial(self._run, self._main), where, self.size)
-        said = self.exchange("the start of a strategy", None, lambda: b"%d" % num_local)
-        self._have(self.rank, [int(count) for count in said])
+        freed = Exit(is_loss=False, words="has let go of its strategy")
+        weakref.finalize(self, self._groups.drop, freed).atexit = False
+        self._main = self._guarded(lambda: self._group("main", "the start of a strategy"))
+        self._gather = CheckedGather(partial(self._run, self._main), where, self.size)
+        counts = self.exchange("the start of a strategy", None, lambda: b"%d" % num_local)
+        self._set_counts(self.rank, [int(count) for count in counts])
 
     def exchange(
         self, what: str, signature: object = None, payload: Callable[[], bytes] = bytes
     ) -> list[bytes]:
-        """Gives every worker what each has to say, in the order of their ranks."""
-        said = payload()  # what it raises is an error of this worker alone
-        return self._guarded(lambda: self._talk.exchange(what, signature, said))
+        """See ``LocalWorkerGroup``."""
+        own = payload()  # outside _guarded: its error does not end the strategy
+        return self._guarded(lambda: self._gather.exchange(what, signature, own))
 
     def exchange_tensors(
         self,
@@ -100,34 +101,34 @@ class DistributedWorkerGroup(LocalWorkerGroup):
         tensors: Sequence[Tensor],
         numbers: Sequence[float] = (),
     ) -> list[Message]:
-        """Gives every worker the tensors of each, of any shapes and dtypes, on the CPU."""
-        said = self.exchange(what, signature, lambda: serialize(tensors, numbers))
-        return list(map(deserialize, said))
+        """See ``LocalWorkerGroup``."""
+        payloads = self.exchange(what, signature, lambda: serialize(tensors, numbers))
+        return list(map(deserialize, payloads))
 
     def all_gather_int(self, what: str, number: int) -> Callable[[], list[int]]:
-        """Begins to tell every worker a number; returns what waits for those of all."""
+        """See ``LocalWorkerGroup``."""
         return self._all_gather_int("numbers", what, number)
 
     def _all_gather_int(self, name: str, what: str, number: int) -> Callable[[], list[int]]:
-        """Tells it over a link of this name, which has an order of its own."""
+        """Gathers the numbers over the group of this name, which has its own order."""
         own = torch.tensor([number], device="cpu")
-        every = [torch.empty_like(own) for _ in range(self.size)]
+        numbers = [torch.empty_like(own) for _ in range(self.size)]
 
-        def begun() -> tuple[SequencedGroup, dist.Work, PendingOp]:
-            link = self._link(name, what)
+        def start() -> tuple[SequencedGroup, dist.Work, PendingOp]:
+            group = self._group(name, what)
             words = f"{what} at {self._where()}"
-            return link, *link.begin(words, lambda group: group.allgather([every], [own]))
+            return group, *group.start(words, lambda pg: pg.allgather([numbers], [own]))
 
-        link, work, wait = self._guarded(begun)
+        group, work, op = self._guarded(start)
 
-        def told() -> list[int]:
-            self._guarded(lambda: self._finish(link, work, wait))
-            return [int(one) for one in every]
+        def finish() -> list[int]:
+            self._guarded(lambda: self._finish(group, work, op))
+            return [int(tensor) for tensor in numbers]
 
-        return told
+        return finish
 
     def broadcast(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Broadcasts worker 0's values into all workers' tensors, of equal shapes and dtypes."""
+        """See ``LocalWorkerGroup``."""
         described = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
         self.exchange(what, described)
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -136,17 +137,17 @@ class DistributedWorkerGroup(LocalWorkerGroup):
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in on_host(own)])
             raw = flat.view(torch.uint8)
-            self._guarded(partial(self._talk.broadcast, what, raw))
+            self._guarded(partial(self._gather.broadcast, what, raw))
             with torch.no_grad():
                 copy_back(flat, [tensor.detach() for tensor in own])
 
     def all_reduce(self, what: str, buffer: Tensor) -> Callable[[], None]:
-        """Begins to sum a flat buffer over the workers, in place; returns what waits for it."""
+        """See ``LocalWorkerGroup``."""
         host = buffer if buffer.is_cpu else buffer.cpu()
         self._check_usable()
         try:
-            link = self._sums.get((host.dtype, host.numel())) or self._link_of_sums(what, host)
-            number, work = link.begin_sum(host)
+            group = self._sums.get((host.dtype, host.numel())) or self._group_for_sums(what, host)
+            number, work = group.start_sum(host)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -154,68 +155,63 @@ class DistributedWorkerGroup(LocalWorkerGroup):
         def finish() -> None:
             self._check_usable()
             try:
-                self._watch.wait(work, lambda: PendingOp(link.name, number, what))
+                self._monitor.wait(work, lambda: PendingOp(group.name, number, what))
             except BaseException as error:
                 self._give_up(error)
                 raise
-            link.ended(number)
+            group.finish(number)
             if host is not buffer:
                 buffer.copy_(host)
 
         return finish
 
     def sum_replicas_by(self, sums: ReplicaSums) -> None:
-        """Makes ``all_reduce_replicas`` use these from now on; all workers must call it."""
+        """Makes ``all_reduce_replicas`` use ``sums``; all workers must call it."""
         self._replica_sums, self.sums_replicas = sums, True
 
     def all_reduce_replicas(self, what: str, buffers: Sequence[Tensor]) -> Callable[[], None]:
-        """Begins to sum flat buffers over all replicas, in place. See [Note: Sums on GPUs]."""
+        """See ``LocalWorkerGroup``, and [Note: Sums on GPUs]."""
         sums, described = self._replica_sums, f"{buffers[0].dtype}[{buffers[0].numel()}]"
         assert sums is not None
-        told = self._all_gather_int(
-            _OF_REPLICAS, f"{what} of {described}", zlib.crc32(described.encode())
-        )
-        on_way = self._guarded(lambda: sums.begin(what, buffers))
+        hashed, described = zlib.crc32(described.encode()), f"{what} of {described}"
+        hashes = self._all_gather_int(_REPLICA_SUMS, described, hashed)
+        work = self._guarded(lambda: sums.start(what, buffers))
 
         def finish() -> None:
-            if len(set(told())) > 1:
-                self._guarded(lambda: self._refuse_unlike(f"{what} of {described}"))
-            link = self._link(_OF_REPLICAS, what).name
-            wait = PendingOp(link, self._board.begun[link], what)
-            self._guarded(lambda: self._watch.wait(on_way, lambda: wait))
+            if len(set(hashes())) > 1:  # different buffers; the exchange raises DivergenceError
+                self._guarded(lambda: self._gather.exchange(described, described, b""))
+            name = self._group(_REPLICA_SUMS, what).name
+            op = PendingOp(name, self._heartbeats.started[name], what)
+            self._guarded(lambda: self._monitor.wait(work, lambda: op))
 
         return finish
 
-    def _refuse_unlike(self, what: str) -> None:
-        """Raises DivergenceError, with where all are: they sum what cannot be summed."""
-        self._talk.exchange(what, what, b"")
-
     def all_reduce_sum_(self, what: str, buffer: Tensor) -> None:
-        """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
-        self._guarded(lambda: self._run(self._main, what, lambda group: group.allreduce([buffer])))
+        """See ``LocalWorkerGroup``."""
+        self._guarded(lambda: self._run(self._main, what, lambda pg: pg.allreduce([buffer])))
 
-    def _link_of_sums(self, what: str, buffer: Tensor) -> SequencedGroup:
-        """Returns the link for buffers of a size that is new. See [Note: One size, one group]."""
+    def _group_for_sums(self, what: str, buffer: Tensor) -> SequencedGroup:
+        """Returns the group for buffers of a new size; see [Note: One size, one group]."""
         size = f"{str(buffer.dtype).removeprefix('torch.')}[{buffer.numel()}]"
         if len(self._sums) < _MAX_SIZES:
-            link = self._link(f"sums of {size}", f"{what} of {size}")
-            self._sums[buffer.dtype, buffer.numel()] = link
-            return link
-        self._talk.exchange(what, size, b"")
-        return self._link("other sums", what)
+            group = self._group(f"sums of {size}", f"{what} of {size}")
+            self._sums[buffer.dtype, buffer.numel()] = group
+            return group
+        self._gather.exchange(what, size, b"")
+        return self._group("other sums", what)
 
-    def _link(self, name: str, what: str) -> SequencedGroup:
-        return self._links.get(name, lambda: f"{what} at {self._where()}")
+    def _group(self, name: str, what: str) -> SequencedGroup:
+        return self._groups.get(name, lambda: f"{what} at {self._where()}")
 
-    def _run(self, link: SequencedGroup, words: str, call: Callable[[Any], dist.Work]) -> None:
-        self._finish(link, *link.begin(words, call))
+    def _run(self, group: SequencedGroup, words: str, call: Callable[[Any], dist.Work]) -> None:
+        self._finish(group, *group.start(words, call))
 
-    def _finish(self, link: SequencedGroup, work: dist.Work, wait: PendingOp) -> None:
-        self._watch.wait(work, lambda: wait)
-        link.ended(wait.number)
+    def _finish(self, group: SequencedGroup, work: dist.Work, op: PendingOp) -> None:
+        self._monitor.wait(work, lambda: op)
+        group.finish(op.number)
 
     def _guarded(self, call: Callable[[], T]) -> T:
-        """Makes a call; an error in it, Ctrl-C too, leaves the workers out of step for good."""
+        """Makes a call; an error in it leaves the workers out of step, and ends the strategy."""
         self._check_usable()
         try:
             return call()
@@ -227,34 +223,33 @@ class DistributedWorkerGroup(LocalWorkerGroup):
         if self._failure is None:
             self._failure = error
             is_loss = isinstance(error, WorkerLostError)
-            self._links.drop(Exit(is_loss, f"has given up with {summarize(error)}"))
+            self._groups.drop(Exit(is_loss, f"has given up with {summarize(error)}"))
             if self._replica_sums is not None:
                 self._replica_sums.close()
 
     def outermost(self, run: Callable[[], T]) -> T:
-        """Calls an outermost run; publishes its error for workers that wait for this one."""
+        """See ``LocalWorkerGroup``; an error becomes a note in this worker's status."""
         self._check_usable()
-        self._board.note = ""
+        self._heartbeats.note = ""
         try:
             return run()
         except Exception as error:
             if error is not self._failure:
-                said = f"{summarize(error)} at {self._board.line_of(error)}"
-                self._board.note = f"a run there has raised {said}"
+                summary = f"{summarize(error)} at {self._heartbeats.line_of(error)}"
+                self._heartbeats.note = f"a run there has raised {summary}"
             raise
 
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise StrategyError(
                 f"this strategy came to its end with {summarize(self._failure)}; end this "
-                "process, "
-                "and start all workers again"
+                "process, and start all workers again"
             ) from self._failure
-        if self._links.end is not None:
+        if self._groups.end is not None:
             raise StrategyError("this strategy is closed; create a new one, on all workers")
 
     def close(self) -> None:
-        """Ends the connections; idempotent."""
+        """See ``LocalWorkerGroup``."""
         if self._replica_sums is not None:
             self._replica_sums.close()
-        self._links.drop(Exit(is_loss=False, words=f"has closed its strategy at {self._where()}"))
+        self._groups.drop(Exit(is_loss=False, words=f"has closed its strategy at {self._where()}"))

@@ -1,4 +1,4 @@
-"""SequencedGroup: a process group of one strategy that counts the operations started on it."""
+"""The process groups of one strategy; each counts the operations that are started on it."""
 
 from __future__ import annotations
 
@@ -19,114 +19,123 @@ from mirror.comm.workers.monitored_wait import BackgroundCall, MonitoredWait
 from mirror.comm.workers.worker_status import Exit, PendingOp
 
 _POLL_SECONDS = 0.002
-_SAID_SECONDS = 1.0
+_PUBLISH_SECONDS = 1.0
 
 
 class SequencedGroup:
     """A process group in which all workers start the operations in the same order.
 
     Args:
-        name: "NUMBER/...", by the strategy's number.
+        name: "NUMBER/...", with the number of the strategy.
+
+    Attributes:
+        process_group: torch's group; None until ``Groups.get`` has created it.
     """
 
-    def __init__(self, name: str, board: HeartbeatStore) -> None:
+    def __init__(self, name: str, heartbeats: HeartbeatStore) -> None:
         self.name = name
-        self.group: Any = None
-        self._board = board
-        self._num_begun = 0
-        self._begun: dict[int, Any] = {}
+        self.process_group: Any = None
+        self._heartbeats = heartbeats
+        self._num_started = 0
+        self._works: dict[int, dist.Work] = {}  # in flight, by number
 
-    def next(self, words: str) -> PendingOp:
-        """Counts an operation that is about to be begun."""
-        self._num_begun += 1
-        self._board.begun[self.name] = self._num_begun
-        return PendingOp(self.name, self._num_begun, words)
+    def count(self, words: str) -> PendingOp:
+        """Counts an operation that is about to start, and returns its description."""
+        self._num_started += 1
+        self._heartbeats.started[self.name] = self._num_started
+        return PendingOp(self.name, self._num_started, words)
 
-    def begin(self, words: str, call: Callable[[Any], dist.Work]) -> tuple[dist.Work, PendingOp]:
-        """Begins an operation of the group."""
-        wait = self.next(words)
-        work = self._begun[wait.number] = call(self.group)
-        return work, wait
+    def start(self, words: str, call: Callable[[Any], dist.Work]) -> tuple[dist.Work, PendingOp]:
+        """Starts an operation; returns its work and its description."""
+        op = self.count(words)
+        work = self._works[op.number] = call(self.process_group)
+        return work, op
 
-    def begin_sum(self, buffer: Tensor) -> tuple[int, dist.Work]:
-        """Begins to sum a buffer; returns the operation's number beside it, as steps want."""
-        number = self._num_begun = self._num_begun + 1
-        self._board.begun[self.name] = number
-        work = self._begun[number] = self.group.allreduce([buffer])
+    def start_sum(self, buffer: Tensor) -> tuple[int, dist.Work]:
+        """Starts to sum a buffer, as every step does; returns the operation's number and work."""
+        number = self._num_started = self._num_started + 1
+        self._heartbeats.started[self.name] = number
+        work = self._works[number] = self.process_group.allreduce([buffer])
         return number, work
 
-    def ended(self, number: int) -> None:
-        """Notes that an operation has come to its end."""
-        self._begun.pop(number, None)
+    def finish(self, number: int) -> None:
+        """Forgets an operation that is done."""
+        self._works.pop(number, None)
 
-    def drop(self, *, forgets: bool) -> None:
-        """Drops the group, or leaks it if it must never be destroyed.
+    def drop(self, *, leak: bool) -> None:
+        """Drops the process group, and leaks it if ``leak`` or if works are in flight.
 
-        The destructor of a group waits for its works, up to the group's timeout if a worker is
-        lost. It would do so wherever the last reference ends, also at the interpreter's exit.
+        The destructor of a process group waits for its works, up to the group's timeout if a
+        worker is lost. It would do so wherever the last reference ends, even at exit.
         """
-        works, self._begun = list(self._begun.values()), {}
-        group, self.group = self.group, None
-        if forgets or not all(work.is_completed() for work in works):
-            for kept in (group, *works):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        works, self._works = list(self._works.values()), {}
+        group, self.process_group = self.process_group, None
+        if leak or not all(work.is_completed() for work in works):
+            for leaked in (group, *works):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
 
 
 class Groups:
-    """All links of one strategy.
+    """The process groups of one strategy, by name.
 
     Args:
-        seconds: how long a worker may take to make its end of one.
+        monitor: waits until all workers have created a group.
+        seconds: how long a worker may take to create a group.
+
+    Attributes:
+        number: of the strategy.
+        end: why the groups were dropped, or None.
     """
 
-    def __init__(self, board: HeartbeatStore, watch: MonitoredWait, seconds: float) -> None:
-        self.number = board.number()
-        self._board, self._watch = board, watch
-        # One that runs out breaks a group for good: who waits has a shorter one.
+    def __init__(self, heartbeats: HeartbeatStore, monitor: MonitoredWait, seconds: float) -> None:
+        self.number = heartbeats.next_number()
+        self._heartbeats, self._monitor = heartbeats, monitor
+        # If this timeout expires, the group is unusable; monitored waits have a shorter one.
         self._timeout = timedelta(seconds=seconds + 60)
-        self._links: dict[str, SequencedGroup] = {}
+        self._groups: dict[str, SequencedGroup] = {}
         self._is_forked = False
         self.end: Exit | None = None
-        board.keep(self.number, self)
+        heartbeats.register(self.number, self)
         reinit_after_fork(self)
 
     def after_fork(self) -> None:
-        """Forgets the groups in a forked process: their threads are in the other one."""
+        """Marks the groups of a forked process, which has none of their threads, as unusable."""
         self._is_forked = True
 
     def get(self, name: str, words: Callable[[], str]) -> SequencedGroup:
-        """Returns a link; where there is none yet, it is made, by all workers."""
-        if name not in self._links:
-            link = SequencedGroup(f"{self.number}/{name}", self._board)
-            wait = link.next(words())
+        """Returns a group; all workers create it together at its first use."""
+        if name not in self._groups:
+            group = SequencedGroup(f"{self.number}/{name}", self._heartbeats)
+            op = group.count(words())
             try:
-                errand = BackgroundCall(partial(self._make, link.name))
-                link.group = self._watch.wait(errand, lambda: wait)
+                call = BackgroundCall(partial(self._create, group.name))
+                group.process_group = self._monitor.wait(call, lambda: op)
             except BaseException:
-                self._board.begun.pop(link.name, None)  # now nobody counts on this worker there
+                # The other workers must not count on this one in this group.
+                self._heartbeats.started.pop(group.name, None)
                 raise
-            self._links[name] = link
-        return self._links[name]
+            self._groups[name] = group
+        return self._groups[name]
 
     def drop(self, end: Exit) -> None:
-        """Ends all links; the others are told of it before. Idempotent."""
+        """Publishes why the strategy ends here, and drops all groups; idempotent."""
         if self.end is not None:
             return
         self.end = end
-        self._board.end(self.number, end).wait(_SAID_SECONDS)
-        while self._links:
-            self._links.popitem()[1].drop(forgets=self._is_forked)
+        self._heartbeats.end(self.number, end).wait(_PUBLISH_SECONDS)
+        while self._groups:
+            self._groups.popitem()[1].drop(leak=self._is_forked)
 
-    def _make(self, name: str) -> Any:
-        board = self._board
-        store = PrefixStore(f"mirror/{name}", board.store)
-        # torch waits for who has not come without an end that we could set, or find out whose.
-        store.set(f"here/{board.rank}", "")
-        every = [f"here/{rank}" for rank in range(board.size)]
+    def _create(self, name: str) -> Any:
+        heartbeats = self._heartbeats
+        store = PrefixStore(f"mirror/{name}", heartbeats.store)
+        # torch's own wait for missing workers has no timeout to set and does not name them.
+        store.set(f"here/{heartbeats.rank}", "")
+        keys = [f"here/{rank}" for rank in range(heartbeats.size)]
         pause = _POLL_SECONDS
-        while not store.check(every):
+        while not store.check(keys):
             if self.end is not None:
-                raise RuntimeError(f"the strategy has come to its end: {self.end.words}")
+                raise RuntimeError(f"the strategy has ended: {self.end.words}")
             sleep(pause)
             pause = min(2 * pause, 0.1)
-        return dist.ProcessGroupGloo(store, board.rank, board.size, self._timeout)
+        return dist.ProcessGroupGloo(store, heartbeats.rank, heartbeats.size, self._timeout)

@@ -2,16 +2,17 @@
 
 ``BackgroundCall`` gives a blocking call the interface of such a wait.
 
-[Note: Nobody hangs]
-A wait consists of short waits that can time out and be repeated; Ctrl-C arrives between two of
-them. After the first one the worker publishes its status, and reads the status of the others:
+[Note: Monitored waits]
+A wait consists of short waits that time out and are repeated; Ctrl-C arrives between two of them.
+After the first one the worker publishes its status and reads the statuses of the other workers.
+It raises an error in these cases:
 
-    another worker has ended    its strategy or program, without starting this operation: raises
-    deadlock                    workers wait for each other: [Note: Who waits in vain]
-    a connection is broken      a worker that is silent, or that hosted the store, is lost
-    ``timeout_seconds`` is over the worker that has been silent longest is lost
+    a worker has ended            its strategy or program, without starting this operation
+    deadlock                      workers wait for each other: [Note: Deadlocks of workers]
+    a connection is broken        the worker that is silent, or hosted the store, is lost
+    ``timeout_seconds`` is over   the worker that has been silent longest is lost
 
-After an error this worker's strategy is over, and the other workers read that in its status.
+An error ends this worker's strategy, and the other workers read that in its status.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mirror.comm.workers.heartbeat import HeartbeatSnapshot, HeartbeatStore
 from mirror.comm.workers.worker_status import (
+    Exit,
     PendingOp,
     WorkerStatus,
     ended_without,
@@ -35,20 +37,22 @@ from mirror.errors import DivergenceError, MirrorError, WorkerLostError
 
 T = TypeVar("T")
 
-TIMED_OUT = "timed out"  # what the errors of works that are not done yet have in their words
+TIMED_OUT = "timed out"  # part of the message if a work is not done yet
 
 
 class BackgroundCall(Generic[T]):
     """A call in a thread, with the ``wait`` of torch.distributed's works.
 
-    Ctrl-C interrupts this wait; it does not interrupt torch's own calls that wait for processes.
+    Ctrl-C interrupts this wait; it does not interrupt torch's own blocking calls.
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self._result: T
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="mirror errand", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="mirror background call", daemon=True
+        )
         self._thread.start()
 
     def _run(self) -> None:
@@ -58,11 +62,11 @@ class BackgroundCall(Generic[T]):
             self._error = error
 
     def wait(self, timeout: timedelta) -> T:
-        """Returns what the call has returned.
+        """Waits for the call, and returns its result.
 
         Raises:
-            RuntimeError: it has not returned yet, see ``TIMED_OUT``.
-            BaseException: what it has raised.
+            RuntimeError: the call is not done after ``timeout``; see ``TIMED_OUT``.
+            BaseException: the error of the call.
         """
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
@@ -76,164 +80,173 @@ T_co = TypeVar("T_co", covariant=True)
 
 _SLICE_SECONDS = 0.5
 # How long the other workers have to report why a connection broke: more than one heartbeat. The
-# time starts at the first read after that, because reads are late on a busy machine and silence
-# takes two reads to see. The second number is the limit.
-_REASON_SECONDS, _MOST_REASON_SECONDS = 2.5, 7.5
+# time starts at the first read after that, because reads are late on a busy machine, and because
+# silence shows only at the second read. The second number is the limit.
+_REASON_SECONDS, _MAX_REASON_SECONDS = 2.5, 7.5
 _RESTART = (
-    "the strategy is of no more use here; end this process, and start all workers again from the "
-    "last checkpoint (torchrun --max-restarts does that)"
+    "this strategy cannot be used any more; end this process, and start all workers again from "
+    "the last checkpoint (torchrun --max-restarts does that)"
 )
 
 
 class Waitable(Protocol[T_co]):
-    """What can be waited for: a work of torch.distributed."""
+    """An operation in flight, such as a work of torch.distributed."""
 
     def wait(self, timeout: timedelta) -> T_co:
-        """Returns when it is done; RuntimeError, with ``TIMED_OUT`` in it, when the time is."""
+        """Waits for the result; raises RuntimeError with ``TIMED_OUT`` after the timeout."""
 
 
 class MonitoredWait:
     """Waits for works of a strategy.
 
     Args:
-        seconds: for how long, at most.
+        seconds: the longest wait.
     """
 
-    def __init__(self, board: HeartbeatStore, seconds: float) -> None:
-        self._board, self._seconds = board, seconds
+    def __init__(self, heartbeats: HeartbeatStore, seconds: float) -> None:
+        self._heartbeats, self._seconds = heartbeats, seconds
         self._slice = timedelta(seconds=min(_SLICE_SECONDS, max(seconds, 0.001)))
 
-    def wait(self, work: Waitable[T], wait_of: Callable[[], PendingOp]) -> T:
+    def wait(self, work: Waitable[T], describe: Callable[[], PendingOp]) -> T:
         """Waits until a work is done; returns its result.
 
         Args:
-            wait_of: tells what is waited for; asked when it takes long.
+            describe: returns the operation; called only if the wait is long.
 
         Raises:
-            DivergenceError: the others are, or have ended, where this never ends.
-            WorkerLostError: one of them is gone, or silent.
+            DivergenceError: workers wait for each other, or one has ended without this operation.
+            WorkerLostError: a worker is gone, or silent.
         """
         try:
             return work.wait(self._slice)
         except RuntimeError as error:
-            if not _is_late(error):
-                raise self._broken(wait_of(), error) from error
-        wait = wait_of()
-        begun, suspicion = monotonic(), None
-        with self._board.waiting(wait):
+            if not _is_timeout(error):
+                raise self._broken_connection(describe(), error) from error
+        op = describe()
+        start, suspicion = monotonic(), None
+        with self._heartbeats.waiting(op):
             while True:
                 try:
                     return work.wait(self._slice)
                 except RuntimeError as error:
-                    if not _is_late(error):
-                        raise self._broken(wait, error) from error
-                look = self._board.look
-                if look.at > begun:
-                    suspicion = self._checked(wait, look, suspicion)
-                self._check_time(wait, begun)
+                    if not _is_timeout(error):
+                        raise self._broken_connection(op, error) from error
+                snapshot = self._heartbeats.snapshot
+                if snapshot.time > start:
+                    suspicion = self._check_statuses(op, snapshot, suspicion)
+                self._check_time(op, start)
 
-    def _checked(self, wait: PendingOp, look: HeartbeatSnapshot, suspicion: Any) -> Any:
-        """Raises what a look tells; returns what looks bad, to be looked at once more."""
-        ended = ended_without(wait, look.positions)
+    def _check_statuses(self, op: PendingOp, snapshot: HeartbeatSnapshot, suspicion: Any) -> Any:
+        """Raises the error that the statuses show.
+
+        A deadlock must show in two statuses of each worker. The first is returned as a suspicion,
+        which is the last argument of the next call.
+        """
+        ended = ended_without(op, snapshot.statuses)
         if ended:
-            raise self._error_of_ended(wait, look, ended)
-        stuck = find_deadlocks(look.positions)
-        if (self._board.rank, wait) not in stuck:
+            raise self._ended_error(op, snapshot, ended)
+        stuck = find_deadlocks(snapshot.statuses)
+        if (self._heartbeats.rank, op) not in stuck:
             return None
         ranks = sorted({rank for rank, _ in stuck})
-        seen = stuck, [look.positions[rank].begun for rank in ranks]
-        beats = [look.positions[rank].beat for rank in ranks]
-        if suspicion is None or suspicion[0] != seen:
-            return seen, beats
+        state = stuck, [snapshot.statuses[rank].started for rank in ranks]
+        beats = [snapshot.statuses[rank].beat for rank in ranks]
+        if suspicion is None or suspicion[0] != state:
+            return state, beats
         if any(beat <= before for beat, before in zip(beats, suspicion[1], strict=True)):
             return suspicion
         raise DivergenceError(
             "all workers must reach the same operations in the same order; they wait for each "
-            f"other at different ones:\n{self._error_of(wait, look.positions)}\n{_RESTART}"
+            f"other at different ones:\n{self._describe_all(op, snapshot.statuses)}\n{_RESTART}"
         )
 
-    def _check_time(self, wait: PendingOp, begun: float) -> None:
-        waited, board = monotonic() - begun, self._board
-        if board.broken is not None and monotonic() - board.broken[1] > _REASON_SECONDS:
-            raise self._lost(wait, [0], f"the store, in its process, is gone: {board.broken[0]}")
+    def _check_time(self, op: PendingOp, start: float) -> None:
+        """Raises WorkerLostError if the store is gone, or if the wait took too long."""
+        waited, heartbeats = monotonic() - start, self._heartbeats
+        if heartbeats.broken is not None:
+            reason, time = heartbeats.broken
+            if monotonic() - time > _REASON_SECONDS:
+                raise self._lost(op, [0], f"the store, in its process, is gone: {reason}")
         if waited < self._seconds:
             return
-        look, others = board.look, set(range(board.size)) - {board.rank}
-        if look.at < monotonic() - waited / 2:
-            raise self._lost(wait, [0], "the store, in its process, does not answer")
-        long = max(waited / 2, _REASON_SECONDS)
-        silent = sorted(rank for rank in others if look.silent[rank] > long)
+        snapshot = heartbeats.snapshot
+        others = set(range(heartbeats.size)) - {heartbeats.rank}
+        if snapshot.time < monotonic() - waited / 2:
+            raise self._lost(op, [0], "the store, in its process, does not answer")
+        limit = max(waited / 2, _REASON_SECONDS)
+        silent = sorted(rank for rank in others if snapshot.silent_seconds[rank] > limit)
         if silent:
-            seconds = min(look.silent[rank] for rank in silent)
+            seconds = min(snapshot.silent_seconds[rank] for rank in silent)
             why = f"nothing was heard of it for {seconds:.0f} s, and timeout_seconds="
-            raise self._lost(wait, silent, f"{why}{self._seconds:g}")
-        late = sorted(rank for rank in others if look.positions[rank].lacks(wait))
-        raise self._lost(wait, late, f"it has not come within timeout_seconds={self._seconds:g}")
+            raise self._lost(op, silent, f"{why}{self._seconds:g}")
+        late = sorted(rank for rank in others if snapshot.statuses[rank].lacks(op))
+        raise self._lost(op, late, f"it has not come within timeout_seconds={self._seconds:g}")
 
-    def _broken(self, wait: PendingOp, error: RuntimeError) -> MirrorError:
-        """Returns what is behind an error of torch's: what the others say, or do not any more."""
-        begun, board, first = monotonic(), self._board, None
-        with board.waiting(wait):
-            while board.broken is None and monotonic() < begun + _MOST_REASON_SECONDS:
-                look = board.look
-                if look.at > begun:
-                    ended = ended_without(wait, look.positions)
+    def _broken_connection(self, op: PendingOp, error: RuntimeError) -> MirrorError:
+        """Returns the error for a broken connection, once the statuses show the reason."""
+        start, heartbeats, first = monotonic(), self._heartbeats, None
+        with heartbeats.waiting(op):
+            while heartbeats.broken is None and monotonic() < start + _MAX_REASON_SECONDS:
+                snapshot = heartbeats.snapshot
+                if snapshot.time > start:
+                    ended = ended_without(op, snapshot.statuses)
                     if ended:
-                        return self._error_of_ended(wait, look, ended)
-                    first = first or look.at
-                    if look.at - first > 0.75 * _REASON_SECONDS:
+                        return self._ended_error(op, snapshot, ended)
+                    first = first or snapshot.time
+                    if snapshot.time - first > 0.75 * _REASON_SECONDS:
                         break
                 sleep(0.02)
-        words = _of_gloo(str(error))
-        if board.broken is not None:
-            return self._lost(wait, [0], f"the store, in its process, is gone, and: {words}")
-        silent = [
-            r for r, seconds in enumerate(board.look.silent) if seconds > _REASON_SECONDS / 2
-        ]
-        if not silent and board.size == 2:
-            silent = [1 - board.rank]
-        return self._lost(wait, silent, words)
+        words = _shorten_gloo_error(str(error))
+        if heartbeats.broken is not None:
+            return self._lost(op, [0], f"the store, in its process, is gone, and: {words}")
+        seconds_by_rank = enumerate(heartbeats.snapshot.silent_seconds)
+        silent = [rank for rank, seconds in seconds_by_rank if seconds > _REASON_SECONDS / 2]
+        if not silent and heartbeats.size == 2:
+            silent = [1 - heartbeats.rank]
+        return self._lost(op, silent, words)
 
-    def _error_of_ended(
-        self, wait: PendingOp, look: HeartbeatSnapshot, ended: Sequence[Any]
+    def _ended_error(
+        self, op: PendingOp, snapshot: HeartbeatSnapshot, ended: Sequence[tuple[int, Exit]]
     ) -> MirrorError:
-        told = f"\n{self._error_of(wait, look.positions)}\n{_RESTART}"
-        who = _named([rank for rank, _ in ended], self._board.size)
+        """Returns the error for workers that ended without starting an operation."""
+        lines = f"\n{self._describe_all(op, snapshot.statuses)}\n{_RESTART}"
+        names = _worker_names([rank for rank, _ in ended], self._heartbeats.size)
         if any(end.is_loss for _, end in ended):
-            return WorkerLostError(f"a worker is lost, says {who}:{told}")
+            return WorkerLostError(f"a worker is lost, says {names}:{lines}")
         return DivergenceError(
-            f"all workers must reach the same operations; {who} will not come any more, and "
-            f"worker {self._board.rank} waits:{told}"
+            f"all workers must reach the same operations; {names} will not come any more, and "
+            f"worker {self._heartbeats.rank} waits:{lines}"
         )
 
-    def _lost(self, wait: PendingOp, ranks: Sequence[int], why: str) -> WorkerLostError:
-        who = _named(ranks, self._board.size) if ranks else "a worker"
-        told = self._error_of(wait, self._board.look.positions)
-        return WorkerLostError(f"{who} is lost: {why}\n{told}\n{_RESTART}")
+    def _lost(self, op: PendingOp, ranks: Sequence[int], why: str) -> WorkerLostError:
+        names = _worker_names(ranks, self._heartbeats.size) if ranks else "a worker"
+        lines = self._describe_all(op, self._heartbeats.snapshot.statuses)
+        return WorkerLostError(f"{names} is lost: {why}\n{lines}\n{_RESTART}")
 
-    def _error_of(self, wait: PendingOp, positions: Sequence[WorkerStatus]) -> str:
-        number = wait.link.partition("/")[0]
-        where = [position.where(number) for position in positions]
-        mine = self._board.position()
-        where[self._board.rank] = replace(mine, waits=(wait,), end=None, ended={}).where(number)
-        return listed(where)
-
-
-def listed(words: Sequence[str]) -> str:
-    """Returns a line per worker."""
-    size = len(words)
-    return "\n".join(f"  worker {rank} of {size}: {told}" for rank, told in enumerate(words))
+    def _describe_all(self, op: PendingOp, statuses: Sequence[WorkerStatus]) -> str:
+        """Returns a line per worker with its status; this worker waits for ``op``."""
+        number = op.group.partition("/")[0]
+        lines = [status.describe(number) for status in statuses]
+        own = replace(self._heartbeats.status(), waits=(op,), end=None, ended={})
+        lines[self._heartbeats.rank] = own.describe(number)
+        return line_per_worker(lines)
 
 
-def _named(ranks: Sequence[int], size: int) -> str:
+def line_per_worker(texts: Sequence[str]) -> str:
+    """Returns a line per worker with its rank and its text."""
+    size = len(texts)
+    return "\n".join(f"  worker {rank} of {size}: {text}" for rank, text in enumerate(texts))
+
+
+def _worker_names(ranks: Sequence[int], size: int) -> str:
     return " and ".join(f"worker {rank} of {size}" for rank in ranks)
 
 
-def _of_gloo(words: str) -> str:
-    """Returns what an error of gloo's says, without where in gloo that is, and its advice."""
-    said = words.splitlines()[0].partition(" This is typically")[0]
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", said)
+def _shorten_gloo_error(text: str) -> str:
+    """Returns the first line of a message of gloo, without its source line and its advice."""
+    line = text.splitlines()[0].partition(" This is typically")[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line)
 
 
-def _is_late(error: RuntimeError) -> bool:
+def _is_timeout(error: RuntimeError) -> bool:
     return TIMED_OUT in str(error).lower()

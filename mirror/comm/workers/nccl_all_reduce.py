@@ -3,11 +3,11 @@
 [Note: Sums on GPUs]
 Every replica of every worker is an NCCL rank, so NCCL uses all links: NVLink in a machine, and all
 network cards between machines. NCCL hangs if sizes differ, so the workers also exchange what they
-sum. Enqueued sums have the interface of torch.distributed's works, so [Note: Nobody hangs]
+sum. Enqueued sums have the interface of torch.distributed's works, so [Note: Monitored waits]
 applies: an error aborts the clique, which ends its kernels.
 
-The first sum of a size makes NCCL connect inside the call. If a worker is lost at that moment,
-the others find out after ``timeout_seconds``.
+NCCL connects inside the call of the first sum of a size. If a worker is lost at that moment, the
+other workers notice it after ``timeout_seconds``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _logger = logging.getLogger("mirror")
 
 
 class PendingSum:
-    """A sum on its way."""
+    """A sum in flight."""
 
     def __init__(
         self, clique: Clique, devices: Sequence[torch.device], join: Callable[[], None]
@@ -49,11 +49,11 @@ class PendingSum:
         self._events: Sequence[Event] | None = None
 
     def wait(self, timeout: timedelta) -> None:
-        """Returns when the devices are done with it.
+        """Waits until the devices have finished the sum.
 
         Raises:
             BackendError, CollectiveTimeoutError: NCCL has failed.
-            RuntimeError: it is not done yet, see ``TIMED_OUT``.
+            RuntimeError: the sum is not done after ``timeout``; see ``TIMED_OUT``.
         """
         if self._events is None:
             self._join()
@@ -71,25 +71,25 @@ class NcclAllReduce:
     """The sums of one strategy.
 
     Args:
-        clique: whose ranks are the replicas of all workers.
-        devices: this worker's.
+        clique: its ranks are the replicas of all workers.
+        devices: of this worker.
     """
 
     def __init__(self, clique: Clique, devices: Sequence[torch.device]) -> None:
         self._clique, self._devices = clique, tuple(devices)
         self._side = SideStream(self._devices)
 
-    def begin(self, what: str, buffers: Sequence[Tensor]) -> PendingSum:
-        """Begins to sum flat buffers, one per local replica, in place.
+    def start(self, what: str, buffers: Sequence[Tensor]) -> PendingSum:
+        """Starts to sum flat buffers, one per local replica, in place.
 
-        The buffers must be kept until the sum is done.
+        The caller keeps the buffers until the sum is done.
         """
         calls = all_reduce_calls(buffers, "sum")
         join = self._side.start(lambda: self._clique.run(what, calls))
         return PendingSum(self._clique, self._devices, join)
 
     def close(self) -> None:
-        """Ends the clique, without waiting for what is on its way; idempotent."""
+        """Ends the clique without waiting for sums in flight; idempotent."""
         self._side.close()
         self._clique.abandon()
 
@@ -97,13 +97,13 @@ class NcclAllReduce:
 def negotiate_nccl(
     workers: LocalWorkerGroup, devices: Sequence[torch.device], seconds: float
 ) -> NcclAllReduce | None:
-    """Makes the sums over the GPUs of several workers, if all can; all call it.
+    """Returns sums over the GPUs of all workers, or None if a worker cannot; all must call it.
 
     Args:
-        seconds: what a sum may take.
+        seconds: the limit of a sum.
 
     Raises:
-        BackendError, CollectiveTimeoutError: NCCL refuses, or has not got ready.
+        BackendError, CollectiveTimeoutError: NCCL fails, or does not start in time.
     """
     reason = NcclCommunicator.unavailable_reason(devices)
     library = None if reason else libnccl.library()
@@ -113,33 +113,33 @@ def negotiate_nccl(
         "gpus": [[platform.node(), *facts_of_gpu(device)] for device in devices],
         "identifier": new_identifier(library).hex() if library and workers.rank == 0 else "",
     }
-    said = workers.exchange("which GPUs there are", None, lambda: json.dumps(own).encode())
-    every: list[dict[str, Any]] = [json.loads(one) for one in said]
-    why = _why_not(every)
+    payloads = workers.exchange("which GPUs there are", None, lambda: json.dumps(own).encode())
+    facts: list[dict[str, Any]] = [json.loads(payload) for payload in payloads]
+    why = _unavailable_reason(facts)
     if why is not None or library is None:
         level = logging.WARNING if devices[0].type == "cuda" else logging.INFO
         _logger.log(level, "gradients go to other workers by gloo, in host memory: %s", why)
         return None
     _logger.info("gradients of all workers are summed by NCCL, over %d GPUs", workers.num_replicas)
-    place = RankRange(
-        workers.replica_offset, workers.num_replicas, bytes.fromhex(every[0]["identifier"])
+    ranks = RankRange(
+        workers.replica_offset, workers.num_replicas, bytes.fromhex(facts[0]["identifier"])
     )
-    clique = Clique(library, devices, seconds, seconds_to_get_ready(seconds), place)
+    clique = Clique(library, devices, seconds, seconds_to_get_ready(seconds), ranks)
     return NcclAllReduce(clique, devices)
 
 
-def _why_not(every: Sequence[dict[str, Any]]) -> str | None:
-    """Returns why NCCL cannot serve all workers, from what each has said."""
-    for rank, one in enumerate(every):
-        if one["reason"]:
-            return f"worker {rank}: {one['reason']}"
-    versions = [one["version"] for one in every]
+def _unavailable_reason(facts: Sequence[dict[str, Any]]) -> str | None:
+    """Returns why NCCL cannot serve all workers, from the facts of each, or None."""
+    for rank, own in enumerate(facts):
+        if own["reason"]:
+            return f"worker {rank}: {own['reason']}"
+    versions = [own["version"] for own in facts]
     if len(set(versions)) > 1:
         names = ", ".join(map(libnccl.version_name, versions))
-        return f"the workers have unlike versions of NCCL: {names}"
+        return f"the workers have different versions of NCCL: {names}"
     seen: dict[tuple[str, ...], int] = {}
-    for rank, one in enumerate(every):
-        for gpu in map(tuple, one["gpus"]):
+    for rank, own in enumerate(facts):
+        for gpu in map(tuple, own["gpus"]):
             if gpu in seen:
                 return f"workers {seen[gpu]} and {rank} share a GPU, which NCCL refuses"
             seen[gpu] = rank

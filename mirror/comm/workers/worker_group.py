@@ -10,11 +10,11 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-_MOST_COUNTED = 64  # calls of one backward pass that are looked at
+_MAX_RUN_WEIGHTS = 64  # runs between two reductions of gradients
 
 
 class Message(NamedTuple):
-    """A message from one worker to the others.
+    """The message of one worker in an exchange.
 
     Attributes:
         tensors: CPU tensors of any shapes.
@@ -28,32 +28,33 @@ class Message(NamedTuple):
 class LocalWorkerGroup:
     """A group of one worker: its collectives return immediately.
 
-    A *worker* is a process with replicas of its own; all run one program. Replica r of this worker
-    is replica ``first + r`` of all.
+    A *worker* is a process with its own replicas; all workers run the same program. Replica r of
+    this worker is replica ``replica_offset + r`` of all.
 
     Attributes:
-        rank: this worker's, from 0; worker 0 is the chief, who writes files.
+        rank: of this worker, from 0; worker 0 is the chief, which writes files.
         size: the number of workers.
         is_multi_process: whether there are several workers.
-        counts: how many replicas each worker has.
-        first: the index of this worker's first replica among all.
+        counts: the number of replicas of each worker.
+        replica_offset: the index of this worker's first replica among all.
         num_replicas: the number of replicas of all workers.
-        weight: what this worker's replicas counted for, together, in its last outermost run. A
-            backward pass outside ``run`` counts for that.
-        counted: the same of the runs, in grad mode, since gradients were reduced last.
-        num_runs: how many outermost runs have ended: the same on all workers.
-        num_steps: how many steps of mirrored optimizers have begun: the same on all workers.
-        agreed: after how many of them all workers' weights were added up last, and their sum.
-        reference: the weights of all workers as they were agreed on last; ``None`` before.
+        weight: the sum of this worker's weights in its last outermost run. A backward pass outside
+            ``run`` has this weight.
+        run_weights: the same for each run in grad mode since the last reduction of gradients.
+        num_runs: the number of outermost runs that have ended; equal on all workers.
+        num_steps: the number of steps of mirrored optimizers; equal on all workers.
+        agreed: the number of steps after which the workers last added up their weights, and the
+            sum.
+        reference: the sum of all workers' weights on which they last agreed; None before.
         sums_replicas: whether ``all_reduce_replicas`` can be called.
     """
 
     sums_replicas = False
 
     def __init__(self, num_local: int) -> None:
-        self._have(0, (num_local,))
+        self._set_counts(0, (num_local,))
 
-    def _have(self, rank: int, counts: Sequence[int]) -> None:
+    def _set_counts(self, rank: int, counts: Sequence[int]) -> None:
         self.rank, self.size, self.counts = rank, len(counts), tuple(counts)
         self.is_multi_process = len(counts) > 1
         self.replica_offset, self.num_replicas = sum(counts[:rank]), sum(counts)
@@ -64,26 +65,26 @@ class LocalWorkerGroup:
         self.reference: float | None = None
 
     def note_run(self, weight: float) -> None:
-        """Notes that an outermost run has ended, and what this worker's counted for."""
+        """Records that an outermost run has ended, with this worker's weight in it."""
         self.weight, self.num_runs = weight, self.num_runs + 1
-        if torch.is_grad_enabled() and len(self.run_weights) < _MOST_COUNTED:
+        if torch.is_grad_enabled() and len(self.run_weights) < _MAX_RUN_WEIGHTS:
             self.run_weights.append(weight)
 
     def exchange(
         self, what: str, signature: object = None, payload: Callable[[], bytes] = bytes
     ) -> list[bytes]:
-        """Gives every worker what each has to say, in the order of their ranks.
+        """Returns the payloads of all workers, by rank.
 
-        Called where one thread acts for all local replicas, by all workers in the same order.
+        All workers call it in the same order, while one thread acts for all local replicas.
 
         Args:
-            what: the operation, as messages name it.
-            signature: what must be equal on all workers, by its ``repr``.
-            payload: makes what is said.
+            what: the name of the operation, for messages.
+            signature: must have the same ``repr`` on all workers.
+            payload: returns this worker's payload.
 
         Raises:
-            DivergenceError: another worker is at another operation, or with another signature.
-            WorkerLostError: a worker is gone, or none has moved for the timeout.
+            DivergenceError: another worker is in another operation, or has another signature.
+            WorkerLostError: a worker is gone, or has been silent for the timeout.
         """
         return [payload()]
 
@@ -94,17 +95,16 @@ class LocalWorkerGroup:
         tensors: Sequence[Tensor],
         numbers: Sequence[float] = (),
     ) -> list[Message]:
-        """Gives every worker the tensors of each, of any shapes and dtypes, on the CPU.
+        """Returns the tensors and numbers of all workers, by rank.
 
-        Raises:
-            As ``exchange``.
+        Tensors may have any shapes and dtypes; the results are on the CPU. Raises as ``exchange``.
         """
         return [Message([tensor.detach().cpu() for tensor in tensors], tuple(numbers))]
 
     def all_gather_int(self, what: str, number: int) -> Callable[[], list[int]]:
-        """Begins to tell every worker a number; returns what waits for those of all.
+        """Starts to gather a number of each worker; returns a function that waits for them.
 
-        What one worker tells is begun in the order of that of every other.
+        All workers must start these gathers in the same order.
         """
         return lambda: [number]
 
@@ -112,35 +112,41 @@ class LocalWorkerGroup:
         """Broadcasts worker 0's values into all workers' tensors, of equal shapes and dtypes."""
 
     def all_reduce(self, what: str, buffer: Tensor) -> Callable[[], None]:
-        """Begins to sum a flat buffer over the workers, in place; returns what waits for it.
+        """Starts to sum a flat buffer over the workers, in place.
 
-        The sums of one worker are begun in the order of those of every other.
+        All workers must start these sums in the same order.
+
+        Returns:
+            A function that waits for the sum.
         """
         return lambda: None
 
     def all_reduce_replicas(self, what: str, buffers: Sequence[Tensor]) -> Callable[[], None]:
-        """Begins to sum flat buffers over all replicas, in place; returns what waits for it.
+        """Starts to sum flat buffers, one per local replica, over all replicas, in place.
 
-        Where ``sums_replicas`` is set. Buffers are kept until then.
+        Callable if ``sums_replicas`` is set. The caller keeps the buffers until the sum is done.
+
+        Returns:
+            A function that waits for the sum.
         """
         return lambda: None
 
     def all_reduce_sum_(self, what: str, buffer: Tensor) -> None:
-        """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
+        """Sums a flat buffer over the workers, in place; the workers have exchanged its size."""
 
     def outermost(self, run: Callable[[], T]) -> T:
-        """Makes an outermost run; what it raises is noted, for who waits for this worker.
+        """Calls an outermost run; its error is reported to workers that wait for this one.
 
         Raises:
-            StrategyError: after an error that is the strategy's end.
+            StrategyError: an earlier error has ended the strategy.
         """
         return run()
 
     def close(self) -> None:
-        """Ends the connections; idempotent."""
+        """Closes the connections; idempotent."""
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors as what can be sent: detached, dense, contiguous, on the CPU."""
+    """Returns tensors that can be sent: detached, contiguous, on the CPU."""
     with torch.no_grad():
         return [tensor.detach().cpu().contiguous() for tensor in tensors]

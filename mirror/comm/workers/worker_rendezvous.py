@@ -2,8 +2,9 @@
 
 torchrun keeps one store for all its attempts. A restarted worker would find addresses of ended
 workers there, and would wait for them forever. The attempt's number does not help, because the
-agents of several machines count separately. So worker 0 chooses a random prefix and sends it to
-each worker under a key that this worker has chosen: no worker mistakes an old answer for its own.
+agents of several machines count separately. So worker 0 chooses a random prefix, and sends it to
+each worker under a key that this worker has chosen. No worker can mistake an old answer for its
+own.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _PAUSE_SECONDS = 0.02
 
 
 def store_for_run(store: Store, rank: int, size: int, seconds: float) -> Store:
-    """Returns the part of a store that only the workers of this attempt know.
+    """Returns a part of a store that only the workers of this attempt use.
 
     Raises:
-        RuntimeError: not all have come in time.
+        RuntimeError: a worker has not joined in time.
     """
-    own = secrets.token_hex(8)  # of the system, not of the streams that the training draws from
+    own = secrets.token_hex(8)  # must not draw from the training's random generators
     if rank:
         store.set(f"mirror/come/{rank}", own)
         answer = f"mirror/answer/{own}"
@@ -57,9 +58,10 @@ def store_for_run(store: Store, rank: int, size: int, seconds: float) -> Store:
 
 
 _SLICE = timedelta(seconds=0.5)
-# For torch to end by itself: a thread that the interpreter's end finds in torch ends the process.
+# Torch's own timeout should come first: a thread inside torch at exit crashes the process.
 _GRACE_SECONDS = 20.0
-_boards: list[tuple[Store, HeartbeatStore]] = []  # one; another one with another default group
+# At most one; it is replaced if there is another default process group.
+_heartbeat_stores: list[tuple[Store, HeartbeatStore]] = []
 
 
 def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
@@ -69,11 +71,11 @@ def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
         WorkerLostError: a worker has not joined.
     """
     if not dist.is_initialized():
-        begin = BackgroundCall(lambda: _begin(seconds))
+        call = BackgroundCall(lambda: _init_process_group(seconds))
         deadline = monotonic() + seconds + _GRACE_SECONDS
         while True:
             try:
-                begin.wait(_SLICE)
+                call.wait(_SLICE)
                 break
             except RuntimeError as error:
                 if TIMED_OUT in str(error) and monotonic() < deadline:
@@ -84,17 +86,17 @@ def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
                     "MASTER_ADDR:MASTER_PORT"
                 ) from error
     store = default_store()
-    if not _boards or _boards[0][0] is not store:
-        _boards[:] = [
+    if not _heartbeat_stores or _heartbeat_stores[0][0] is not store:
+        _heartbeat_stores[:] = [
             (store, HeartbeatStore(store, dist.get_rank(), dist.get_world_size(), line_of))
         ]
-    board = _boards[0][1]
-    board.line_of = line_of
-    return board
+    heartbeats = _heartbeat_stores[0][1]
+    heartbeats.line_of = line_of
+    return heartbeats
 
 
-def _begin(seconds: float) -> None:
-    """Makes the default process group, as the environment says."""
+def _init_process_group(seconds: float) -> None:
+    """Creates the default process group from the environment variables."""
     timeout = timedelta(seconds=seconds)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     fresh = store_for_run(store, rank, size, seconds)

@@ -1,7 +1,7 @@
 """WorkerStatus: the status that a worker publishes, and the detection of deadlocked workers.
 
-[Note: Who waits in vain]
-Workers start the operations of a link (a process group) in the same order and count them. A wait
+[Note: Deadlocks of workers]
+Workers start the operations of a group in the same order and count them. A wait
 for operation n needs all workers to have started n. A worker that has not is running, and may
 come; or has ended, which ends the wait with an error; or waits for another operation.
 Rule: a wait may end if all missing workers may come, or if one of them has ended. A worker may
@@ -21,19 +21,19 @@ from typing import NamedTuple
 
 
 class PendingOp(NamedTuple):
-    """Operation ``number`` of a link, for which a worker waits."""
+    """Operation ``number`` of a process group, for which a worker waits; ``words`` describe it."""
 
-    link: str
+    group: str
     number: int
     words: str
 
 
 class Exit(NamedTuple):
-    """How a strategy, or a program, has come to its end on a worker.
+    """How a strategy, or a program, has ended on a worker.
 
     Attributes:
-        is_loss: whether that is because a worker was lost.
-        words: what others are told.
+        is_loss: whether a lost worker is the reason.
+        words: the text for the other workers' messages.
     """
 
     is_loss: bool
@@ -42,22 +42,22 @@ class Exit(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """Where a worker stands.
+    """The status of a worker.
 
     Attributes:
-        beat: how often it has said so.
-        line: of the user's, where its main thread is.
-        begun: by link, how many operations it has begun.
-        waits: what it waits for, for a while already.
-        ended: by the number of the strategy, of those that are over.
-        num_open: how many strategies are not.
-        end: of the program; ``None`` while it goes on.
-        note: what else it has to say.
+        beat: the number of statuses that it has published.
+        line: the user's line that its main thread is at.
+        started: the number of operations that it has started, by group.
+        waits: the operations that its threads have waited for, for some time.
+        ended: the ends of its strategies, by their number.
+        num_open: the number of strategies that have not ended.
+        end: the end of its program; None while it runs.
+        note: a remark for the other workers' messages.
     """
 
     beat: int = 0
     line: str = ""
-    begun: dict[str, int] = field(default_factory=dict)
+    started: dict[str, int] = field(default_factory=dict)
     waits: tuple[PendingOp, ...] = ()
     ended: dict[str, Exit] = field(default_factory=dict)
     num_open: int = 0
@@ -65,60 +65,60 @@ class WorkerStatus:
     note: str = ""
 
     def to_json(self) -> str:
-        """Returns it as text."""
+        """Returns the status as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes) -> WorkerStatus:
-        """Returns what was said."""
-        told = json.loads(text)
-        told["waits"] = tuple(PendingOp(*wait) for wait in told["waits"])
-        told["ended"] = {number: Exit(*end) for number, end in told["ended"].items()}
-        told["end"] = told["end"] and Exit(*told["end"])
-        return cls(**told)
+        """Returns the status that ``to_json`` encoded."""
+        values = json.loads(text)
+        values["waits"] = tuple(PendingOp(*op) for op in values["waits"])
+        values["ended"] = {number: Exit(*end) for number, end in values["ended"].items()}
+        values["end"] = values["end"] and Exit(*values["end"])
+        return cls(**values)
 
-    def end_of(self, link: str) -> Exit | None:
-        """Returns why this worker begins no more operations of a link, if it does not."""
-        return self.end or self.ended.get(link.partition("/")[0])
+    def end_of(self, group: str) -> Exit | None:
+        """Returns why this worker starts no more operations of a group, or None if it may."""
+        return self.end or self.ended.get(group.partition("/")[0])
 
-    def lacks(self, wait: PendingOp) -> bool:
-        """Whether it has not begun what another one waits for."""
-        return self.begun.get(wait.link, 0) < wait.number
+    def lacks(self, op: PendingOp) -> bool:
+        """Returns whether this worker has not started an operation."""
+        return self.started.get(op.group, 0) < op.number
 
-    def where(self, strategy: str) -> str:
-        """Returns it in words, for who uses that strategy."""
-        waits = [wait.words for wait in self.waits]
+    def describe(self, strategy: str) -> str:
+        """Returns the status in words, for messages of a strategy."""
+        waits = [op.words for op in self.waits]
         if (end := self.end or self.ended.get(strategy)) is not None:
-            told = end.words
+            text = end.words
         elif waits:
-            told = "waits in " + ", and in ".join(waits)
-            told += "" if self.line in told else f", at {self.line}"
+            text = "waits in " + ", and in ".join(waits)
+            text += "" if self.line in text else f", at {self.line}"
         else:
-            told = f"goes on, last seen at {self.line or 'a place it has not told'}"
-        return f"{told}; {self.note}" if self.note else told
+            text = f"goes on, last seen at {self.line or 'an unknown line'}"
+        return f"{text}; {self.note}" if self.note else text
 
 
-def ended_without(wait: PendingOp, positions: Sequence[WorkerStatus]) -> list[tuple[int, Exit]]:
-    """Returns the workers that ended without starting the awaited operation, by rank."""
-    found = []
-    for rank, position in enumerate(positions):
-        end = position.end_of(wait.link)
-        if end is not None and position.lacks(wait):
-            found.append((rank, end))
-    return found
+def ended_without(op: PendingOp, statuses: Sequence[WorkerStatus]) -> list[tuple[int, Exit]]:
+    """Returns the workers that ended without starting an operation, by rank."""
+    ends = []
+    for rank, status in enumerate(statuses):
+        end = status.end_of(op.group)
+        if end is not None and status.lacks(op):
+            ends.append((rank, end))
+    return ends
 
 
-def find_deadlocks(positions: Sequence[WorkerStatus]) -> frozenset[tuple[int, PendingOp]]:
-    """Returns the waits that never end, by rank. See [Note: Who waits in vain]."""
-    waits = {(rank, wait) for rank, position in enumerate(positions) for wait in position.waits}
+def find_deadlocks(statuses: Sequence[WorkerStatus]) -> frozenset[tuple[int, PendingOp]]:
+    """Returns the waits that never end, with their ranks; see [Note: Deadlocks of workers]."""
+    waits = {(rank, op) for rank, status in enumerate(statuses) for op in status.waits}
     stuck = {rank for rank, _ in waits}
 
-    def may_end(wait: PendingOp) -> bool:
-        if ended_without(wait, positions):
+    def may_end(op: PendingOp) -> bool:
+        if ended_without(op, statuses):
             return True
-        late = [rank for rank, position in enumerate(positions) if position.lacks(wait)]
+        late = [rank for rank, status in enumerate(statuses) if status.lacks(op)]
         return stuck.isdisjoint(late)
 
-    while ending := {rank for rank, wait in waits if may_end(wait)} & stuck:
+    while ending := {rank for rank, op in waits if may_end(op)} & stuck:
         stuck -= ending
-    return frozenset((rank, wait) for rank, wait in waits if rank in stuck)
+    return frozenset((rank, op) for rank, op in waits if rank in stuck)

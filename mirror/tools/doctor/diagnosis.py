@@ -259,7 +259,7 @@ def _report(
         tell(f"{name}: trying it out; what is new on this machine is compiled, or loaded, first")
     failure = None
     if reason is None:
-        failure = subprocess_probe.unsafe_reason(kind, devices, anew=True) or self_test.failure(
+        failure = subprocess_probe.unsafe_reason(kind, devices, retry=True) or self_test.failure(
             kind, devices
         )
     return BackendReport(name, reason, failure)

@@ -114,7 +114,7 @@ def test_closing_waits_for_kernels_but_for_seconds_while_an_exception_is_under_w
     machine = communicator._machine
     device = communicator.devices[0]
     collective_lock.lock_of(communicator)._last[device] = Stream, Spinning(machine.error_words)
-    monkeypatch.setattr(collective_lock.CollectiveLock, "_leave", lambda self, gpu: None)
+    monkeypatch.setattr(collective_lock.CollectiveLock, "_record", lambda self, gpu: None)
     words = []
     monkeypatch.setattr(machine, "_synchronize", lambda: words.append(machine.error_words()))
     if error is None:

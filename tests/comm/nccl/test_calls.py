@@ -142,5 +142,5 @@ def test_the_late_are_those_whose_events_or_streams_say_so(monkeypatch, events, 
 
     monkeypatch.setattr(communicators, "is_stream_idle", has_nothing_left)
     expected = ", ".join(f"replica {i} (cuda:{i})" for i in late)
-    assert operation(*events).timeout_message(GPUS) == expected
+    assert operation(*events).late_replicas(GPUS) == expected
     assert asked == ([(0, 10), (1, 11)] if len(events) == 1 else [])

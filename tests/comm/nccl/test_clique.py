@@ -171,7 +171,7 @@ class Devices:
 def assert_given_up(communicator):
     """The thread that watches ends with what it watches over."""
     with Promptly():
-        communicator._clique._watcher.join(60)
+        communicator._clique._watchdog.join(60)
 
 
 def test_a_collective_that_hangs_on_the_devices_is_aborted_and_the_next_call_says_so(

@@ -121,13 +121,13 @@ class Work:
     ],
 )
 def test_a_group_is_let_go_where_nobody_waits_for_it(done, forgets, is_kept):
-    link = SequencedGroup("1/main", SimpleNamespace(begun={}))
-    link.group = Group()
-    group = weakref.ref(link.group)
+    link = SequencedGroup("1/main", SimpleNamespace(started={}))
+    link.process_group = Group()
+    group = weakref.ref(link.process_group)
     works = []
     for is_done in done:
-        work, _ = link.begin("a sum", lambda group, is_done=is_done: Work(is_done))
+        work, _ = link.start("a sum", lambda group, is_done=is_done: Work(is_done))
         works.append(weakref.ref(work))
         del work
-    link.drop(forgets=forgets)
+    link.drop(leak=forgets)
     assert [each() is not None for each in (group, *works)] == [is_kept] * (1 + len(done))

@@ -58,8 +58,8 @@ def published(store, rank=1):
 
 def test_an_end_is_said_at_once_and_stays_the_first(make, store):
     board, links = make(), Links()
-    number = board.number()
-    board.keep(number, links)
+    number = board.next_number()
+    board.register(number, links)
     assert board.end(number, OVER).wait(SECONDS)
     assert published(store).ended == {number: OVER}
     assert published(store).num_open == 0
@@ -69,8 +69,8 @@ def test_an_end_is_said_at_once_and_stays_the_first(make, store):
 
 def test_who_leaves_ends_the_strategies_that_are_there(make, store):
     board, links, gone = make(), Links(), Links()
-    board.keep("1", links)
-    board.keep("2", gone)
+    board.register("1", links)
+    board.register("2", gone)
     del gone
     board.deregister()
     board.deregister()
@@ -83,7 +83,7 @@ def test_who_leaves_ends_the_strategies_that_are_there(make, store):
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_fork_is_no_worker_and_waits_for_nobody(make):
     board, links = make(), Links()
-    board.keep("1", links)
+    board.register("1", links)
 
     def child():
         board.deregister()
@@ -118,7 +118,7 @@ def test_whose_process_has_the_store_waits_for_who_may_read_it(
 
 
 def _status(begun, *waits, **other):
-    return WorkerStatus(begun=begun, waits=waits, **other)
+    return WorkerStatus(started=begun, waits=waits, **other)
 
 
 def _wait(link, number):

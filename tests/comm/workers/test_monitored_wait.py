@@ -36,7 +36,7 @@ workers = made(SECONDS)
 knows = False
 while True:
     workers.exchange("step")  # line of the loop
-    if not knows and all("train.py" in p.line for p in workers._board.look.positions):
+    if not knows and all("train.py" in p.line for p in workers._heartbeats.snapshot.statuses):
         knows = True  # where the others were
         ready()
     time.sleep(0.02)
@@ -160,7 +160,7 @@ def test_an_error_of_the_store_is_the_loss_of_its_process(monkeypatch):
 
     monkeypatch.setattr("mirror.comm.workers.monitored_wait._REASON_SECONDS", 0.05)
     monkeypatch.setattr("mirror.comm.workers.monitored_wait._SLICE_SECONDS", 0.01)
-    monkeypatch.setattr("mirror.comm.workers.heartbeat._another", lambda store: store)
+    monkeypatch.setattr("mirror.comm.workers.heartbeat._own_connection", lambda store: store)
     monkeypatch.setattr("mirror.comm.workers.heartbeat.PrefixStore", lambda prefix, store: store)
     board = HeartbeatStore(Gone(), 1, 2, lambda error: "")
     with pytest.raises(WorkerLostError, match=r"worker 0 of 2 is lost: .*gone: Broken pipe\n"):
@@ -187,11 +187,11 @@ class _LateBoard:
     def waiting(self, wait):
         return nullcontext()
 
-    def position(self):
+    def status(self):
         return WorkerStatus()
 
     @property
-    def look(self):
+    def snapshot(self):
         at = self.now // self._every * self._every
         return HeartbeatSnapshot(at, [WorkerStatus()] * 3, [0.0, max(at - self._every, 0.0), 0.3])
 

@@ -53,7 +53,7 @@ def test_replicas_of_all_workers_have_the_sum(counts, dtype):
                 torch.arange(numel, dtype=dtype) * 2.0**rank
                 for rank in range(first, first + count)
             ]
-            sums.begin("gradients", buffers).wait(timedelta(seconds=SECONDS))
+            sums.start("gradients", buffers).wait(timedelta(seconds=SECONDS))
             found.append(buffers)
         sums.close()
         return found
@@ -75,7 +75,7 @@ def test_sizes_that_differ_end_the_clique():
         sums = NcclAllReduce(Clique(fake.library, devices, 1.0, SECONDS, place), devices)
         try:
             buffers = [torch.ones(5 + first)]
-            sums.begin("gradients", buffers).wait(timedelta(seconds=SECONDS))
+            sums.start("gradients", buffers).wait(timedelta(seconds=SECONDS))
         finally:
             sums.close()
 
@@ -94,7 +94,7 @@ class Talking(LocalWorkerGroup):
 
     def __init__(self, barrier, said, rank, counts):
         self.barrier, self.said = barrier, said
-        self._have(rank, counts)
+        self._set_counts(rank, counts)
 
     def exchange(self, what, signature=None, payload=bytes):
         self.said[self.rank] = payload()
@@ -119,7 +119,7 @@ def agree(monkeypatch, counts, *, gpus=None, reason=None):
         if sums is None:
             return None
         buffers = [torch.ones(3) for _ in devices]
-        sums.begin("ones", buffers).wait(timedelta(seconds=SECONDS))
+        sums.start("ones", buffers).wait(timedelta(seconds=SECONDS))
         sums.close()
         return [buffer.tolist() for buffer in buffers]
 
@@ -146,6 +146,6 @@ def test_where_nccl_cannot_serve_all_it_serves_none(monkeypatch, caplog, options
 def test_unlike_versions_are_named():
     said = [{"reason": None, "version": 22703 + i, "gpus": []} for i in (0, 1)]
     assert (
-        nccl_all_reduce._why_not(said)
-        == "the workers have unlike versions of NCCL: 2.27.3, 2.27.4"
+        nccl_all_reduce._unavailable_reason(said)
+        == "the workers have different versions of NCCL: 2.27.3, 2.27.4"
     )

@@ -25,7 +25,7 @@ def meet(store, size):
     return found
 
 
-def test_all_of_an_attempt_meet_and_find_nothing_of_another():
+def test_all_of_an_attempt_meet_and_find_nothing_of_own_connection():
     store = HashStore()
     first = meet(store, 3)
     assert [first[0].get(f"own/{rank}") for rank in range(3)] == [b"0", b"1", b"2"]

@@ -96,7 +96,7 @@ class OfCpus:
     def __init__(self, workers):
         self.workers, self.num_sums = workers, 0
 
-    def begin(self, what, buffers):
+    def start(self, what, buffers):
         self.num_sums += 1
         total = torch.stack(list(buffers)).sum(0)
         finish = self.workers.all_reduce(what, total)
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_one_device(worker_pool, name, counts, way):
 class Never:
     """A sum that does not come to its end, as NCCL's where sizes differ."""
 
-    def begin(self, what, buffers):
+    def start(self, what, buffers):
         return self
 
     def wait(self, timeout):

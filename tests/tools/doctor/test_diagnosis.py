@@ -245,9 +245,9 @@ def machine(monkeypatch, lacks, peers):
         patched.setattr(cuda_kernels, "find_spec", lambda name: True)
         if lacks is not no_driver:
             patched.setattr(launcher, "missing_reason", lambda: None)
-        patched.setattr(self_test, "_found", {})
+        patched.setattr(self_test, "_results", {})
         patched.setattr(self_test, "failure", lambda kind, devices: None)
-        patched.setattr(subprocess_probe, "unsafe_reason", lambda kind, devices, anew: None)
+        patched.setattr(subprocess_probe, "unsafe_reason", lambda kind, devices, retry: None)
         lacks(patched)
         yield tuple(gpus.devices)
 
