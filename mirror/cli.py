@@ -267,7 +267,7 @@ def _tolerance(text: str) -> float | str:
     return text if text == "auto" else _above_zero(text)
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="show devices and backends, and test them",
@@ -289,7 +289,7 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if found.healthy else 1
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_bench(commands: Any) -> None:
     rows = "\n".join(f"  {name:12}{what}" for name, (_, what) in _BENCHMARKS.items())
     parser = commands.add_parser(
         "bench",
@@ -321,7 +321,7 @@ def _bench(args: argparse.Namespace) -> int:
     return subprocess.run([sys.executable, str(script), *args.options]).returncode
 
 
-def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_checkpoint(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint",
         help="show or export a checkpoint",
@@ -353,7 +353,7 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="run a parameter server or a worker for a program on another machine",
@@ -383,7 +383,7 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="train a small network on all devices and compare with one device",
@@ -429,7 +429,7 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="predict a step on 1 to 1,024 devices",

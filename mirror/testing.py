@@ -12,8 +12,8 @@
     def test_trains_as_on_one_device():
         mirror.testing.assert_equal_to_one_device(train)
 
-It is ``mirror check`` for a function, in this process, on simulated devices. The package brings the
-pytest fixture ``simulated_devices``.
+It is ``mirror check`` for a function, in this process, on simulated devices. The package brings
+the pytest fixture ``simulated_devices``.
 """
 
 from __future__ import annotations

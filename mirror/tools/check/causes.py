@@ -247,8 +247,8 @@ def _of_numbers(finding: Finding, one: Any, many: Sequence[Any]) -> Finding:
         "device the whole batch's"
     )
     finding.remedy = (
-        "compute it outside of the model and pass it as an argument, or all_reduce('sum', ...) the "
-        "number of examples"
+        "compute it outside of the model and pass it as an argument, or all_reduce('sum', ...) "
+        "the number of examples"
     )
     return finding
 
@@ -388,7 +388,7 @@ def _source(first: Difference, some: Sequence[Event], others: Sequence[Event]) -
         if a.key != c.key or not a.prints or a is first.one:
             continue
         whole = a.prints[0]
-        distance, nearest = nearest_of(whole, c)
+        _, nearest = nearest_of(whole, c)
         if nearest is None:
             batch = sum(c.info.get("counts", [0.0]))
             is_square = sum(size == batch for size in whole.shape) > 1

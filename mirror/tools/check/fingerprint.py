@@ -1,8 +1,8 @@
 """Fingerprints: what is kept of a tensor, so that two runs can be compared.
 
 A small tensor is kept as it is. Of a larger one a count sketch is kept (Charikar, Chen and
-Farach-Colton, 2002): its numbers, with fixed random signs, are summed in 1,024 buckets. The norm of
-the difference of two sketches estimates the norm of the difference of the tensors, to a few
+Farach-Colton, 2002): its numbers, with fixed random signs, are summed in 1,024 buckets. The norm
+of the difference of two sketches estimates the norm of the difference of the tensors, to a few
 percent, and changes of order or of place show as well.
 """
 

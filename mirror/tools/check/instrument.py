@@ -110,7 +110,7 @@ def _patching(
         def restore() -> None:
             for kind in _kinds_of(Optimizer):
                 if kind.__dict__.get("step") is wrapped:
-                    profiled.hooked = True  # type: ignore[attr-defined]
+                    profiled.hooked = True
                     kind.step = profiled  # type: ignore[method-assign]
 
         stack.callback(restore)
@@ -150,11 +150,11 @@ def _with_zero(position: int, name: str, original: Callable[..., Any]) -> Callab
 
 def _without_dropout(module: nn.Module) -> None:
     """Sets the probabilities among a module's attributes to 0."""
-    attributes = module.__dict__
+    attributes: dict[str, Any] = vars(module)
     for name in _PROBABILITIES:
         if isinstance(attributes.get(name), float) and attributes[name]:
             setattr(module, name, 0.0)
     kind = type(module).__name__
     is_dropping = isinstance(module, nn.modules.dropout._DropoutNd) or "DropPath" in kind
     if (is_dropping or kind == "StochasticDepth") and attributes.get("p"):
-        module.p = 0.0
+        module.p = 0.0  # type: ignore[assignment]

@@ -1,12 +1,12 @@
 """Adds rounding errors to a run on one device, to see how far they alone carry it.
 
 [Note: Rounding]
-Problem: N replicas add in another order, so all numbers differ in their last digits. How much comes
-         of that depends on the script: a gradient that is nothing but rounding (of a key bias in
-         attention) becomes a whole step of Adam; bfloat16 spreads by a percent.
-Rule:    a second run on one device changes parameters once, every output of a layer, and on the way
-         back every gradient there, by a unit in the last place, of the dtype it has
-Consequence: its distance from the first run is what rounding makes of this script. The signs are
+Problem: N replicas add in another order, so all numbers differ in their last digits. What that
+amounts to depends on the script: a gradient that is nothing but rounding (of a key bias in
+attention) becomes a whole step of Adam; bfloat16 spreads by a percent.
+Rule: a second run on one device changes parameters (once), the outputs of layers and the gradients
+of these outputs by one unit in the last place of their dtype.
+Consequence: its distance from the first run is what rounding does to this script. The signs are
 fixed and come from no generator, so draws, data and recomputed forwards stay as they are.
 """
 

@@ -1,4 +1,4 @@
-"""What a recorded run leaves: its events in order, and how it ended. Written as JSON and arrays."""
+"""The record of a run: its events in order, and how it ended. Written as JSON and arrays."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Event:
         step: the optimizer step that it belongs to, from 1.
         kind: one of the constants above.
         name: of the module, parameter or buffer, with its path in the model.
-        prints: the fingerprints that it may be compared by: one on one device; under a strategy one
-            for each way in which the replicas' parts can be joined.
+        prints: the fingerprints that it may be compared by: one on one device; under a strategy
+            one for each way in which the replicas' parts can be joined.
         ways: how each of these was joined.
         where: the user's line, ``file:line in function``.
         depth: 0 for what the script itself calls, above that inside a module.

@@ -119,7 +119,7 @@ class _Child:
             self._num_started += 1
             start(process)
 
-        multiprocessing.process.BaseProcess.start = counted  # type: ignore[method-assign]
+        multiprocessing.process.BaseProcess.start = counted  # type: ignore[method-assign, assignment]
 
 
 @contextmanager

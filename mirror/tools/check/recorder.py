@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mirror.base.torch_private import tracing_state
 from mirror.execution.current_replica import current
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.fingerprint import fingerprint
@@ -161,7 +162,7 @@ class Recorder:
     ) -> Any:
         """Calls a module and notes what goes in and comes out."""
         lane = self.lane()
-        if lane is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if lane is None or torch.compiler.is_compiling() or tracing_state() is not None:
             return forward(*args, **kwargs)
         is_inside = self._is_inside()
         is_outermost = not is_inside and not lane.path

@@ -19,6 +19,7 @@ from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.one_device import OneDeviceStrategy
 from mirror.strategy.strategy_base import Strategy
+from mirror.strategy.strategy_options import Schedule
 from mirror.tools.run.script import Script, run_as_main, run_script
 
 STRATEGIES = ("one-device", "mirrored", "central-storage", "multi-worker")
@@ -43,7 +44,7 @@ class RunOptions:
     replicas: int | None = None
     strategy: str | None = None
     backend: str | None = None
-    schedule: str | None = None
+    schedule: Schedule | None = None
     trace: str | None = None
     report: bool = False
     sync_batch_norm: bool = False
@@ -106,7 +107,7 @@ def _one_device(options: RunOptions, devices: Sequence[str] | None) -> Strategy:
     return OneDeviceStrategy(names[0])
 
 
-def _schedule(options: RunOptions) -> str:
+def _schedule(options: RunOptions) -> Schedule:
     return options.schedule or "auto"
 
 
