@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mirror.replica.params.bitwise import same_bits
+from mirror.replica.replica_checks import same_bits
 
 Key = Any
 

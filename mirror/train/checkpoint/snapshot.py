@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import CheckpointError
-from mirror.replica.params.bitwise import bytes_of
-from mirror.replica.params.buffers import local_buffers
+from mirror.replica.params.mirrored_buffer import local_buffers
+from mirror.replica.replica_checks import bytes_of
 from mirror.train.checkpoint.aliasing import Tensors, View
 from mirror.train.checkpoint.generator_state import take_global
 from mirror.train.checkpoint.manifest import SavedTensor
