@@ -187,7 +187,7 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
     # Torch's constructor puts hooks around the step. A wrapper of another optimizer that does not
     # call it steps that one, which is found there.
     has_hooks_around = getattr(step, "__code__", None) is _Installed.hooked_code
-    # While a step is traced, the tracer has swapped in the parameters, and gradients have no values.
+    # While a step is traced, the tracer has swapped in the parameters; gradients have no values.
     is_traced = replica is not None and replica.tracing is not None
     if only_replicas and has_hooks_around and not is_traced:
         refuse_step(optimizer)
