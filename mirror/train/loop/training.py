@@ -185,8 +185,8 @@ class Training(TrainingState):
         if epochs == 1:
             return 0
         raise StrategyError(
-            f"the training goes on after step {self.step} of {epochs} epochs, but the dataset has "
-            "no length, so the current epoch is unknown; end it by StopAtStep(last_step) instead"
+            f"the training goes on after step {self.step} of {epochs} epochs, but its dataset has "
+            "no length; end it by StopAtStep(last_step) instead"
         )
 
     def _batches(self, dataset: Iterable[T], epochs: int, is_resumed: bool) -> Iterator[T]:
