@@ -34,8 +34,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from mirror.base.tree_json import Malformed, shortened
 from mirror.errors import CheckpointError
-from mirror.train.checkpoint.tree_json import Malformed, shortened
 
 FORMAT = 2
 MAX_HEADER_BYTES = 64 * 2**20

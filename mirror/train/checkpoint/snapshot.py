@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.tree_json import Malformed, decode, encode
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import CheckpointError
 from mirror.replica.params.bitwise import bytes_of
@@ -44,7 +45,6 @@ from mirror.train.checkpoint.stateful_objects import (
     kind_of,
     state_of,
 )
-from mirror.train.checkpoint.tree_json import Malformed, decode, encode
 
 _METADATA_NAME = "__metadata__"  # safetensors files have no tensor of this name
 _ALIGNMENT = 64

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 import mirror
+from mirror.base.tree_json import Malformed
 from mirror.train.checkpoint import checkpoint_file
 from mirror.train.checkpoint.checkpoint_file import (
     Manifest,
@@ -23,7 +24,6 @@ from mirror.train.checkpoint.checkpoint_file import (
     read_manifest,
     write_file,
 )
-from mirror.train.checkpoint.tree_json import Malformed
 
 
 def manifest(**changes):

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mirror
+from mirror.base.tree_json import MAX_DEPTH, Malformed, decode, encode
 from mirror.train.checkpoint.snapshot import FoundTensors
-from mirror.train.checkpoint.tree_json import MAX_DEPTH, Malformed, decode, encode
 
 Point = namedtuple("Point", "x y")
 
