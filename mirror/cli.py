@@ -467,8 +467,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mirror.tools.planning.plan_command import make_plan, table_of_links
-    from mirror.tools.planning.published_figures import table_of_checks
+    from mirror.tools.planning.published_figures import make_plan, table_of_checks, table_of_links
 
     if args.links or args.check:
         tables = [table_of_links()] * args.links + [table_of_checks()] * args.check

@@ -1,17 +1,15 @@
-"""Nested states as JSON: what is no tensor is written down exactly, tensors by their names.
+"""Nested states as JSON: every value exactly, tensors by their names.
 
-[Note: Skeletons]
+[Note: States as JSON]
 ``None``, bools, strings, 64-bit integers, finite floats (``repr`` is exact), lists, and dicts
 whose keys are strings are JSON as they are. Anything else is an object with the key ``"$"``::
 
     {"$": "tuple", "of": [1, 2]}             {"$": "dict", "of": [[0, "a"], [1, "b"]]}
     {"$": "float", "bits": "7ff8..."}        {"$": "tensor", "name": "model.weight"}
 
-What is read makes values of these types only. Enums and named tuples are looked up among the
-classes that the program has imported; nothing is imported or called because a file says so.
-Containers that are one object in two places are two afterwards; for tensors see ``sharing.py``.
-
-Reading skeletons: the values that JSON of ``skeleton.py`` stands for, whoever wrote it.
+Only values of these types are read. Enums and named tuples are looked up among the classes that
+the program has imported: a file causes no import and no call. A container that occurs twice is
+read as two containers; for tensors see [Note: Stored once] in ``snapshot.py``.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ from mirror.errors import CheckpointError
 Put = Callable[[Tensor, str], str]
 
 MAX_DEPTH = 100
-"""How deep containers may be nested: far above any state, far below what Python's stack holds."""
+"""The deepest nesting: far above any real state, far below the limit of Python's stack."""
 
 KEY = "$"
 ARRAY_KINDS = "biufcmMSU"
-_LONG_BYTES = 256  # from here on bytes are a tensor
+_LONG_BYTES = 256  # from this length on bytes are stored as a tensor
 
 FACTORIES: dict[str, Any] = {
     f.__name__: f
@@ -66,11 +64,11 @@ def encode(value: Any, path: str, put: Put) -> Any:
     """Returns a value as JSON.
 
     Args:
-        path: where it is, for people and as the names of tensors.
-        put: is given every tensor with its path, and returns its name.
+        path: its place, for error messages and the names of tensors.
+        put: called with each tensor and its path; returns its name.
 
     Raises:
-        CheckpointError: it, or something in it, cannot be written, with its path and type.
+        CheckpointError: a value in it cannot be written; names its path and type.
     """
     return _Encoder(put).encode(value, path, 0)
 
@@ -83,7 +81,7 @@ class _Encoder:
         if depth > MAX_DEPTH:
             raise CheckpointError(
                 f"a state is nested at most {MAX_DEPTH} deep; {shortened(path)} goes deeper, or "
-                "contains itself; save what it is made of"
+                "contains itself; save its parts instead"
             )
         if isinstance(value, Tensor):
             return self._tensor(value, path)
@@ -194,7 +192,7 @@ def refuse(value: object, path: str, what: str = "") -> NoReturn:
     raise CheckpointError(
         f"a checkpoint holds tensors, numpy values, numbers, strings, bytes, and lists, tuples, "
         f"sets and dicts of them; {shortened(path)} is a {kind}{what and ' '}{what}; leave it "
-        "out, or save what it is made of"
+        "out, or save its parts instead"
     )
 
 
@@ -215,7 +213,7 @@ def shortened(text: str) -> str:
 
 
 Get = Callable[[str, str], Tensor]
-"""Returns a tensor by its name, on the device that it was on."""
+"""Returns a tensor by its name, on the device where it was saved."""
 
 _WRONG = (
     ArithmeticError,
@@ -229,17 +227,17 @@ _WRONG = (
 
 
 class Malformed(ValueError):
-    """Something that no checkpoint of ours says."""
+    """A file or value that mirror does not write."""
 
 
 def decode(node: Any, get: Get, depth: int = 0) -> Any:
-    """Returns the value that JSON stands for.
+    """Returns the value that a JSON node stands for.
 
     Args:
         get: returns a tensor by its name and device.
 
     Raises:
-        Malformed: nothing that ``encode`` returns looks like that.
+        Malformed: ``encode`` returns no such node.
     """
     if depth > 2 * MAX_DEPTH:
         raise Malformed("it is nested too deep")
@@ -316,17 +314,17 @@ def _compressed(node: Any, get: Get, depth: int) -> Tensor:
     )
 
 
-def _torchs(node: Any, get: Get, depth: int) -> Any:
+def _torch_constant(node: Any, get: Get, depth: int) -> Any:
     found = getattr(torch, node["name"])
     if type(found) is not NAMES_OF_TORCH[node[KEY]]:
-        raise Malformed(f"torch.{node['name']} is no {node[KEY]}")
+        raise Malformed(f"torch.{node['name']} is not a {node[KEY]}")
     return found
 
 
 def _enum(node: Any, get: Get, depth: int) -> Any:
     found = _class_of(node["type"])
     if not issubclass(found, Enum):
-        raise Malformed(f"{node['type']} is no enum")
+        raise Malformed(f"{node['type']} is not an enum")
     return found.__members__[node["name"]]
 
 
@@ -334,7 +332,7 @@ def _namedtuple(node: Any, get: Get, depth: int) -> Any:
     found = _class_of(node["type"])
     values = decode(_listed(node["of"]), get, depth)
     if not issubclass(found, tuple) or len(found._fields) != len(values):  # type: ignore[attr-defined]
-        raise Malformed(f"{node['type']} is no tuple with {len(values)} named fields")
+        raise Malformed(f"{node['type']} is not a tuple with {len(values)} named fields")
     return tuple.__new__(found, values)
 
 
@@ -343,7 +341,7 @@ _DECODERS: dict[str, Callable[[Any, Get, int], Any]] = {
     **dict.fromkeys(("dict", "OrderedDict", "Counter", "defaultdict"), _mapping),
     **dict.fromkeys(("bytes", "bytearray"), _bytes_of),
     **dict.fromkeys(LAYOUTS, _compressed),
-    **dict.fromkeys(NAMES_OF_TORCH, _torchs),
+    **dict.fromkeys(NAMES_OF_TORCH, _torch_constant),
     "array": _array_of,
     "complex": lambda node, get, depth: complex(_float(node["real"]), _float(node["imag"])),
     "deque": lambda node, get, depth: deque(decode(node["of"], get, depth), node["maxlen"]),
@@ -365,7 +363,7 @@ def _float(bits: str) -> float:
 
 def _listed(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise Malformed(f"{shortened(str(value))} is no list")
+        raise Malformed(f"{shortened(str(value))} is not a list")
     return value
 
 
@@ -377,11 +375,11 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _class_of(name: str) -> type:
-    """Returns a class that the program has; it is not looked for elsewhere."""
+    """Returns a class that the program has imported already."""
     module, _, qualname = name.partition(":")
     found: Any = sys.modules[module]
     for part in qualname.split("."):
         found = vars(found)[part]
     if not isinstance(found, type):
-        raise Malformed(f"{name} is no class")
+        raise Malformed(f"{name} is not a class")
     return found

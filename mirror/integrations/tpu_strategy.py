@@ -21,11 +21,15 @@ from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
 from mirror.execution.current_replica import current, enclosing_replica
 from mirror.execution.step_ends import step_ends
-from mirror.integrations.tpu.torchax_library import load, load_jax
-from mirror.integrations.tpu.tpu_arguments import make_arguments
-from mirror.integrations.tpu.tpu_devices import resolve_jax_devices, to_torch_device
-from mirror.integrations.tpu.tpu_programs import TpuPrograms
-from mirror.integrations.tpu.tpu_refusals import WHOLE_STEPS, check_model
+from mirror.integrations.torchax_library import (
+    load,
+    load_jax,
+    resolve_jax_devices,
+    to_torch_device,
+)
+from mirror.integrations.tpu_arguments import make_arguments
+from mirror.integrations.tpu_programs import TpuPrograms
+from mirror.integrations.tpu_refusals import WHOLE_STEPS, check_model
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import Model, RecordedModules
 from mirror.strategy.mirrored import MirroredStrategy

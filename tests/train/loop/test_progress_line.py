@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from mirror.tools.demo import ProgressLine
+from mirror.train.loop.hooks import ProgressLine
 
 
 class Terminal(io.StringIO):

@@ -33,10 +33,13 @@ from torch.optim.optimizer import (
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current, push_context, save_context
 from mirror.execution.replicas import Replica
-from mirror.integrations.tpu.torch_function_watch import TorchFunctionWatch
-from mirror.integrations.tpu.torchax_library import Library
-from mirror.integrations.tpu.tpu_optimizers import check, options_of
-from mirror.integrations.tpu.tpu_refusals import refuse_backward, refuse_custom_functions
+from mirror.integrations.torchax_library import Library
+from mirror.integrations.tpu_optimizers import check, options_of
+from mirror.integrations.tpu_refusals import (
+    TorchFunctionWatch,
+    refuse_backward,
+    refuse_custom_functions,
+)
 from mirror.server.recorded_model import Model
 
 Phase = Enum("Phase", "INSPECT DIFFERENTIATE FINISH")

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mirror
-from mirror.train.checkpoint.aliasing import Tensors
-from mirror.train.checkpoint.tree_json import MAX_DEPTH, Malformed, decode, encode
+from mirror.base.tree_json import MAX_DEPTH, Malformed, decode, encode
+from mirror.train.checkpoint.snapshot import FoundTensors
 
 Point = namedtuple("Point", "x y")
 
@@ -28,12 +28,12 @@ class Level(enum.IntEnum):
 
 
 def through_json(value):
-    tensors = Tensors()
-    text = json.dumps(encode(value, "v", tensors.put), allow_nan=False)
-    stored, views = tensors.parted()
+    tensors = FoundTensors()
+    text = json.dumps(encode(value, "v", tensors.add), allow_nan=False)
+    stored, views = tensors.split_aliases()
 
     def get(name, device):
-        return stored[name] if name in stored else views[name].same_memory(stored)
+        return stored[name] if name in stored else views[name].of_tensors(stored)
 
     return decode(json.loads(text), get)
 
