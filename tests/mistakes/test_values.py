@@ -127,6 +127,11 @@ def test_a_number_of_all_replicas_is_refused_as_a_tensor(strategy, name):
     value("cpu")
 
 
+def test_a_value_of_all_replicas_is_formatted_part_by_part(losses):
+    assert f"{losses:.4f}" == "PerReplica({0: 1.0000, 1: 2.0000})"
+    assert "{:.1e}".format(losses) == "PerReplica({0: 1.0e+00, 1: 2.0e+00})"  # noqa: UP032
+
+
 def test_a_value_of_all_replicas_can_be_printed(losses, capsys):
     print(losses, f"{losses}", str(losses), [losses])
     assert capsys.readouterr().out.count("1: tensor(2.)") == 4
