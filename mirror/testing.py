@@ -30,7 +30,7 @@ import torch
 from mirror.tools.check.judge import Judge, Runs
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.recorded_run import describe_error, recording, seed_all
-from mirror.tools.check.verdict import EQUAL, NOT_COMPARABLE, Verdict
+from mirror.tools.check.verdict import EQUAL, NOT_COMPARABLE, CheckVerdict
 
 __all__ = ["SimulatedDevices", "assert_equal_to_one_device", "compare_with_one_device"]
 
@@ -104,7 +104,7 @@ def compare_with_one_device(
     *,
     no_dropout: bool = False,
     double: bool = False,
-) -> Verdict:
+) -> CheckVerdict:
     """Returns the verdict of ``assert_equal_to_one_device`` for one number of replicas.
 
     Raises:
@@ -121,7 +121,7 @@ def _verdicts(
     tolerance: float | str,
     no_dropout: bool,
     double: bool,
-) -> Iterator[Verdict]:
+) -> Iterator[CheckVerdict]:
     for what, numbers in (("replicas", counts), ("steps", [steps])):
         if not all(isinstance(n, int) and n >= 1 for n in numbers):
             raise ValueError(f"{what} must be at least 1, got {numbers}")
@@ -132,7 +132,7 @@ def _verdicts(
     one, _ = _record(program, options)
     for count in counts:
         if not one.num_steps:
-            yield Verdict(
+            yield CheckVerdict(
                 NOT_COMPARABLE,
                 "cannot be compared: the program takes no optimizer step",
                 replicas=count,

@@ -66,9 +66,7 @@ ASKED = {
     "max_best": lambda v: max(0.0, v),
     "if": lambda v: 1 if v else 2,
     "not": lambda v: not v,
-    "format_spec": lambda v: f"{v:.4f}",
     "percent": lambda v: "%.2f" % v,  # noqa: UP031
-    "str_format": lambda v: "{:.3f}".format(v),  # noqa: UP032
     "math": math.sqrt,
     "isnan": math.isnan,
     "np_array": np.array,
@@ -113,6 +111,11 @@ def test_a_value_of_all_replicas_used_as_one(use, losses):
 def test_a_number_of_all_replicas_used_as_a_tensor(strategy, name):
     value = getattr(strategy.run(lambda: 1.0 + replica_id()), name)
     value("cpu")
+
+
+def test_a_value_of_all_replicas_is_formatted_part_by_part(losses):
+    assert f"{losses:.4f}" == "PerReplica({0: 1.0000, 1: 2.0000})"
+    assert "{:.1e}".format(losses) == "PerReplica({0: 1.0e+00, 1: 2.0e+00})"  # noqa: UP032
 
 
 def test_a_value_of_all_replicas_can_be_printed(losses, capsys):

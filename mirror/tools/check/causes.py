@@ -26,8 +26,8 @@ from mirror.tools.check.record import (
     OP,
     PARAMETER,
     PART,
-    Event,
     Record,
+    RecordedEvent,
 )
 
 _GENERATORS = ("torch", "Python's random", "NumPy's random")
@@ -38,7 +38,7 @@ _SHOWN = 4  # replicas whose values are shown
 
 @dataclass
 class Finding:
-    """What is told of a difference; see ``Verdict``."""
+    """What is told of a difference; see ``CheckVerdict``."""
 
     cause: str = ""
     why: str = ""
@@ -82,8 +82,8 @@ def _remedy_in(message: str) -> str:
 def diagnose(
     found: Difference,
     inside: Difference | None,
-    some: Sequence[Event],
-    others: Sequence[Event],
+    some: Sequence[RecordedEvent],
+    others: Sequence[RecordedEvent],
     one: Record,
     many: Record,
 ) -> Finding:
@@ -130,7 +130,7 @@ def diagnose(
 # Where it is
 
 
-def _module_of(event: Event, events: Sequence[Event]) -> str:
+def _module_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> str:
     """Returns the module whose code makes an event."""
     if event.kind in (OP, EXIT):
         return event.name
@@ -140,9 +140,9 @@ def _module_of(event: Event, events: Sequence[Event]) -> str:
     return ""
 
 
-def _open_before(event: Event, events: Sequence[Event]) -> list[Event]:
+def _open_before(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[RecordedEvent]:
     """Returns the calls of modules that an event is inside of, outermost first."""
-    opened: list[Event] = []
+    opened: list[RecordedEvent] = []
     for other in events:
         if other is event:
             break
@@ -155,16 +155,16 @@ def _open_before(event: Event, events: Sequence[Event]) -> list[Event]:
     return opened
 
 
-def _class_of(module: str, events: Sequence[Event]) -> str:
+def _class_of(module: str, events: Sequence[RecordedEvent]) -> str:
     for event in events:
         if event.name == module and "class" in event.info:
             return str(event.info["class"])
     return ""
 
 
-def _call_of(event: Event, events: Sequence[Event]) -> list[Event]:
+def _call_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[RecordedEvent]:
     """Returns the events of the outermost call that an event is in."""
-    call: list[Event] = []
+    call: list[RecordedEvent] = []
     is_inside = False
     for other in events:
         if other.depth == 0:
@@ -184,7 +184,7 @@ def _call_of(event: Event, events: Sequence[Event]) -> list[Event]:
     return call
 
 
-def _drawn_in(event: Event, events: Sequence[Event]) -> list[str]:
+def _drawn_in(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str]:
     """Returns the generators that the outermost call has drawn from, on one device."""
     call = [e for e in _call_of(event, events) if e.depth == 0 and e.info.get("rng")]
     if len(call) < 2:
@@ -194,7 +194,7 @@ def _drawn_in(event: Event, events: Sequence[Event]) -> list[str]:
     return [name for name, some, other in names if some != other]
 
 
-def _writes_outside(event: Event, events: Sequence[Event]) -> Event | None:
+def _writes_outside(event: RecordedEvent, events: Sequence[RecordedEvent]) -> RecordedEvent | None:
     """Returns where the call writes a tensor that is kept outside the model."""
     return next((e for e in _call_of(event, events) if e.info.get("writes_outside")), None)
 
@@ -253,7 +253,7 @@ def _of_numbers(finding: Finding, one: Any, many: Sequence[Any]) -> Finding:
     return finding
 
 
-def _of_state(finding: Finding, wrote: Event) -> Finding:
+def _of_state(finding: Finding, wrote: RecordedEvent) -> Finding:
     finding.cause = "state kept outside the model"
     finding.why = (
         f"forward writes a tensor that is no buffer of the model ({wrote.info.get('op')} at "
@@ -310,7 +310,7 @@ def _of_loss_in_run(first: Difference, finding: Finding) -> Finding:
     return finding
 
 
-def _of_gradient(first: Difference, finding: Finding, events: Sequence[Event]) -> Finding:
+def _of_gradient(first: Difference, finding: Finding, events: Sequence[RecordedEvent]) -> Finding:
     event = first.event
     finding.module = event.name.rpartition(".")[0]
     finding.line = ""
@@ -334,7 +334,10 @@ def _of_gradient(first: Difference, finding: Finding, events: Sequence[Event]) -
 
 
 def _of_mixing(
-    first: Difference, finding: Finding, some: Sequence[Event], others: Sequence[Event]
+    first: Difference,
+    finding: Finding,
+    some: Sequence[RecordedEvent],
+    others: Sequence[RecordedEvent],
 ) -> Finding:
     event = first.event
     source = _source(first, some, others)
@@ -373,7 +376,9 @@ def _of_mixing(
     return finding
 
 
-def _source(first: Difference, some: Sequence[Event], others: Sequence[Event]) -> Event | None:
+def _source(
+    first: Difference, some: Sequence[RecordedEvent], others: Sequence[RecordedEvent]
+) -> RecordedEvent | None:
     """Returns an earlier operation, which compares examples or reduces over them.
 
     A product of examples with each other has another shape on a part, and a mean over the part
@@ -401,9 +406,9 @@ def _source(first: Difference, some: Sequence[Event], others: Sequence[Event]) -
     return found
 
 
-def _until(events: Sequence[Event], last: Event) -> list[Event]:
+def _until(events: Sequence[RecordedEvent], last: RecordedEvent) -> list[RecordedEvent]:
     """Returns the events of the same outermost call up to one."""
-    found: list[Event] = []
+    found: list[RecordedEvent] = []
     for event in events:
         if event.depth == 0 and event.kind == ENTER:
             found = []
@@ -444,7 +449,9 @@ def _of_data(first: Difference, one: Record, many: Record) -> Finding:
     return finding
 
 
-def _first_draw(first: Difference, one: Record, many: Record) -> tuple[str, Event, str] | None:
+def _first_draw(
+    first: Difference, one: Record, many: Record
+) -> tuple[str, RecordedEvent, str] | None:
     """Returns the generator that differs at the input, since when, and a line that drew."""
     ones = [e for e in one.events if e.depth == 0 and e.info.get("rng")]
     manys = [e for e in many.events if e.depth == 0 and e.info.get("rng")]

@@ -21,7 +21,7 @@ from mirror.tools.check.verdict import (
     MISSING,
     NEEDS_ARGUMENTS,
     NOT_COMPARABLE,
-    Verdict,
+    CheckVerdict,
 )
 from mirror.tools.run.script import Script, ScriptError
 
@@ -69,12 +69,12 @@ def check_command(script: Script, options: CheckOptions) -> int:
     return verdict.code
 
 
-def check_script(script: Script, options: CheckOptions) -> Verdict:
+def check_script(script: Script, options: CheckOptions) -> CheckVerdict:
     """Returns whether a script trains under a strategy as on one device."""
     try:
         script.check()
     except ScriptError as error:
-        return Verdict(MISSING, f"cannot be compared: {error}")
+        return CheckVerdict(MISSING, f"cannot be compared: {error}")
     with tempfile.TemporaryDirectory(prefix="mirror-check-") as folder:
         return _Check(script, options, Path(folder)).verdict()
 
@@ -92,7 +92,7 @@ class _Check:
         )
         self._messages: dict[str, str] = {}
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckVerdict:
         """Makes the runs that are needed and judges them."""
         one = self._record("on one device", self._plain)
         if (refusal := self._refusal(one)) is not None:
@@ -170,7 +170,7 @@ class _Check:
         if is_terminal:
             print("\r" + " " * 70 + "\r", end="", file=sys.stderr, flush=True)
 
-    def _refusal(self, one: Record) -> Verdict | None:
+    def _refusal(self, one: Record) -> CheckVerdict | None:
         """Returns the verdict on a script that does not train on one device by itself."""
         message = self._messages["on one device"]
         error = one.error
@@ -178,7 +178,7 @@ class _Check:
         if one.ending == "error" and error is not None:
             if error["type"] == "SystemExit" and error["code"] == 2 and not one.num_steps:
                 usage = _last_lines(message, 3)
-                return Verdict(
+                return CheckVerdict(
                     NEEDS_ARGUMENTS,
                     f"cannot be compared: {self._script.name} needs other arguments",
                     why=usage,
@@ -191,7 +191,7 @@ class _Check:
                 if error["type"] != "SystemExit"
                 else (f"sys.exit({error['message']})")
             )
-            return Verdict(
+            return CheckVerdict(
                 FAILS,
                 f"cannot be compared: {self._script.name} fails by itself, on one device, "
                 f"{_after(one.num_steps)}: {what}{where}",
@@ -200,7 +200,7 @@ class _Check:
                 remedy=f"run it with python first: python {self._script}",
             )
         if not one.num_steps and trained_elsewhere:
-            return Verdict(
+            return CheckVerdict(
                 FORKS,
                 f"cannot be compared: {self._script.name} takes no optimizer step in its own "
                 "process; it trains in processes that it starts",
@@ -208,7 +208,7 @@ class _Check:
                 "script that trains in one process",
             )
         if not one.num_steps:
-            return Verdict(
+            return CheckVerdict(
                 NOT_COMPARABLE,
                 f"cannot be compared: {self._script.name} takes no optimizer step",
                 why="it ended without a call of step() of a torch.optim.Optimizer",

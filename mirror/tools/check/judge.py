@@ -18,7 +18,7 @@ from mirror.tools.check.compare import (
 )
 from mirror.tools.check.fingerprint import relative
 from mirror.tools.check.record import ENTER, GRADIENT, PARAMETER, Record
-from mirror.tools.check.verdict import DIFFERENT, EQUAL, NOT_COMPARABLE, Verdict
+from mirror.tools.check.verdict import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckVerdict
 
 _GROSS = 0.02  # a relative distance that rounding in float32 does not make in one step
 _CHAOTIC = 1e-3  # a spread of one device that is looked into
@@ -58,7 +58,7 @@ class Judge:
         self._messages = messages
         self._spread: Record | None = None
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckVerdict:
         """Returns the verdict."""
         one, many = self._runs.one, self._runs.many
         if many.ending == "error" and many.error is not None and one.ending != "error":
@@ -71,7 +71,7 @@ class Judge:
                 return self._unrepeatable(step)
             return self._equal()
         if found is None:
-            return Verdict(
+            return CheckVerdict(
                 DIFFERENT,
                 f"different: {one.num_steps} optimizer steps on one device, {many.num_steps} on "
                 f"{self._replicas} replicas",
@@ -139,7 +139,7 @@ class Judge:
 
     # Verdicts
 
-    def _equal(self) -> Verdict:
+    def _equal(self) -> CheckVerdict:
         one, many = shallow(self._runs.one), shallow(self._runs.many)
         totals: dict[tuple[str, int], list[float]] = {}
         for _, a, c in aligned(one, many):
@@ -155,7 +155,7 @@ class Judge:
             total[1] += some.norm**2
         largest = max((relative(d**0.5, n**0.5) for d, n in totals.values()), default=0.0)
         steps, dtype = self._runs.one.num_steps, self._dtype()
-        verdict = Verdict(
+        verdict = CheckVerdict(
             EQUAL,
             f"equal: {steps} step{'s' * (steps != 1)}, largest difference {largest:.0e} ({dtype})",
             steps=steps,
@@ -175,8 +175,8 @@ class Judge:
         order = ("bfloat16", "float16", "float32", "float64")
         return next((d for d in order if d in self._runs.one.dtypes), "float32")
 
-    def _unrepeatable(self, step: int) -> Verdict:
-        return Verdict(
+    def _unrepeatable(self, step: int) -> CheckVerdict:
+        return CheckVerdict(
             NOT_COMPARABLE,
             f"cannot be compared: two runs on one device differ already, from step {step} on",
             steps=step,
@@ -189,12 +189,12 @@ class Judge:
             remedy="seed that generator, or have the script begin anew",
         )
 
-    def _of_error(self) -> Verdict:
+    def _of_error(self) -> CheckVerdict:
         many = self._runs.many
         assert many.error is not None
         finding = diagnose_error(many.error)
         where = f" at {many.error['line']}" if many.error.get("line") else ""
-        verdict = Verdict(
+        verdict = CheckVerdict(
             DIFFERENT,
             f"different: trains on one device, and on {self._replicas} replicas raises "
             f"{many.error.get('type') or 'an error'} in step {many.num_steps + 1}{where}",
@@ -207,7 +207,7 @@ class Judge:
         )
         return self._filled(verdict, finding)
 
-    def _different(self, found: Difference) -> Verdict:
+    def _different(self, found: Difference) -> CheckVerdict:
         one, many = self._runs.one, self._runs.many
         step = found.event.step
         difference, some, others = first_deep(one, many, self._spread, step, self._tolerances)
@@ -216,7 +216,7 @@ class Judge:
         what = f"{event.kind} of {event.name}" if event.kind != "loss" else "the loss"
         size = f" by {found.distance:.0e}" if found.distance < float("inf") else ""
         at = f", in module {finding.module}" if finding.module else ""
-        verdict = Verdict(
+        verdict = CheckVerdict(
             DIFFERENT,
             f"different: from step {step} on, first {what}{size}{at}: {finding.cause}",
             steps=one.num_steps,
@@ -229,7 +229,7 @@ class Judge:
         )
         return self._filled(verdict, finding)
 
-    def _filled(self, verdict: Verdict, finding: Finding) -> Verdict:
+    def _filled(self, verdict: CheckVerdict, finding: Finding) -> CheckVerdict:
         for name, value in vars(finding).items():
             if value:
                 setattr(verdict, name, value)

@@ -7,10 +7,11 @@ shapes alone, whose result is compared where something is computed of it.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mirror.execution.current_replica import current
@@ -18,7 +19,6 @@ from mirror.threads.user_frames import user_line
 
 if TYPE_CHECKING:
     from mirror.execution.replicas import Replica
-    from mirror.tools.check.recorder import Lane, Recorder
 
 _RANDOM = frozenset(
     "bernoulli bernoulli_ cauchy_ dropout exponential_ geometric_ log_normal_ multinomial normal "
@@ -33,6 +33,51 @@ _UNSEEN = frozenset(
 )
 
 
+@dataclass
+class Item:
+    """An event inside an outermost call, as one replica sees it."""
+
+    kind: str
+    name: str
+    where: str
+    depth: int
+    tensors: list[Tensor]
+    info: dict[str, Any]
+
+
+@dataclass
+class RecordingLane:
+    """What one replica, or code outside of replicas, is doing.
+
+    Attributes:
+        path: the modules that are being called, outermost first.
+        items: the events inside the outermost call.
+        numbers: how many numbers ``items`` have.
+        arrived: how many optimizer steps it has come to, inside ``run``.
+        trace: what notes operations, while the outermost call is recorded deeply.
+        is_busy: whether the operations are the recorder's own.
+    """
+
+    path: list[nn.Module] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    numbers: int = 0
+    arrived: int = 0
+    trace: OpTrace | None = None
+    is_busy: bool = False
+
+
+class OpRecorder(Protocol):
+    """The recorder, as an ``OpTrace`` calls it."""
+
+    in_backward: int
+
+    def has_ops(self) -> bool:
+        """Returns whether the operations of this step are recorded."""
+
+    def note_op(self, lane: RecordingLane, result: Any, info: dict[str, Any], where: str) -> None:
+        """Records one operation."""
+
+
 class OpTrace(TorchFunctionMode):
     """Notes functions on one lane while it is entered.
 
@@ -41,7 +86,7 @@ class OpTrace(TorchFunctionMode):
         replica: whose functions they are; a replica may run inside a call on the same thread.
     """
 
-    def __init__(self, recorder: Recorder, lane: Lane, replica: Replica | None) -> None:
+    def __init__(self, recorder: OpRecorder, lane: RecordingLane, replica: Replica | None) -> None:
         super().__init__()
         self._recorder, self._lane, self._replica = recorder, lane, replica
         self._known: dict[int, Any] = {}  # tensors that were made inside, kept alive

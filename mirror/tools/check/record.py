@@ -24,7 +24,7 @@ BUFFER = "buffer"  # likewise
 
 
 @dataclass
-class Event:
+class RecordedEvent:
     """One quantity of one step.
 
     Attributes:
@@ -66,7 +66,7 @@ class Record:
         processes: what it started: forked children, and steps that these took.
     """
 
-    events: list[Event] = field(default_factory=list)
+    events: list[RecordedEvent] = field(default_factory=list)
     num_steps: int = 0
     ending: str = "end"
     error: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ class Record:
             for shape, dtype, num, bad, bits in row.pop("prints"):
                 prints.append(Fingerprint(tuple(shape), dtype, values[at : at + num], bad, bits))
                 at += num
-            events.append(Event(prints=prints, **row))
+            events.append(RecordedEvent(prints=prints, **row))
         return cls(events=events, **whole)
 
 

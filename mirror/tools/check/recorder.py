@@ -18,7 +18,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,8 @@ from mirror.execution.current_replica import current
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.fingerprint import fingerprint
 from mirror.tools.check.join_parts import join_parts
-from mirror.tools.check.op_trace import OpTrace
+from mirror.tools.check.module_description import describe_module, tensors_in
+from mirror.tools.check.op_trace import Item, OpTrace, RecordingLane
 from mirror.tools.check.perturb import Perturbation
 from mirror.tools.check.record import (
     BUFFER,
@@ -41,47 +41,13 @@ from mirror.tools.check.record import (
     OP,
     PARAMETER,
     PART,
-    Event,
     Record,
+    RecordedEvent,
 )
-from mirror.values import PerReplica
 
 _MOST_ITEMS = 4000  # events inside one outermost call
 _MOST_NUMBERS = 30_000_000  # that are copied inside one outermost call
 _SMALL_STEP = 300_000  # numbers inside a step that is recorded deeply all the time
-
-
-@dataclass
-class Item:
-    """An event inside an outermost call, as one replica sees it."""
-
-    kind: str
-    name: str
-    where: str
-    depth: int
-    tensors: list[Tensor]
-    info: dict[str, Any]
-
-
-@dataclass
-class Lane:
-    """What one replica, or code outside of replicas, is doing.
-
-    Attributes:
-        path: the modules that are being called, outermost first.
-        items: the events inside the outermost call.
-        numbers: how many numbers ``items`` have.
-        arrived: how many optimizer steps it has come to, inside ``run``.
-        trace: what notes operations, while the outermost call is recorded deeply.
-        is_busy: whether the operations are the recorder's own.
-    """
-
-    path: list[nn.Module] = field(default_factory=list)
-    items: list[Item] = field(default_factory=list)
-    numbers: int = 0
-    arrived: int = 0
-    trace: OpTrace | None = None
-    is_busy: bool = False
 
 
 class Recorder:
@@ -111,7 +77,7 @@ class Recorder:
         self._steps, self._deep_steps = steps, deep_steps
         self._on_step, self._on_enough = on_step, on_enough
         self._thread = threading.get_ident()
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, RecordingLane] = {}
         self._counts: dict[int, float] = {}
         self._names: dict[int, tuple[Any, str]] = {}  # of modules, by id
         self._params: dict[int, tuple[Any, str]] = {}  # of parameters, by id
@@ -137,7 +103,7 @@ class Recorder:
         """Whether operations inside modules are recorded."""
         return self.is_on and self.step <= self._deep_steps
 
-    def lane(self) -> Lane | None:
+    def lane(self) -> RecordingLane | None:
         """Returns the lane of the calling code; ``None`` for what is not recorded."""
         if not self.is_on or self.in_backward:
             return None
@@ -145,10 +111,10 @@ class Recorder:
         if replica is None:
             if threading.get_ident() != self._thread:
                 return None
-            return self._lanes.setdefault(-1, Lane())
+            return self._lanes.setdefault(-1, RecordingLane())
         if replica.run.is_default:
-            return self._lanes.setdefault(-1, Lane())
-        return self._lanes.setdefault(replica.replica_id, Lane())
+            return self._lanes.setdefault(-1, RecordingLane())
+        return self._lanes.setdefault(replica.replica_id, RecordingLane())
 
     def _is_inside(self) -> bool:
         """Whether the calling code is that of a replica."""
@@ -176,7 +142,12 @@ class Recorder:
         return self._call_inner(lane, module, forward, args, kwargs)
 
     def _call_inner(
-        self, lane: Lane, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        lane: RecordingLane,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """Calls a module inside an outermost call."""
         if not self.is_deep:
@@ -199,7 +170,9 @@ class Recorder:
         return result
 
     @contextmanager
-    def _tracing(self, lane: Lane, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+    def _tracing(
+        self, lane: RecordingLane, module: nn.Module, args: Any, kwargs: Any
+    ) -> Iterator[None]:
         """Notes the operations that modules call inside."""
         trace = OpTrace(self, lane, current.replica)
         trace.know([*tensors_in((args, kwargs)), *module.buffers()])
@@ -216,7 +189,12 @@ class Recorder:
         return outside is not None and bool(outside.path)
 
     def _in_path(
-        self, lane: Lane, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        lane: RecordingLane,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         lane.path.append(module)
         try:
@@ -225,7 +203,9 @@ class Recorder:
             lane.path.pop()
         return self._perturbed(lane, module, result, is_root=False)
 
-    def _perturbed(self, lane: Lane, module: nn.Module, result: Any, *, is_root: bool) -> Any:
+    def _perturbed(
+        self, lane: RecordingLane, module: nn.Module, result: Any, *, is_root: bool
+    ) -> Any:
         if self.perturbation is None:
             return result
         lane.is_busy = True
@@ -235,7 +215,12 @@ class Recorder:
             lane.is_busy = False
 
     def _call_outermost(
-        self, lane: Lane, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        lane: RecordingLane,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """Calls a module that the script itself calls."""
         self.flush()
@@ -263,7 +248,7 @@ class Recorder:
             self._note(EXIT, name, tensors_in(result), where=where, info=info)
         return result
 
-    def _add(self, lane: Lane, item: Item, values: Any) -> None:
+    def _add(self, lane: RecordingLane, item: Item, values: Any) -> None:
         """Notes an event inside an outermost call, with copies of its tensors."""
         if len(lane.items) >= _MOST_ITEMS:
             return
@@ -278,7 +263,7 @@ class Recorder:
 
     # Operations inside modules: see op_trace.py
 
-    def note_op(self, lane: Lane, result: Any, info: dict[str, Any], where: str) -> None:
+    def note_op(self, lane: RecordingLane, result: Any, info: dict[str, Any], where: str) -> None:
         """Notes a function of tensors that a module's forward has called."""
         name = self._name_of(lane.path[-1]) if lane.path else "the function in run"
         depth = len(lane.path) + 1
@@ -381,7 +366,7 @@ class Recorder:
         """Whether all replicas of a run have arrived, this one as the last."""
         replica = current.replica
         assert replica is not None
-        lanes = [self._lanes.setdefault(r, Lane()) for r in replica.run.active]
+        lanes = [self._lanes.setdefault(r, RecordingLane()) for r in replica.run.active]
         self._lanes[replica.replica_id].arrived += 1
         return len({lane.arrived for lane in lanes}) == 1
 
@@ -429,7 +414,7 @@ class Recorder:
                 break
             self._join(items, counts, ids)
         if parted is not None:  # the replicas have gone different ways
-            event = Event(self.step, OP, parted[0].name, where=parted[0].where, depth=1)
+            event = RecordedEvent(self.step, OP, parted[0].name, where=parted[0].where, depth=1)
             event.info = {"op": "parted", "ways": [f"{i.name} at {i.where}" for i in parted]}
             self.record.events.append(event)
 
@@ -450,13 +435,15 @@ class Recorder:
             prints, ways = join_parts(parts, counts) if ids != [-1] else ([], [])
             if ids == [-1]:
                 prints, ways = [fingerprint(parts[0])], ["whole"]
-            event = Event(self.step, first.kind, first.name, prints, ways, first.where)
+            event = RecordedEvent(self.step, first.kind, first.name, prints, ways, first.where)
             event.depth = first.depth
             event.info = {**info, "part": k}
             self._numbers_in_step += sum(part.numel() for part in parts)
             self.record.events.append(event)
         if not num:
-            event = Event(self.step, first.kind, first.name, [], [], first.where, first.depth)
+            event = RecordedEvent(
+                self.step, first.kind, first.name, [], [], first.where, first.depth
+            )
             event.info = info
             self.record.events.append(event)
 
@@ -475,7 +462,7 @@ class Recorder:
     ) -> None:
         """Notes an event outside of replicas, one for each tensor."""
         for k, tensor in enumerate(tensors):
-            event = Event(self.step, kind, name, [fingerprint(tensor)], ["whole"], where)
+            event = RecordedEvent(self.step, kind, name, [fingerprint(tensor)], ["whole"], where)
             event.info = {**(info or {}), "part": k}
             dtype = event.prints[0].dtype
             if "float" in dtype and dtype not in self.record.dtypes:
@@ -511,42 +498,6 @@ class Recorder:
             repr(np.random.get_state()).encode(),
         )
         return [zlib.crc32(state) for state in states]
-
-
-def describe_module(module: nn.Module) -> dict[str, Any]:
-    """Returns what a diagnosis needs to know of a module."""
-    info: dict[str, Any] = {"class": type(module).__name__}
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        tracks = module.training or module.running_mean is None
-        info["norm"] = bool(tracks)
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        info["dropout"] = bool(module.training and module.p > 0)
-    elif module.training and getattr(module, "dropout", None).__class__ is float:
-        info["dropout"] = bool(module.dropout)
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-        info["instance"] = True
-    return info
-
-
-def tensors_in(values: Any, found: list[Tensor] | None = None, depth: int = 0) -> list[Tensor]:
-    """Returns the tensors in a structure, those of a PerReplica that agree once."""
-    found = [] if found is None else found
-    if isinstance(values, Tensor):
-        if not values.is_meta and not values.is_quantized:
-            found.append(values)
-    elif isinstance(values, PerReplica):
-        pass  # parts that could not be joined
-    elif depth < 6:
-        children: Any = ()
-        if isinstance(values, dict):
-            children = list(values.values())
-        elif isinstance(values, (list, tuple)):
-            children = values
-        elif hasattr(values, "__dataclass_fields__"):
-            children = list(vars(values).values())
-        for child in children:
-            tensors_in(child, found, depth + 1)
-    return found
 
 
 def _is_of_torch(module: nn.Module) -> bool:

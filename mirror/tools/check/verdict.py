@@ -17,7 +17,7 @@ _NAMES = (
 
 
 @dataclass
-class Verdict:
+class CheckVerdict:
     """What a check has found.
 
     Attributes:
