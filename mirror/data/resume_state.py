@@ -348,11 +348,13 @@ def gather_states(state: Mapping[str, Any], workers: LocalWorkerGroup) -> dict[s
     header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     what = "state_dict of a distributed dataset"
     messages = workers.exchange_tensors(what, None, [header, *tensors])
-    states = [
-        decode(json.loads(header.numpy().tobytes()), lambda name, _, own=own: own[int(name)])
-        for header, *own in (message.tensors for message in messages)
-    ]
+    states = [_decode(header, own) for header, *own in (m.tensors for m in messages)]
     return {WORKERS: states}
+
+
+def _decode(header: Tensor, tensors: Sequence[Tensor]) -> Any:
+    """Returns a worker's state; its tree names each tensor by its number."""
+    return decode(json.loads(header.numpy().tobytes()), lambda name, _: tensors[int(name)])
 
 
 def select_own_state(state: Any, workers: LocalWorkerGroup) -> Any:

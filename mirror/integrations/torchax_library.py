@@ -1,4 +1,4 @@
-"""The extra ``[tpu]``: torchax and jax, in the tested versions, imported when needed; jax's devices."""
+"""The extra ``[tpu]``: the tested torchax and jax, imported when needed; jax's devices."""
 
 from __future__ import annotations
 

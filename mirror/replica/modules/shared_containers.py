@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from mirror.base.torch_private import WEIGHT_LISTS
-from mirror.execution.parallel_runs import SharedState
+from mirror.execution.parallel_runs import ProcessState
 from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.modules.replica_attributes import is_own
 
@@ -39,13 +39,13 @@ class _Contents:
     __hash__ = None  # type: ignore[assignment]
 
 
-def containers_of(modules: ModuleRegistry) -> SharedState:
+def containers_of(modules: ModuleRegistry) -> ProcessState:
     """Returns the contents of the modules' containers, for ``ParallelRuns``."""
 
     def contents() -> dict[tuple[int, str], _Contents]:
         return {key: _Contents(container) for key, container in _containers(modules)}
 
-    return SharedState(
+    return ProcessState(
         contents,
         "forward changes a list, dict or set of a module in place, which they share; set a new "
         "one, as in self.seen = [*self.seen, x], which each replica keeps for itself",
