@@ -52,7 +52,7 @@ FILES = {
         "replica/gradients/buckets.py",
         "replica/gradients/grad_reducer.py",
         "replica/collectives/autograd_nodes.py",
-        "replica/gradients/backward_interceptor.py",
+        "replica/gradients/grad_tracker.py",
         "replica/collectives/reduce_ops.py",
         "replica/gradients/grad_tracker.py",
         "base/timeline.py",

@@ -1,21 +1,16 @@
 """The host: facts that identify the machine, its memory, and OpenMP's teams of threads.
 
-[Note: Kept memory]
-Problem: glibc returns large freed blocks to the system, and the next step gets new ones page by
-page. A small CNN spent 10 of its 33 ms per step in 5000 page faults.
-Rule: as PyTorch's GPU allocator keeps freed memory, so does glibc with several simulated devices:
-``mallopt(3)`` sets its thresholds for the whole process.
-Consequence: the process keeps the memory until ``close`` returns it to the system.
+glibc returns large freed blocks to the system, and the next step gets new ones page by page: a
+small CNN spent 10 of its 33 ms per step in 5000 page faults. So with several simulated devices
+glibc keeps freed memory, as PyTorch's GPU allocator does: ``mallopt(3)`` sets its thresholds for
+the whole process, until ``close`` returns the memory to the system.
 
-[Note: Teams]
-Problem: OpenMP keeps a team for every thread that has run a parallel region, also for replicas
-that wait for their turn. With more threads than CPUs, members of GNU OpenMP teams sleep instead
-of spinning, so each operation wakes them, at tens of microseconds each. A step of many
-medium-sized operations takes up to twice as long.
-Rule: a thread that passes its turn on may end its team. That takes 1 us without a team, 50 us
-with one, and 50 us to create it again; so it is measured, [Note: Measured manners] in
-``threads/policies.py``.
-Consequence: results have the same bits, which depend only on the number of threads.
+OpenMP keeps a team for every thread that has run a parallel region, also for replicas that wait
+for their turn. With more threads than CPUs, members of GNU OpenMP teams sleep instead of spinning,
+so each operation wakes them, at tens of microseconds each. A step of many medium-sized operations
+takes up to twice as long. So a thread that passes its turn on may end its team. That takes 1 us
+without a team, 50 us with one, and 50 us to create it again; so it is measured, see
+[Note: Measured manners] in ``threads/policies.py``. Results have the same bits either way.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """CUDA streams: the current ones, which threads pass on, and side streams for overlapped work.
 
-[Note: Whose stream is current]
-Problem: the current stream of a GPU is thread-local. Work that one thread enqueues and another
-thread uses is in order only if both use the same stream.
-Rule:    replicas' threads start with the caller's streams, so
-         ``with torch.cuda.stream(s): strategy.run(...)`` reads data that was enqueued on ``s``
-         at a merge, one thread uses the data of all replicas: on the stream that each replica
-         had when it arrived
+The current stream of a GPU is thread-local. Work that one thread enqueues and another thread uses
+is in order only if both use the same stream. So replicas' threads start with the caller's streams:
+``with torch.cuda.stream(s): strategy.run(...)`` reads data that was enqueued on ``s``. At a merge
+one thread uses the data of all replicas, on the stream that each replica had when it arrived.
 
 Side streams carry reductions, and batches on their way to a GPU.
 """

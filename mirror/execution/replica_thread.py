@@ -45,7 +45,7 @@ class ThreadState:
         num_threads_each: the part of these that each of the replicas at work gets.
         is_shared: whether several replicas compute at once.
         places: the device mesh, if replicas have several devices.
-        streams: the current streams of the GPUs, if any. See [Note: Whose stream is current].
+        streams: the current streams of the GPUs, if any. See ``streams.py``.
         is_plain: whether grad mode and number of threads are all that a new thread lacks.
     """
 

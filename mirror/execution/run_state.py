@@ -131,8 +131,9 @@ class Run:
         """Returns the weights of all replicas, 0 for idle ones; ``None`` if there are none."""
         if not self.is_weighted:
             return None
-        weights = self.weights()
-        found = [weights.get(r, 0.0) for r in range(self.replicas.num_replicas)]
+        found = [0.0] * self.replicas.num_replicas
+        for r, replica in self.members.items():
+            found[r] = replica.weight
         if self.is_given:
             return GivenWeights.for_counts(found, self.counts)
         return found if self.counts is None else ExampleCounts(found)

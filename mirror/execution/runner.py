@@ -153,7 +153,7 @@ class Runner:
         else:
             run = self._claim.call(self._run, fn, active, weights)
         if run.has_stepped:
-            step_ends.run_ended(run)
+            step_ends.notify(self.replicas.timeline)
         return run
 
     def exclusive(self, call: Callable[[], T], what: str) -> T:

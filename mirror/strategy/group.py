@@ -19,9 +19,9 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.collectives.reduce_ops import Reducer
-from mirror.replica.gradients.backward_interceptor import watch_backward
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.gradients.grad_reducer import GradReducer
+from mirror.replica.gradients.grad_tracker import watch_backward
 from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, watch_only_replica
 from mirror.replica.gradients.unmirrored import UnmirroredParams
 from mirror.replica.modules.module_registry import ModuleRegistry

@@ -94,7 +94,7 @@ class Lockstep:
         takes_turns: whether the replicas of this run move one at a time.
         is_eager: whether they all start at once.
         ends_teams: whether a thread that passes its turn on ends its OpenMP team. See
-            [Note: Teams].
+            ``host.py``.
         is_busy: whether it runs tasks. If an interrupt leaves it busy, it is not used again.
         usable: whether another run is possible; False once closed, or hit by an exception.
     """

@@ -64,7 +64,7 @@ class Policy:
         moves_at_once: whether replicas start at once if their turns are long; see ``TurnTimer``.
         passes_at_once: whether backward passes outside ``run`` run at once where they can.
         ends_teams: whether a thread that passes its turn on ends its OpenMP team. See
-            [Note: Teams].
+            ``host.py``.
         shares_threads: whether the replicas share the caller's intra-op threads.
     """
 

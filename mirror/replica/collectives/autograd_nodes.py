@@ -17,7 +17,6 @@ that has not run is not part of the pass, and its gradient is zero.
 With several workers, each makes that pass from its own loss. The first GradReduce of a collective
 exchanges the workers' weighted sums. The order of collectives is the same on all workers.
 
-[Note: Values of all workers]
 Every worker sends its replicas' parts, and combines the parts of all workers as one process with
 as many replicas would: same bits, same errors. Parts of other workers are constants in its graph.
 

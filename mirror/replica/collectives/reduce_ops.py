@@ -149,7 +149,7 @@ class Reducer:
         """
         if self.wire_dtype is not None or not self._replicas.communicator.packs:
             return MovedTensors(columns, [], range(len(columns[0])))
-        before = [list(column) for column in columns]
+        before = [] if streams is None else [list(column) for column in columns]
         # The first read may happen in inference mode, whose tensors cannot be changed later.
         with torch.inference_mode(False), torch.no_grad():
             moved = MovedTensors(columns, *move_into_flats(columns, self.bytes_per_pack))
@@ -166,7 +166,7 @@ class Reducer:
         if any(buffers):
             lists, bytes_per_pack = [], 0  # the buffers are packs already
             for mine, column in zip(buffers, columns, strict=True):
-                lists.append([*mine, *[column[i] for i in staying]])
+                lists.append([*mine, *map(column.__getitem__, staying)])
         self._replicas.communicator.all_reduce_checked(
             lists, "sum", scale, bytes_per_pack, self.wire_dtype
         )

@@ -1,6 +1,5 @@
 """Checks that replicas' losses inside ``run`` have the gradients of one device.
 
-[Note: Local losses]
 Inside ``run`` each replica has its own loss. Gradients are weighted by the replicas' numbers of
 examples, unless the program sets other weights. That is one device's gradient for a mean over
 examples, and not for other losses. The graphs show the loss by the rules of split calls:

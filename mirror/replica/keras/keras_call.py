@@ -2,7 +2,7 @@
 
 Masks, which Keras stores on tensors, are split with the tensors. ``compute_loss``, metrics,
 ``optimizer.apply`` and callbacks of ``fit`` run once, in the cross-replica context, on the whole
-batch. See [Note: State of Keras layers] in ``keras_layers.py``.
+batch. See ``keras_layers.py``.
 """
 
 from __future__ import annotations

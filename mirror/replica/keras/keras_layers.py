@@ -5,7 +5,6 @@ metric inside ``run`` is one object for all replicas, updated once for the whole
 [Note: Metrics] in ``modules/metric_calls.py``; inside the call of a Keras layer its variables are
 merged like any other variable.
 
-[Note: State of Keras layers]
 A Keras layer keeps moving statistics, seeds and counters in variables that its call assigns. On a
 replica the outermost call runs in a ``keras.StatelessScope``, which records the values instead of
 assigning them. After all replicas have called, each variable is assigned once:

@@ -66,7 +66,6 @@ class SyncBatchNorm(_BatchNorm):
     ``run``, it is ``nn.BatchNorm``; without running statistics, eval mode also takes the
     statistics of the whole batch.
 
-    [Note: One collective of deviations]
     ``E[x^2] - E[x]^2`` loses all digits if the mean is large. So each replica contributes its
     count, mean and sum of squared deviations, which combine as in Chan, Golub and LeVeque (1979).
     They cannot be summed directly: each replica writes them into its own row of a table of zeros.
@@ -173,10 +172,7 @@ def _update_running_stats(layer: _BatchNorm, mean: Tensor, var: Tensor, count: T
 
 
 def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean, biased variance and count per channel of the batch; differentiable.
-
-    See [Note: One collective of deviations].
-    """
+    """Returns mean, biased variance and count per channel of the batch; differentiable."""
     channels = x.shape[1]
     mean, squares = _deviations(wide, x)
     count = mean.new_full((1,), _num_values(x))

@@ -22,7 +22,7 @@ submodules created). If replicas leave it different, the run fails.
 
 A value that replicas only read stays as it was. In the next run every replica continues with its
 own value, unless the cross-replica context has set another. Of that, each gets its part if it is
-batched as the run's batch is, else a copy. See [Note: States of an attribute].
+batched as the run's batch is, else a copy. See ``per_replica_values.py``.
 """
 
 from __future__ import annotations

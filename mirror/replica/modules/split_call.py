@@ -5,21 +5,19 @@
                                                 replica calls the module, the outputs are gathered
     of a submodule, or on a replica             the module's own call, on the replica's copies
     in a backward pass outside ``run``          the module's own call, on the copies of one
-                                                replica: [Note: Recomputation]
+                                                replica, see below
 
-[Note: Copied routes]
-Problem: torch calls the entry ``_compiled_call_impl`` of ``module.__dict__`` without the module as
-an argument. Libraries for meta-learning copy that dict by hand into another module, to run forward
+Torch calls the entry ``_compiled_call_impl`` of ``module.__dict__`` without the module as an
+argument. Libraries for meta-learning copy that dict by hand into another module, to run forward
 with other parameters, and so copy this interceptor. (Ordinary copies and pickles have ``None``.)
-Rule: a call checks which module holds the interceptor. If it is not its own module, the call is
-an ordinary one; such a module is an ordinary module that shares mirrored parameters.
+So a call checks which module holds the interceptor. If it is not its own module, the call is an
+ordinary one; such a module is an ordinary module that shares mirrored parameters.
 
-[Note: Recomputation]
-Problem: activation checkpointing calls part of a forward again, in the backward pass. Outside
-``run`` that pass goes through the graphs of all replicas in one thread, where no replica is
-current, and a submodule called there must not split what is one replica's part already.
-Rule: the ancestors of the node that the engine executes include a copy, which shows the replica.
-If the whole call of a module was under checkpointing, outside ``run``, it is split again.
+Activation checkpointing calls part of a forward again, in the backward pass. Outside ``run`` that
+pass goes through the graphs of all replicas in one thread, where no replica is current, and a
+submodule called there must not split what is one replica's part already. The ancestors of the node
+that the engine executes include a copy, which shows the replica. If the whole call of a module was
+under checkpointing, outside ``run``, it is split again.
 """
 
 from __future__ import annotations
@@ -147,7 +145,7 @@ class CallInterceptor(Interceptor):
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
 
     def _is_copied_into(self, holder: Any) -> bool:
-        """Whether another module holds this interceptor. See [Note: Copied routes]."""
+        """Whether another module holds this interceptor."""
         is_module = isinstance(holder, nn.Module)
         return is_module and holder.__dict__.get(SPLIT_CALL) is self
 

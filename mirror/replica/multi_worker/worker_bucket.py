@@ -18,7 +18,7 @@ sparse       1 from a worker that has set sparse gradients aside: all agree on a
 
 The layout of a bucket is the same on all workers: a gradient travels with the strides of its
 variable, not with its own. It stays in the buffer, and ``p.grad`` is a view of it, see
-[Note: Gradients in flat buffers]. Sparse gradients are in no bucket; ``sum_sparse`` exchanges
+``grad_access.py``. Sparse gradients are in no bucket; ``sum_sparse`` exchanges
 their indices and values as tensors of any size.
 """
 

@@ -1,8 +1,7 @@
 """MirroredOptimizer: steps over mirrored parameters, for any ``torch.optim.Optimizer``.
 
-[Note: Steps]
-Problem: a step needs one replica's parameters, and the optimizer holds the mirrored ones. So they
-are swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
+A step needs one replica's parameters, and the optimizer holds the mirrored ones. So they are
+swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
 
     context        what happens at optimizer.step()
     run            a merge, where the gradients are reduced. Then each replica steps, in its turn.
@@ -14,7 +13,6 @@ are swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
     parameters     with hooks of the user, or for a class that is not torch's: one step on the
                    mirrored parameters themselves; all replicas get the result
 
-[Note: One device, one step]
 Replicas that share a device, such as simulated ones, need not compute the same update N times:
 replica 0 steps, and the others copy its values. That takes a fifth of the time and keeps one state
 instead of N. The steps that were called then find no parameter groups. Torch's optimizers accept
@@ -71,11 +69,12 @@ Step = Callable[..., Any]
 
 
 class MirroredOptimizer:
-    """One optimizer over mirrored parameters. See [Note: Steps].
+    """One optimizer over mirrored parameters.
 
     Attributes:
         loan: swaps its groups and state for one replica's.
         states: its state on every replica.
+        met: the replicas that have met, and step one after the other now.
         steps_once: whether a step has changed values of the optimizer outside its state.
     """
 
@@ -89,7 +88,7 @@ class MirroredOptimizer:
         self.loan = ParamGroupSwap(
             optimizer, self.states, self.replicas.num_replicas, optimizers.lent
         )
-        self._met: set[int] = set()  # the replicas that have met, and step one after the other
+        self.met: set[int] = set()
         self.steps_once = False
         optimizers.add(self)
 
@@ -100,10 +99,6 @@ class MirroredOptimizer:
 
     # Steps inside run
 
-    def has_met(self, replica: Replica) -> bool:
-        """Returns whether a replica has met the others, and makes its own step now."""
-        return replica.replica_id in self._met and replica.replicas is self.replicas
-
     def step_in_run(
         self, step: Step, optimizer: Optimizer, context: Replica, args: Any, kwargs: Any
     ) -> Any:
@@ -113,7 +108,7 @@ class MirroredOptimizer:
             step: the class's step, with the hooks of torch around it.
         """
         loan = self.loan
-        is_in_turn, has_hooks = context.replica_id in self._met, has_step_hooks(optimizer)
+        is_in_turn, has_hooks = context.replica_id in self.met, has_step_hooks(optimizer)
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
@@ -124,7 +119,8 @@ class MirroredOptimizer:
             if not loan.parameters.are_mirrored:
                 refuse_what_is_not_mirrored(optimizer)
             by_itself = closure is not None and not self.replicas.has_parameter_device
-            steps_once = not (by_itself or has_hooks) and self._steps_once(optimizer)
+            if self.replicas.steps_once and not (by_itself or has_hooks):
+                steps_once = is_torchs_own(type(optimizer))
 
             def action(payloads: dict[int, Any]) -> dict[int, Any]:
                 self._meet(optimizer, context, payloads)
@@ -133,18 +129,22 @@ class MirroredOptimizer:
                     self._step_first(optimizer, context.run.active[0])
                 return payloads
 
-            self._merge(optimizer, context, "optimizer.step", action, options_of(optimizer))
+            seen = options_of(optimizer)
+            point = step_point(optimizer, self._serial, "optimizer.step", seen, action)
+            context.run.merge(context.replica_id, point)
         # 2. The replica steps. A step that raises is ended by ``end_failed``.
         loan.swap_in(NO_REPLICA if steps_once else context.replica_id)
         context.lent.append(loan)
         result = step(optimizer, *args, **kwargs)
         loan.is_begun = False
         context.lent.remove(loan)
-        left = options_of(optimizer)
-        loan.swap_out()
         # 3. All replicas meet again, if one could see what another one's step leaves.
         if not is_in_turn and (has_hooks or not context.run.lockstep.takes_turns):
+            left = options_of(optimizer)
+            loan.swap_out()
             self._end_together(optimizer, context, left)
+        else:
+            loan.swap_out()
         return result
 
     def step_leader_first(
@@ -160,7 +160,7 @@ class MirroredOptimizer:
             refuse_what_is_not_mirrored(optimizer)
             self._meet(optimizer, context, payloads)
             self.loan.refresh()
-            self._met = set(context.run.active)
+            self.met = set(context.run.active)
             return payloads
 
         def follow(payloads: dict[int, Any]) -> dict[int, Any]:
@@ -179,11 +179,11 @@ class MirroredOptimizer:
         outcome = (has_changed, result)
         has_changed, result = self._merge(optimizer, context, "the first step", follow, outcome)
         if has_changed:
-            self._met.discard(context.replica_id)
+            self.met.discard(context.replica_id)
             return result
         if context.replica_id != leader:
             result = refusing_draws(step, context.device)
-        self._met.discard(context.replica_id)
+        self.met.discard(context.replica_id)
         if has_step_hooks(optimizer) or not context.run.lockstep.takes_turns:
             self._end_together(optimizer, context, options_of(optimizer))
         return result
@@ -216,10 +216,6 @@ class MirroredOptimizer:
 
     # One step for all
 
-    def _steps_once(self, optimizer: Optimizer) -> bool:
-        """Whether one replica steps for all, without hooks. See [Note: One device, one step]."""
-        return self.replicas.steps_once and is_torchs_own(type(optimizer))
-
     def _step_first(self, optimizer: Optimizer, leader: int) -> None:
         """Steps the first replica and copies the result to all. See [Note: One device...]."""
         self._optimizers.gather(self.loan.parameters, leader)
@@ -246,7 +242,7 @@ class MirroredOptimizer:
         loan, closure = self.loan, args[0] if args else kwargs.get("closure")
         if closure is not None or has_step_hooks(optimizer) or not is_torchs_own(type(optimizer)):
             return self._step_mirrored_params(step, optimizer, args, kwargs, closure)
-        steps_once = self._steps_once(optimizer)
+        steps_once = self.replicas.steps_once
         loan.refresh(only_first=steps_once)
         self.runner.unfinished = True
         if steps_once:
@@ -304,7 +300,7 @@ class MirroredOptimizer:
     def end_failed(self, error: BaseException) -> None:
         """Ends a step that has raised; a note on the error says what the step may have left."""
         was_begun, self.loan.is_begun = self.loan.is_begun, False
-        self._met.clear()
+        self.met.clear()
         replica = replica_of(self.replicas)
         if was_begun:
             add_note(error, _PARTLY)

@@ -116,7 +116,7 @@ class OptimizerRegistry:
             variable.broadcast(source, others)
             self.gradients.broadcast(variable, source, others)
 
-    # One step for all: see [Note: One device, one step]
+    # One step for all: see ``mirrored_optimizer.py``
 
     def gather(self, parameters: ParamGroupsView, leader: int) -> None:
         """Copies the gradients that a step for all needs to an idle first replica."""

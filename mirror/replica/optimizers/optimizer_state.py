@@ -137,7 +137,7 @@ class ReplicaStates:
     """The state of one optimizer on every replica, under the replica's own parameters.
 
     The first replica's entries are the objects in ``optimizer.state``. The others' may be stale:
-    they are copied when they are used, see [Note: One device, one step].
+    they are copied when they are used, see ``mirrored_optimizer.py``.
     """
 
     def __init__(self, replicas: Replicas) -> None:

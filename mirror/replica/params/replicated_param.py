@@ -89,7 +89,7 @@ class ReplicaParameter(nn.Parameter):
 
     Attributes:
         arrival_hook: records that a local gradient has arrived. It exists once the copy has
-            required a gradient, and is removed while ``is_silent``: [Note: Silent copies].
+            required a gradient, and is removed while ``is_silent``: ``grad_tracker.py``.
         ends_passes: whether a backward pass that reaches the copy ends with a reduction.
     """
 
@@ -207,7 +207,7 @@ class GradientAccess(Protocol):
         """Tracks the local gradients of a copy, once it requires them."""
 
     def receive(self, variable: ReplicatedParam, parameter: Tensor) -> None:
-        """Moves gradients of the parameter object to a copy. See [Note: Past resolution]."""
+        """Moves gradients of the parameter object to a copy. See ``replicated_params.py``."""
 
     def add_hook(self, variable: ReplicatedParam, hook: GradientHook) -> RemovableHandle:
         """Registers a hook that gets the reduced gradient of every backward pass from now on."""

@@ -3,7 +3,6 @@
 ``MirroredTensors`` registers parameters and buffers while they live. ``ReplicatedParams`` mirrors
 parameters in place, and broadcasts their values before and after runs.
 
-[Note: Past resolution]
 C++ code that does not call ``__torch_function__`` gets the object ``p`` itself: extensions,
 ``torch.jit.script``, the transforms of ``torch.func``. The values are right: ``p`` has replica 0's
 storage, and all replicas are equal before a step; on several devices torch raises its own error.
@@ -11,8 +10,6 @@ So that such code is differentiated, ``p`` requires a gradient when its copies d
 the gradient to the copy of the replica that runs the pass. In a pass outside ``run`` it goes to
 replica 0's, where it is added like any other. The graph of a forward from before ``p`` was
 mirrored also ends at ``p``.
-
-Assignments inside ``run``, which must be the same on all replicas:
 
 ``p.requires_grad_(False)`` and ``p.data = tensor`` inside ``run`` act on the replica's own copy. A
 training step that freezes parameters for a while, or replaces and restores their values, does so

@@ -216,7 +216,7 @@ def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
     copies = parameter._mirrored.leaves if is_outside else (parameter._resolve(),)
     if not copies[0].requires_grad:
         return copies
-    # The parameter object is a leaf as well: see [Note: Past resolution].
+    # The parameter object is a leaf as well: see ``replicated_params.py``.
     with WithoutSubclass():
         return *copies, get_gradient_edge(parameter)
 
