@@ -21,22 +21,22 @@ from dataclasses import dataclass
 from mirror.tools.check.fingerprint import Fingerprint, relative
 from mirror.tools.check.record import (
     BUFFER,
-    ENTER,
-    EXIT,
     GRADIENT,
+    INPUT,
     LOSS,
     OP,
+    OUTPUT,
     PARAMETER,
     PART,
-    Event,
     Record,
+    RecordedEvent,
 )
 
 _UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _TIGHT = 80.0  # units in the last place that need no explanation
 _SPREAD = 12.0  # times the spread of one device
 _FEW = 40.0  # more of it, divided by how many numbers there are
-_SHALLOW = (ENTER, EXIT, LOSS, GRADIENT, PARAMETER, BUFFER)
+_SHALLOW = (INPUT, OUTPUT, LOSS, GRADIENT, PARAMETER, BUFFER)
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,26 @@ class Difference:
     """
 
     index: int
-    one: Event | None
-    many: Event | None
+    one: RecordedEvent | None
+    many: RecordedEvent | None
     distance: float
     reason: str = "values"
     print_many: Fingerprint | None = None
 
     @property
-    def event(self) -> Event:
+    def event(self) -> RecordedEvent:
         """The event of one device, or else of the strategy."""
         event = self.one or self.many
         assert event is not None
         return event
 
 
-def shallow(record: Record) -> list[Event]:
+def shallow(record: Record) -> list[RecordedEvent]:
     """Returns the events outside modules, which every recording has."""
     return [e for e in record.events if e.depth == 0 and e.kind in _SHALLOW]
 
 
-def deep(record: Record, step: int) -> list[Event]:
+def deep(record: Record, step: int) -> list[RecordedEvent]:
     """Returns the events of one step, those inside modules among them."""
     return [e for e in record.events if e.step == step and e.kind != PART]
 
@@ -89,15 +89,15 @@ class Tolerances:
         self.unit = max((_UNITS[d] for d in halves), default=0.0)
         self._scales = _gradient_scales(one)
 
-    def tight(self, event: Event) -> float:
+    def tight(self, event: RecordedEvent) -> float:
         """Returns the absolute distance that needs no explanation."""
         a = event.prints[0]
         if self._given is not None:
-            return self._given * self._scale(event)
+            return self._given * self._reference_norm(event)
         unit = _UNITS.get(a.dtype, 2.0**-23)
-        return _TIGHT * unit * self._scale(event)
+        return _TIGHT * unit * self._reference_norm(event)
 
-    def _scale(self, event: Event) -> float:
+    def _reference_norm(self, event: RecordedEvent) -> float:
         a = event.prints[0]
         own = a.norm
         if event.kind == GRADIENT:
@@ -115,8 +115,8 @@ def _gradient_scales(one: Record) -> dict[tuple[int, object], float]:
 
 
 def aligned(
-    one: Sequence[Event], many: Sequence[Event]
-) -> Iterator[tuple[int, Event | None, Event | None]]:
+    one: Sequence[RecordedEvent], many: Sequence[RecordedEvent]
+) -> Iterator[tuple[int, RecordedEvent | None, RecordedEvent | None]]:
     """Yields the events that belong together, with the index of the first run's.
 
     Of an output of several tensors one run may lack some: a strategy keeps some apart. Ends after
@@ -139,7 +139,7 @@ def aligned(
 
 
 def differences(
-    one: Sequence[Event], many: Sequence[Event], tolerances: Tolerances
+    one: Sequence[RecordedEvent], many: Sequence[RecordedEvent], tolerances: Tolerances
 ) -> Iterator[Difference]:
     """Yields what differs by more than needs no explanation, in order.
 
@@ -164,12 +164,12 @@ def differences(
             yield Difference(i, a, c, rel, "values", nearest)
 
 
-def _part(event: Event) -> int:
+def _part(event: RecordedEvent) -> int:
     """Returns which tensor of several an event is; 0 for the first."""
     return int(event.info.get("part", 0))
 
 
-def nearest_of(whole: Fingerprint, event: Event) -> tuple[float, Fingerprint | None]:
+def nearest_of(whole: Fingerprint, event: RecordedEvent) -> tuple[float, Fingerprint | None]:
     """Returns the distance of the candidate that is nearest, and the candidate."""
     best, found = float("inf"), None
     for candidate in event.prints:
@@ -181,7 +181,7 @@ def nearest_of(whole: Fingerprint, event: Event) -> tuple[float, Fingerprint | N
     return best, found
 
 
-def is_rounding(difference: Difference, one: Event, spread: Event | None) -> bool:
+def is_rounding(difference: Difference, one: RecordedEvent, spread: RecordedEvent | None) -> bool:
     """Whether a difference is what rounding makes of this script.
 
     Args:
@@ -202,7 +202,7 @@ def is_rounding(difference: Difference, one: Event, spread: Event | None) -> boo
 
 def first_deep(
     one: Record, many: Record, spread: Record | None, step: int, tolerances: Tolerances
-) -> tuple[Difference | None, list[Event], list[Event]]:
+) -> tuple[Difference | None, list[RecordedEvent], list[RecordedEvent]]:
     """Returns the first difference inside the modules of one step, and that step's events."""
     some, others = deep(one, step), deep(many, step)
     noisy = [] if spread is None else deep(spread, step)

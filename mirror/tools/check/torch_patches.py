@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
+from mirror.tools.check.module_names import DROPOUT_LAYERS
 from mirror.tools.check.recorder import Recorder
 
 _DROPPING = {  # functions of F, and where p is among the arguments
@@ -31,7 +32,7 @@ _PROBABILITIES = ("dropout", "drop_prob", "drop_rate", "dropout_p", "attention_d
 
 
 @contextmanager
-def instrumented(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[None]:
+def patched_torch(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[None]:
     """Has a recorder note what happens inside.
 
     Args:
@@ -155,6 +156,6 @@ def _without_dropout(module: nn.Module) -> None:
         if isinstance(attributes.get(name), float) and attributes[name]:
             setattr(module, name, 0.0)
     kind = type(module).__name__
-    is_dropping = isinstance(module, nn.modules.dropout._DropoutNd) or "DropPath" in kind
+    is_dropping = isinstance(module, DROPOUT_LAYERS) or "DropPath" in kind
     if (is_dropping or kind == "StochasticDepth") and attributes.get("p"):
         module.p = 0.0  # type: ignore[assignment]
