@@ -103,7 +103,7 @@ def is_remembered(devices: Devices) -> str:
         mock.patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
     ):
         for _ in range(2):
-            with mock.patch.object(subprocess_probe, "_found", {}):  # as in a process of its own
+            with mock.patch.object(subprocess_probe, "_results", {}):  # as in a process of its own
                 took.append(seconds_of(partial(subprocess_probe.unsafe_reason, kind, devices)))
     assert took[1] < took[0] / 10, f"the first took {took[0]:.2f} s, the second {took[1]:.2f}"
     return f"{took[0]:.1f} s, then {1e3 * took[1]:.1f} ms"

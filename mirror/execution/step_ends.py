@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import Timeline
 from mirror.execution.current_replica import current, enclosing_replica
 from mirror.execution.run_state import Run
@@ -30,6 +31,7 @@ class StepEnds:
     def __init__(self) -> None:
         self.listeners: list[Callable[[], None]] = []
 
+    @disable_dynamo
     def optimizer_stepped(self, timeline: Timeline | None) -> None:
         """Records that an optimizer's step has returned in the calling thread.
 

@@ -42,18 +42,22 @@ def test_a_process_that_hangs_is_seen_to_be_killed(waits, monkeypatch):
     monkeypatch.setattr(waits, "_HANGS", "raise SystemExit(-1)")
     with pytest.raises(subprocess_probe.ProbeUnavailable):
         waits.is_killed((torch.device("cpu"),))
-    found = "import sys; print(sys.argv[1], '{\"found\": null}')"
-    monkeypatch.setattr(waits, "_HANGS", found)
+    program = "import sys; print(sys.argv[1], '{\"result\": null}')"
+    monkeypatch.setattr(waits, "_HANGS", program)
     with pytest.raises(AssertionError, match="not found out"):
         waits.is_killed((torch.device("cpu"),))
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
-    [({"found": None}, None), ({"found": "a bit"}, "a bit"), ({"untried": "no"}, "no process")],
+    ("report", "message"),
+    [
+        ({"result": None}, None),
+        ({"result": "a bit"}, "a bit"),
+        ({"unavailable": "no"}, "no process"),
+    ],
 )
-def test_what_a_process_finds_is_what_comes_of_the_check(waits, child, said, message):
-    child(**said)
+def test_what_a_process_finds_is_what_comes_of_the_check(waits, child, report, message):
+    child(**report)
     with gpus_with_cupy(2) as gpus:
         if message is None:
             assert waits.goes_first("direct", tuple(gpus.devices)).endswith(" s")
@@ -64,7 +68,7 @@ def test_what_a_process_finds_is_what_comes_of_the_check(waits, child, said, mes
 
 
 def test_a_verdict_that_is_forgotten_is_seen(waits, child, monkeypatch):
-    child(found=None)
+    child(result=None)
     monkeypatch.setattr(subprocess_probe, "load", lambda facts: None)
     with gpus_with_cupy(2) as gpus, pytest.raises(AssertionError, match="the first took"):
         waits.is_remembered(tuple(gpus.devices))
@@ -87,7 +91,7 @@ def test_calls_of_nccl_are_counted(waits, monkeypatch):
 def test_whether_the_last_gpu_stands_for_all_is_seen(waits, monkeypatch, fault):
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None, raising=False)
     monkeypatch.setattr(waits, "LATER_SECONDS", 0.05 if fault is None else 0.0)
-    monkeypatch.setattr(self_test, "_found", {})
+    monkeypatch.setattr(self_test, "_results", {})
     message = {"the last is early": "before cuda:0 had begun", None: ""}
     with gpus_with_nccl(2) as gpus:
         if fault is not None:

@@ -18,17 +18,17 @@ def test_the_others_do_not_wait_for_an_optimizer_that_one_failed_with(
 ):
     model = strategy.mirror(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hand_over, struck = ParamGroupSwap._hand_over, []
+    swap_in, failures = ParamGroupSwap.swap_in, []
 
     def interrupt(self, *args):
-        if len(struck) == 1:
-            struck.append(True)
+        if len(failures) == 1:
+            failures.append(True)
             if which == "with it in hand":
-                hand_over(self, *args)
+                swap_in(self, *args)
             else:
                 self._alone.acquire()
             raise MemoryError("struck")
-        hand_over(self, *args)
+        swap_in(self, *args)
 
     def step():
         optimizer.zero_grad()
@@ -36,8 +36,8 @@ def test_the_others_do_not_wait_for_an_optimizer_that_one_failed_with(
         optimizer.step()
 
     strategy.run(step)
-    monkeypatch.setattr(ParamGroupSwap, "_hand_over", interrupt)
-    struck.append(mirror)
+    monkeypatch.setattr(ParamGroupSwap, "swap_in", interrupt)
+    failures.append(mirror)
     _, error, _ = finishes(lambda: strategy.run(step))
     assert type(error) is MemoryError
     strategy.run(step)

@@ -23,8 +23,8 @@ FREE = {"_BatchNorm", "_buffers", "_modules", "_parameters", "_version"}
 FREE_PREFIXES = ("_foreach_", "_saved_", "_raw_saved_")
 # Python's own, those of torchmetrics, and marks that mirror puts on functions.
 OTHERS = {
-    "_SubParsersAction", "_asdict", "_computed", "_current_frames", "_exit", "_fields",
-    "_getframe", "_is_watched", "_reductions", "_is_serialized", "_update_count",
+    "_SubParsersAction", "_actions", "_asdict", "_computed", "_current_frames", "_exit", "_fields",
+    "_getframe", "_is_watched", "_reductions", "_run_exitfuncs", "_is_serialized", "_update_count",
 }  # fmt: skip
 TORCHS = {path.rpartition(".")[2] for path in private_names()}
 

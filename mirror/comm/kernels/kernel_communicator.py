@@ -115,7 +115,7 @@ class KernelCommunicator(Communicator):
         self._machine: Machine
         if is_simulated(self.devices):
             self.scratch_bytes = self.simulated_scratch_bytes
-            self._machine = simulator.SimulatedDevices(
+            self._machine = simulator.SimulatedGpus(
                 len(self.devices), self.scratch_bytes, max_blocks
             )
         else:

@@ -30,7 +30,7 @@ _DEFAULT_BLOCKS = 2
 _MAX_BLOCKS = 16
 
 
-class SimulatedDevices:
+class SimulatedGpus:
     """Devices that are threads of the CPU; a call returns when all threads are done.
 
     Attributes:

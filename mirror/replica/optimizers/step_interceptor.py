@@ -187,15 +187,15 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
     # Torch's constructor puts hooks around the step. A wrapper of another optimizer that does not
     # call it steps that one, which is found there.
     has_hooks_around = getattr(step, "__code__", None) is _Installed.hooked_code
-    if only_replicas and has_hooks_around:
+    # While a step is traced, the tracer has swapped in the parameters; gradients have no values.
+    is_traced = replica is not None and replica.tracing is not None
+    if only_replicas and has_hooks_around and not is_traced:
         refuse_step(optimizer)
     timeline, lane = lane_here()
     if timeline is not None:
         timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
     try:
         mirror = None
-        # While a step is traced, the tracer has swapped in the parameters.
-        is_traced = replica is not None and replica.tracing is not None
         if _Installed.mirroring and has_hooks_around and not is_traced:
             mirror = _find_mirror(optimizer, replica)
         if mirror is None:
@@ -227,6 +227,8 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and (replica is None or replica.lent):
         mirror.recover()
+    if mirror is not None and replica is not None and mirror.has_met(replica):
+        return mirror  # another replica may have its groups swapped in, so they tell nothing
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
         replicas = replicas_in(optimizer)
         if replicas is None:
