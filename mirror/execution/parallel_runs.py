@@ -8,7 +8,8 @@ that torch or Python has once per process is shared. Runs that could touch it ta
     the CPU's generator, which simulated    all after the first run that has drawn from it
     devices share
     the generators of Python and of numpy   the same; compared after every 16th run
-    lists, dicts and sets of modules        the same, if forward has changed one in place
+    that state saved by checkpointing       all after the first run in which a replica saves it
+    lists, dicts and sets of modules        after every 16th run; if forward changes one in place
     Dynamo's and inductor's flags, set      all after the first run in which torch.compile has
     for the process while they compile      compiled a function
 
@@ -32,7 +33,7 @@ from mirror.threads.user_frames import warn_user
 LOOK_EVERY = 16  # runs; reading the states of Python and numpy takes 100 us
 
 
-class SharedState(NamedTuple):
+class SharedByReplicas(NamedTuple):
     """State that all replicas share, so that runs which change it take turns.
 
     Attributes:
@@ -58,9 +59,10 @@ class ParallelRuns:
         self._shared = [_COMPILER, *((_TORCH,) if are_simulated else ()), _PYTHON, _NUMPY]
         self._num_runs = 0
         self._takes_turns = False  # for good
-        self._before: list[tuple[SharedState, object]] = []
+        self._before: list[tuple[SharedByReplicas, object]] = []
+        self._reasons: list[str] = []  # of this run, for later ones to take turns
 
-    def watch(self, state: SharedState) -> None:
+    def watch(self, state: SharedByReplicas) -> None:
         """Adds state that the replicas share."""
         self._shared.append(state)
 
@@ -73,19 +75,23 @@ class ParallelRuns:
         self._num_runs += 1
         return self._num_runs > 1
 
+    def keep_turns(self, reason: str) -> None:
+        """Makes later runs take turns, as a replica has found out; ``end`` warns of it."""
+        if not self._takes_turns:
+            self._reasons = [reason]
+
     def end(self) -> None:
         """Ends the run that ``begin`` has begun; idempotent."""
         before, self._before = self._before, []
-        changed = [
-            state.consequence
-            for state, value in before
-            if value is not None and state.read() != value
-        ]
-        if changed:
+        reasons, self._reasons = self._reasons, []
+        for state, value in before:
+            if value is not None and state.read() != value:
+                reasons.append(state.consequence)
+        if reasons:
             self._takes_turns = True
             warn_user(
                 'schedule="parallel": from now on the replicas take turns, as in "lockstep": '
-                + "; ".join(changed)
+                + "; ".join(reasons)
             )
 
 
@@ -114,10 +120,10 @@ def _drawn(generator: str) -> str:
     )
 
 
-_TORCH = SharedState(_torch_state, _drawn("torch's generator of the CPU"), is_cheap=True)
-_PYTHON = SharedState(random.getstate, _drawn("Python's random"))
-_NUMPY = SharedState(_numpy_state, _drawn("numpy.random"))
-_COMPILER = SharedState(
+_TORCH = SharedByReplicas(_torch_state, _drawn("torch's generator of the CPU"), is_cheap=True)
+_PYTHON = SharedByReplicas(random.getstate, _drawn("Python's random"))
+_NUMPY = SharedByReplicas(_numpy_state, _drawn("numpy.random"))
+_COMPILER = SharedByReplicas(
     num_compiled_frames,
     "torch.compile has compiled a function in run, and it sets flags of the whole process while "
     "it compiles; call strategy.compile instead, which needs no turns",
