@@ -33,7 +33,7 @@ from mirror.threads.user_frames import warn_user
 LOOK_EVERY = 16  # runs; reading the states of Python and numpy takes 100 us
 
 
-class SharedByReplicas(NamedTuple):
+class ProcessState(NamedTuple):
     """State that all replicas share, so that runs which change it take turns.
 
     Attributes:
@@ -59,10 +59,10 @@ class ParallelRuns:
         self._shared = [_COMPILER, *((_TORCH,) if are_simulated else ()), _PYTHON, _NUMPY]
         self._num_runs = 0
         self._takes_turns = False  # for good
-        self._before: list[tuple[SharedByReplicas, object]] = []
+        self._before: list[tuple[ProcessState, object]] = []
         self._reasons: list[str] = []  # of this run, for later ones to take turns
 
-    def watch(self, state: SharedByReplicas) -> None:
+    def watch(self, state: ProcessState) -> None:
         """Adds state that the replicas share."""
         self._shared.append(state)
 
@@ -120,10 +120,10 @@ def _drawn(generator: str) -> str:
     )
 
 
-_TORCH = SharedByReplicas(_torch_state, _drawn("torch's generator of the CPU"), is_cheap=True)
-_PYTHON = SharedByReplicas(random.getstate, _drawn("Python's random"))
-_NUMPY = SharedByReplicas(_numpy_state, _drawn("numpy.random"))
-_COMPILER = SharedByReplicas(
+_TORCH = ProcessState(_torch_state, _drawn("torch's generator of the CPU"), is_cheap=True)
+_PYTHON = ProcessState(random.getstate, _drawn("Python's random"))
+_NUMPY = ProcessState(_numpy_state, _drawn("numpy.random"))
+_COMPILER = ProcessState(
     num_compiled_frames,
     "torch.compile has compiled a function in run, and it sets flags of the whole process while "
     "it compiles; call strategy.compile instead, which needs no turns",

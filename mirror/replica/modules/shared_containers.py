@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from mirror.base.torch_private import WEIGHT_LISTS
-from mirror.execution.parallel_runs import SharedByReplicas
+from mirror.execution.parallel_runs import ProcessState
 from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.modules.replica_attributes import is_own
 
@@ -22,9 +22,9 @@ _CONTAINERS = frozenset((list, dict, set, deque))
 _TORCHS = WEIGHT_LISTS | frozenset(nn.Module().__dict__) | {"_all_weights"}
 
 
-def containers_of(modules: ModuleRegistry) -> SharedByReplicas:
+def containers_of(modules: ModuleRegistry) -> ProcessState:
     """Returns the contents of the modules' containers, for ``ParallelRuns``."""
-    return SharedByReplicas(
+    return ProcessState(
         lambda: _Contents(modules),
         "forward changes a list, dict or set of a module in place, which they share; set a new "
         "one, as in self.seen = [*self.seen, x], which each replica keeps for itself",

@@ -164,10 +164,6 @@ class ParamGroupSwap:
         with suppress(RuntimeError):  # it was not swapped in
             alone.release()  # a waiting thread then finds that there is a new lock
 
-    def has_swapped_in(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether these are the groups of a replica, which one of its steps has, or has had."""
-        return any(groups is own for own in (self._no_groups, *self._of_replicas))
-
     @property
     def is_swapped_in(self) -> bool:
         """Whether a replica's groups are swapped in, by a step in progress or interrupted."""
