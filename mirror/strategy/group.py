@@ -41,6 +41,7 @@ from mirror.replica.params.replicated_params import (
 )
 from mirror.replica.replica_checks import ReplicaChecks, WorkerChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
+from mirror.threads.policies import CONCURRENT, PARALLEL
 
 _groups: WeakRegistry[Group] = WeakRegistry()
 
@@ -152,7 +153,7 @@ class Group:
             runner.on_outermost_end = buffers.combine_workers
         watch_backward()
         watch_optimizer_steps(are_mirrored=replicas.mirrors)
-        if schedule == "concurrent":
+        if schedule in (CONCURRENT, PARALLEL):
             watch_saved_draws()
         if runner.parallel_runs is not None:
             runner.parallel_runs.watch(containers_of(self.modules))
