@@ -44,8 +44,8 @@ class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
     Trainer or one Fabric. Leave their argument ``devices`` out, or pass 1.
 
     Args:
-        devices: the devices for ``mirror.MirroredStrategy``, or an existing mirror strategy, in
-            whose scope the module may have been created.
+        devices: the devices for ``mirror.MirroredStrategy``, or an existing mirror strategy;
+            the module may have been created in its scope.
         **options: the other arguments of ``mirror.MirroredStrategy``.
 
     Attributes:

@@ -348,11 +348,11 @@ def gather_states(state: Mapping[str, Any], workers: LocalWorkerGroup) -> dict[s
     header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     what = "state_dict of a distributed dataset"
     messages = workers.exchange_tensors(what, None, [header, *tensors])
-    states = [
-        decode(json.loads(header.numpy().tobytes()), lambda name, _, own=own: own[int(name)])
-        for header, *own in (message.tensors for message in messages)
-    ]
-    return {WORKERS: states}
+    return {WORKERS: [_decode_message(*message.tensors) for message in messages]}
+
+
+def _decode_message(header: Tensor, *tensors: Tensor) -> Any:
+    return decode(json.loads(header.numpy().tobytes()), lambda name, _: tensors[int(name)])
 
 
 def select_own_state(state: Any, workers: LocalWorkerGroup) -> Any:
