@@ -38,7 +38,10 @@ class ClusterReport:
 
     def to_dict(self) -> dict[str, object]:
         """Returns the report as values for JSON."""
-        return {**asdict(self), "tasks": dict(self.tasks)}
+        place = None if self.rendezvous is None else asdict(self.rendezvous)
+        values = {**asdict(self), "tasks": dict(self.tasks), "place": place}
+        del values["rendezvous"]
+        return values
 
     def render(self) -> Iterator[str]:
         """Yields the lines for a terminal."""
