@@ -355,6 +355,11 @@ def _decode_message(header: Tensor, *tensors: Tensor) -> Any:
     return decode(json.loads(header.numpy().tobytes()), lambda name, _: tensors[int(name)])
 
 
+def _decode(header: Tensor, tensors: Sequence[Tensor]) -> Any:
+    """Returns a worker's state; its tree names each tensor by its number."""
+    return decode(json.loads(header.numpy().tobytes()), lambda name, _: tensors[int(name)])
+
+
 def select_own_state(state: Any, workers: LocalWorkerGroup) -> Any:
     """Returns this worker's state from a state of all workers.
 

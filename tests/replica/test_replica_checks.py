@@ -92,6 +92,15 @@ class Unchecked:
         pass
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+def test_a_differing_parameter_is_named_beside_a_script_module():
+    """Its ``_modules`` and ``_parameters`` are no dicts."""
+    script_module = torch.jit.trace(nn.Linear(1, 1), torch.ones(1, 1))
+    layer = nn.Sequential(nn.Linear(1, 1))
+    assert path_of(layer[0].weight, "") == "0.weight"
+    del script_module
+
+
 @pytest.mark.parametrize("drift", [spoil_parameter, spoil_state])
 @pytest.mark.parametrize("way", [1, 2, 3])
 def test_gpus_that_drift_apart_are_found_by_sums_of_bits(way, drift):

@@ -187,7 +187,7 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
     # Torch's constructor puts hooks around the step. A wrapper of another optimizer that does not
     # call it steps that one, which is found there.
     has_hooks_around = getattr(step, "__code__", None) is _Installed.hooked_code
-    # While a step is traced, the tracer has swapped in the parameters, and gradients have no values.
+    # While a step is traced, the tracer has swapped in the parameters; gradients have no values.
     is_traced = replica is not None and replica.tracing is not None
     if only_replicas and has_hooks_around and not is_traced:
         refuse_step(optimizer)
@@ -227,6 +227,8 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and (replica is None or replica.lent):
         mirror.recover()
+    if mirror is not None and replica is not None and mirror.has_met(replica):
+        return mirror  # another replica may have its groups swapped in, so they tell nothing
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
         replicas = replicas_in(optimizer)
         if replicas is None:

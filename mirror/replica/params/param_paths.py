@@ -29,7 +29,8 @@ def path_of(parameter: Tensor | None, name: str) -> str:
 
 
 def _items(module: nn.Module, name: str) -> list[tuple[str, object]]:
-    return list(dict.items(vars(module).get(name, {})))
+    values = vars(module).get(name)  # not a dict in a ScriptModule
+    return list(dict.items(values)) if isinstance(values, dict) else []
 
 
 def _climb(module: nn.Module, path: str, above: dict[int, list[tuple[nn.Module, str]]]) -> str:
