@@ -348,11 +348,8 @@ def gather_states(state: Mapping[str, Any], workers: LocalWorkerGroup) -> dict[s
     header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     what = "state_dict of a distributed dataset"
     messages = workers.exchange_tensors(what, None, [header, *tensors])
-    return {WORKERS: [_decode_message(*message.tensors) for message in messages]}
-
-
-def _decode_message(header: Tensor, *tensors: Tensor) -> Any:
-    return decode(json.loads(header.numpy().tobytes()), lambda name, _: tensors[int(name)])
+    states = [_decode(header, own) for header, *own in (m.tensors for m in messages)]
+    return {WORKERS: states}
 
 
 def _decode(header: Tensor, tensors: Sequence[Tensor]) -> Any:
