@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """A number that issue 3 sets a limit to, from the rounds of one run."""
+    """A number with a limit, from the rounds of one run."""
 
     what: str
     samples: Samples
