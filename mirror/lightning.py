@@ -31,6 +31,8 @@ from mirror.errors import StrategyError
 from mirror.strategy.mirrored import MirroredStrategy as _MirroredStrategy
 from mirror.strategy.strategy_base import Strategy
 
+__all__ = ["MirroredStrategy"]
+
 
 class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
     """Mirrors the module of a Trainer, or of Fabric, on all devices of one process.
