@@ -27,8 +27,7 @@ from mirror.cluster import (
 from mirror.cluster.hostlist import expand_hostlist, expand_tasks_per_node
 from mirror.cluster.rendezvous import rendezvous_of
 from mirror.cluster.spec import MAX_TASKS
-from tests.cluster.cases import inputs
-from tests.cluster.questions import answers
+from tests.cluster.questions import answers, inputs
 
 CLUSTER = {"chief": ["c:1"], "worker": ["a:2222", "b:2222"]}
 CONFIG = {"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}

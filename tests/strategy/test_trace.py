@@ -11,7 +11,7 @@ import mirror
 from mirror.base import timeline as module
 from mirror.base.timeline import BACKWARD, FORWARD, KINDS, OPTIMIZER, REDUCTION, WAITING
 from tests.oracle import finishes
-from tests.strategy.timed import training
+from tests.strategy.programs import training
 from tests.toy_models import ONES, mirrored_layer, sgd
 
 

@@ -20,7 +20,7 @@ from mirror.viewer.html_page import page_of
 from mirror.viewer.html_table import TablePart, table_of
 from mirror.viewer.svg_lanes import svg_of, ticks
 from mirror.viewer.trace_lanes import COLOURS, kinds_of, lanes_of, seconds_of
-from tests.strategy.timed import training
+from tests.strategy.programs import training
 from tests.viewer.made import HOSTILE, NAMES, STEP, content, span
 
 # What a reader does, and what the page shows then.

@@ -8,7 +8,7 @@ import torch
 from mirror.comm.nccl import calls, clique, communicators
 from mirror.comm.nccl.communicators import Work
 from tests.benchmarks.test_calls import calls_of
-from tests.comm.nccl.failing import TIMEOUT, tensors
+from tests.comm.nccl.fake_nccl import TIMEOUT, tensors
 
 
 def begins_everywhere(group, n):

@@ -7,7 +7,7 @@ import pytest
 from mirror.comm import collective_lock
 from mirror.comm.nccl import clique, communicators, nccl_backend
 from mirror.errors import BackendError, CollectiveTimeoutError
-from tests.comm.nccl.failing import (
+from tests.comm.nccl.fake_nccl import (
     FUNCTIONS,
     TIMEOUT,
     Promptly,

@@ -11,7 +11,7 @@ from mirror import comm
 from mirror.comm.nccl import clique, nccl_backend
 from mirror.comm.nccl.nccl_backend import NcclCommunicator, shared_gpu_reason
 from mirror.errors import BackendError, CollectiveTimeoutError
-from tests.comm.nccl.failing import (
+from tests.comm.nccl.fake_nccl import (
     FUNCTIONS,
     TIMEOUT,
     Promptly,
