@@ -25,7 +25,7 @@ from mirror.errors import (
     StructureError,
     WorkerLostError,
 )
-from mirror.integrations.tpu.tpu_strategy import TPUStrategy
+from mirror.integrations.tpu_strategy import TPUStrategy
 from mirror.replica.collectives.reduce_ops import ReduceOp
 from mirror.server.roles.coordinator import ClusterCoordinator
 from mirror.strategy.central_storage import CentralStorageStrategy

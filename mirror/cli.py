@@ -371,6 +371,8 @@ def _add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    # The kernel sends process 1 of a container no signal that it does not handle.
+    signal.signal(signal.SIGTERM, _exit_once)
     from mirror.cluster import TFConfigResolver
     from mirror.server import Server
 
@@ -381,6 +383,13 @@ def _serve(args: argparse.Namespace) -> int:
         print(f"serving at {server.address}", flush=True)
         server.join()
     return 0
+
+
+def _exit_once(number: int, frame: object) -> None:
+    """Exits with the code of a signal; later signals do not interrupt the exit."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _add_demo(commands: Any) -> None:
@@ -467,8 +476,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mirror.tools.planning.plan_command import make_plan, table_of_links
-    from mirror.tools.planning.published_figures import table_of_checks
+    from mirror.tools.planning.published_figures import make_plan, table_of_checks, table_of_links
 
     if args.links or args.check:
         tables = [table_of_links()] * args.links + [table_of_checks()] * args.check

@@ -31,6 +31,7 @@ class Settings:
     max_staleness: int | None = None
     partitioner: Any = None
     placement: Any = "round_robin"
+    timeout_seconds: float = 600.0
 
     @property
     def is_sync(self) -> bool:

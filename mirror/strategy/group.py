@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 import mirror.replica.params.torch_function  # noqa: F401  registers overrides of functions
+from mirror.base.weak_registry import WeakRegistry
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
@@ -28,6 +27,7 @@ from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, w
 from mirror.replica.gradients.unmirrored import UnmirroredParams
 from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.modules.per_replica_values import ModuleAttributes
+from mirror.replica.modules.shared_containers import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
 from mirror.replica.multi_worker.worker_checks import WorkerChecks
@@ -41,7 +41,7 @@ from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedP
 from mirror.replica.replica_checks import ReplicaChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
 
-_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+_groups: WeakRegistry[Group] = WeakRegistry()
 
 
 def all_groups() -> tuple[Group, ...]:
@@ -153,6 +153,8 @@ class Group:
         watch_optimizer_steps(are_mirrored=replicas.mirrors)
         if schedule == "concurrent":
             watch_saved_draws()
+        if runner.parallel_runs is not None:
+            runner.parallel_runs.watch(containers_of(self.modules))
         if self._simulates:
             keep_freed_memory()
         _groups.add(self)

@@ -89,6 +89,9 @@ class ParameterServerStrategy(NoCopy):
             ``FixedShards``, ``MinSize``, ``MaxSize``, or a function of shape and dtype.
         placement: ``"round_robin"``, ``"largest_first"``, or a function of name, shape, dtype
             and the number of servers that returns a server's index.
+        timeout_seconds: the limit for a step. A worker that takes longer is replaced, and the
+            step runs again. A server that leaves a call unanswered for half of it is lost, and
+            raises ``ServerLostError``.
 
     Raises:
         ValueError: a number is not positive; an option does not fit ``sync``; jobs have other
@@ -110,6 +113,7 @@ class ParameterServerStrategy(NoCopy):
         max_staleness: int | None = None,
         partitioner: Partitioner | None = None,
         placement: str | PlacementFunction = "round_robin",
+        timeout_seconds: float = 600.0,
     ) -> None:
         _check_engine(engine)
         self._tasks = None
@@ -145,6 +149,14 @@ class ParameterServerStrategy(NoCopy):
                 f" or a function of shape and dtype; got {short_repr(partitioner)}"
             )
         check_placement(placement)
+        is_number = isinstance(timeout_seconds, (int, float)) and not isinstance(
+            timeout_seconds, bool
+        )
+        if not is_number or not 0 < timeout_seconds < float("inf"):
+            raise ValueError(
+                f"timeout_seconds must be a positive number, got {short_repr(timeout_seconds)}"
+            )
+        self._timeout_seconds = float(timeout_seconds)
         self._engine = engine
         self._to_aggregate = (replicas_to_aggregate or self._num_workers) if sync else None
         self._max_staleness = max_staleness
@@ -273,6 +285,7 @@ class ParameterServerStrategy(NoCopy):
             self._max_staleness,
             self._partitioner,
             self._placement,
+            self._timeout_seconds,
         )
         own = weakref.ref(self)
         session = Session(settings, self._recorded, lambda thing: thing is own(), queue_size)

@@ -29,6 +29,7 @@ An attribute that replicas have set goes through these states:
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ from mirror.replica.scatter_gather.scatter import SplitPlan
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 
 MISSING: Any = object()
+_beginning = threading.Lock()  # held while the first replica to use an attribute begins its run
 
 
 class ModuleAttributes:
@@ -163,12 +165,14 @@ class PerReplicaAttribute:
 
     def _in(self, run: RunView) -> _InRun:
         if self._now.run is not run:
-            self._now = _InRun(run)
-            joined, versions = self._joined
-            value = self._ordinary().get(self._name, MISSING)
-            if value is not joined or versions != _versions(joined):
-                self._left = {}  # the cross-replica context has set it
-            self._attributes.record(run, self)
+            with _beginning:  # replicas that run at once come here at once
+                if self._now.run is not run:
+                    joined, versions = self._joined
+                    value = self._ordinary().get(self._name, MISSING)
+                    if value is not joined or versions != _versions(joined):
+                        self._left = {}  # the cross-replica context has set it
+                    self._attributes.record(run, self)
+                    self._now = _InRun(run)
         return self._now
 
     def _first(self, replica: Replica) -> Any:

@@ -110,9 +110,11 @@ def own_values(module: nn.Module, name: str) -> tuple[PerReplicaAttribute, Repli
     if not call.replicas.mirrors:
         return None
     # On the CallInterceptor, because copies and pickles of a module leave that out.
-    if name not in call.own:
-        call.own[name] = PerReplicaAttribute(module, name, call.recorder.attributes)
-    return call.own[name], replica
+    own = call.own.get(name)
+    if own is None:  # replicas that run at once come here at once: all use the same one
+        made = PerReplicaAttribute(module, name, call.recorder.attributes)
+        own = call.own.setdefault(name, made)
+    return own, replica
 
 
 def watch_attributes() -> None:

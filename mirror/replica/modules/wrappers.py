@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 from mirror.base.torch_private import wrap_once
-from mirror.data.sampler_state import SHARDED, reads_a_shard
+from mirror.data.resume_state import SHARDED, reads_a_shard
 from mirror.errors import StrategyError
 from mirror.replica.modules.call_interceptor import owner_of
 from mirror.threads.user_frames import warn_user

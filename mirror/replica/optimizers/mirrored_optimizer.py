@@ -101,6 +101,10 @@ class MirroredOptimizer:
 
     # Steps inside run
 
+    def has_met(self, replica: Replica) -> bool:
+        """Returns whether a replica has met the others, and makes its own step now."""
+        return replica.replica_id in self._met and replica.replicas is self.replicas
+
     def step_in_run(
         self, step: Step, optimizer: Optimizer, context: Replica, args: Any, kwargs: Any
     ) -> Any:
@@ -301,6 +305,7 @@ class MirroredOptimizer:
     def end_failed(self, error: BaseException) -> None:
         """Ends a step that has raised; a note on the error says what the step may have left."""
         was_begun, self.loan.is_begun = self.loan.is_begun, False
+        self._met.clear()
         replica = replica_of(self.replicas)
         if was_begun:
             add_note(error, _PARTLY)

@@ -227,6 +227,8 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and (replica is None or replica.lent):
         mirror.recover()
+    if mirror is not None and replica is not None and mirror.has_met(replica):
+        return mirror  # another replica may have its groups swapped in, so they tell nothing
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
         replicas = replicas_in(optimizer)
         if replicas is None:

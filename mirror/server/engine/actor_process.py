@@ -6,7 +6,7 @@ ready, and serves calls. It exits when its lifeline closes.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import random
 import socket
@@ -18,27 +18,36 @@ from typing import Any
 
 import numpy as np
 
-from mirror.server.engine.handshake import listen
+from mirror.server.engine.handshake import actor_credentials
 from mirror.server.engine.lifeline import failure_message, receive_message, send_message
-from mirror.server.engine.service_loop import ServiceLoop, resolve_role
+from mirror.server.engine.service_loop import (
+    ServiceLoop,
+    exit_now,
+    resolve_role,
+    start_vital_thread,
+)
 from mirror.server.engine.socket_client import register_key
 
 
-def run(lifeline: socket.socket) -> None:
-    """Runs an actor in a process that was just forked, until its lifeline closes."""
+def run(lifeline: socket.socket, port: socket.socket) -> None:
+    """Runs an actor in a process that was just forked, until its lifeline closes.
+
+    Args:
+        port: a listening socket; the actor accepts its clients there.
+    """
     config = receive_message(lifeline)
     if config is None:
         return
     try:
         _prepare(config)
         target = resolve_role(config["role"])(**config["init"])
-        listener = listen(config["host"], config["port"])
-        service = ServiceLoop(target, listener, bytes.fromhex(config["key"]))
+        credentials = actor_credentials(bytes.fromhex(config["key"]), config["address"])
+        service = ServiceLoop(target, port, credentials)
     except BaseException as error:
         send_message(lifeline, failure_message(error))
         return
-    threading.Thread(target=_exit_on_eof, args=[lifeline], name="lifeline", daemon=True).start()
-    send_message(lifeline, {"port": listener.getsockname()[1]})
+    start_vital_thread(functools.partial(_exit_on_eof, lifeline), "lifeline")
+    send_message(lifeline, {"ready": True})
     service.run()
 
 
@@ -47,17 +56,9 @@ def _exit_on_eof(lifeline: socket.socket) -> None:
     exit_now(0)
 
 
-def exit_now(code: int) -> None:
-    """Flushes the output streams and exits, without running exit handlers."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
 def _prepare(config: dict[str, Any]) -> None:
     """Sets the process up as ``multiprocessing`` sets up one that it spawns."""
-    register_key(config["id"], bytes.fromhex(config["key"]))
+    register_key(config["address"]["id"], bytes.fromhex(config["key"]))
     os.environ.clear()
     os.environ.update(config["environ"])
     prepared = dict(config["prepared"])

@@ -14,13 +14,16 @@ from time import monotonic
 from typing import Any
 
 from mirror.server.engine.base_engine import BaseEngine, Liveness, run_in_threads
+from mirror.server.engine.channels import Channel, set_options
 from mirror.server.engine.engine_types import ActorDied, Address, Header, WireError
-from mirror.server.engine.handshake import ACTOR_SECONDS, AGENT, authenticate, enable_keepalive
+from mirror.server.engine.handshake import ACTOR_SECONDS, agent_credentials, authenticate
 from mirror.server.engine.lifeline import check_started, receive_message, send_message
 from mirror.server.engine.socket_client import SocketClient, register_key
 
 _DEATH_NOTICE_SECONDS = 1.0
 _RETRY_SECONDS = 0.2
+_KILL_SECONDS = 15.0
+_START_SECONDS = 660.0  # a role's constructor has 600
 _WARNING_SECONDS = 10.0  # a wait for an agent that takes longer is logged
 
 _Answers = queue.SimpleQueue["dict[str, Any] | None"]
@@ -55,7 +58,8 @@ class AgentEngine(BaseEngine["AgentActor"]):
                 f"there is no address for {name}; there are {', '.join(self._addresses)}"
             )
         host, port = self._addresses[name]
-        address = {"engine": "process", "id": self.id, "name": name, "host": host, "port": port}
+        address: Address = {"engine": "process", "id": self.id, "name": name}
+        address |= {"host": host, "port": port, "tls": True}
         return AgentActor(address, {"role": role, "init": init}, self._timeout)
 
     def close(self) -> None:
@@ -82,7 +86,7 @@ class AgentActor(SocketClient):
         self._agent_address = address["host"], address["port"]
         self._timeout = timeout_seconds
         self._start = {"name": self.name, "id": address["id"], **start}
-        self._lifeline: socket.socket | None = None
+        self._lifeline: Channel | None = None
         self._answers: _Answers = queue.SimpleQueue()  # of this lifeline
         self._lock = threading.RLock()
         self._liveness = Liveness()
@@ -103,8 +107,12 @@ class AgentActor(SocketClient):
         lifeline = self._lifeline
         if self.alive and lifeline is not None:
             with contextlib.suppress(OSError):  # the agent has ended, and its actor with it
-                send_message(lifeline, {"kill": self._pid})
-            self._liveness.wait()
+                send_message(lifeline, {"kill": self._pid}, _KILL_SECONDS)
+            self._liveness.wait(_KILL_SECONDS)
+            if self.alive:  # the agent does not answer; it ends the actor when it reads this
+                with contextlib.suppress(OSError):
+                    lifeline.shutdown(socket.SHUT_RDWR)
+                self._record_end(self._pid)
 
     def restart(self) -> None:
         """See ``Actor``; waits until an agent at the address is free."""
@@ -140,6 +148,10 @@ class AgentActor(SocketClient):
         """Waits until the agent has reported the end that a connection noticed."""
         self._liveness.wait(_DEATH_NOTICE_SECONDS)
 
+    def end_stalled(self) -> None:
+        """See ``SocketClient``."""
+        self.kill()
+
     def _request_start(self, deadline: float) -> dict[str, Any] | None:
         """Asks the agent to start the actor; returns None if the agent ends meanwhile."""
         lifeline = self._lifeline
@@ -150,24 +162,23 @@ class AgentActor(SocketClient):
             threading.Thread(target=self._receive, args=args, name=self.name, daemon=True).start()
         self._ended_pid = 0
         with contextlib.suppress(OSError):  # the receiving thread notices it as well
-            send_message(lifeline, {"start": self._start})
-        return self._answers.get()
+            send_message(lifeline, {"start": self._start}, _KILL_SECONDS)
+        try:
+            return self._answers.get(timeout=max(self._timeout, _START_SECONDS))
+        except queue.Empty:
+            with contextlib.suppress(OSError):
+                lifeline.shutdown(socket.SHUT_RDWR)
+            raise ActorDied(self.name, "its agent did not answer") from None
 
-    def _connect_to_agent(self, deadline: float) -> socket.socket:
+    def _connect_to_agent(self, deadline: float) -> Channel:
         """Connects to the agent, as soon as it is there and free."""
         start, has_warned = monotonic(), False
         where = f"{self._agent_address[0]}:{self._agent_address[1]}"
         while True:
             try:
                 sock = socket.create_connection(self._agent_address, timeout=ACTOR_SECONDS)
-                try:
-                    authenticate(sock, self._key, AGENT)
-                    sock.setblocking(True)
-                    enable_keepalive(sock)
-                    return sock
-                except BaseException:
-                    sock.close()
-                    raise
+                set_options(sock)
+                return authenticate(sock, agent_credentials(self._key))
             except WireError as error:
                 raise WireError(f"{self.name} at {where}: {error}") from None
             except (EOFError, OSError) as error:
@@ -179,12 +190,14 @@ class AgentActor(SocketClient):
                     f"same MIRROR_ENGINE_KEY: mirror serve {where}",
                 )
             if not has_warned and monotonic() > start + _WARNING_SECONDS:
-                _logger.warning("waiting for %s: no free server process at %s", self.name, where)
+                _logger.warning(
+                    "waiting for %s: no free server process at %s (%s)", self.name, where, reason
+                )
                 has_warned = True
             if self._liveness.closed.wait(_RETRY_SECONDS):
                 self._liveness.check_open(self.name)
 
-    def _receive(self, lifeline: socket.socket, answers: _Answers) -> None:
+    def _receive(self, lifeline: Channel, answers: _Answers) -> None:
         while (message := receive_message(lifeline)) is not None:
             if "ended" in message:
                 self._record_end(message["ended"])

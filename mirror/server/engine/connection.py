@@ -10,15 +10,17 @@ thread reads, the actor is not blocked: see [Note: Slow readers].
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import select
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
+from mirror.server.engine.channels import Channel
 from mirror.server.engine.engine_types import (
     ActorDied,
     Answer,
@@ -29,6 +31,10 @@ from mirror.server.engine.engine_types import (
     WireError,
 )
 from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, FrameReader, FrameWriter, Spec
+
+_WARNING_SECONDS = 30.0  # a wait for an answer that takes longer is logged
+
+_logger = logging.getLogger("mirror")
 
 
 class Reply:
@@ -84,19 +90,32 @@ def failed_reply(error: Exception) -> Reply:
     return reply
 
 
+class Stallable(Protocol):
+    """What a connection needs of the actor's client."""
+
+    name: str
+    timeout_seconds: float | None
+
+    def confirm_death(self) -> None:
+        """Is called before calls fail because the actor has died."""
+
+    def end_stalled(self) -> None:
+        """Is called when a call has taken ``timeout_seconds``, before it fails."""
+
+    def state(self) -> str:
+        """Returns what is known of the actor's process, for a warning."""
+
+
 class Connection:
     """A connection after its handshake.
 
     Args:
         sock: closed with the connection.
-        name: the actor's name, for errors.
-        confirm_death: called before calls fail because the actor has died.
+        client: the actor's client: its name, and what it does if the actor stalls or has died.
     """
 
-    def __init__(
-        self, sock: socket.socket, name: str, confirm_death: Callable[[], object]
-    ) -> None:
-        self._sock, self._name, self._confirm_death = sock, name, confirm_death
+    def __init__(self, sock: Channel, client: Stallable) -> None:
+        self._sock, self._client, self._name = sock, client, client.name
         self._reader = FrameReader(sock, self._allocate)
         self._pending: dict[int, Reply] = {}
         self._number = 0
@@ -131,7 +150,10 @@ class Connection:
             self._pending[number] = reply
             try:
                 while not out.send(self._sock):
-                    self._writable.poll()
+                    seconds = self._client.timeout_seconds
+                    if not self._writable.poll(None if seconds is None else seconds * 1e3):
+                        self._end_stalled(f"{self._name} has read nothing within {seconds:g} s")
+                        break
             except OSError as error:
                 self.end(ActorDied(self._name, f"its process has ended ({error})"))
             except BaseException:
@@ -146,22 +168,38 @@ class Connection:
         Raises:
             TimeoutError: no answer came within ``timeout`` seconds.
         """
-        deadline = None if timeout is None else monotonic() + timeout
+        seconds = self._client.timeout_seconds if timeout is None else timeout
+        deadline = None if seconds is None else monotonic() + seconds
         with self._changed:
             while self._is_reading and not reply.is_done:
                 if not self._changed.wait(_remaining(deadline)):
-                    raise TimeoutError(f"{self._name} has not answered within {timeout:g} s")
+                    break
             if reply.is_done:
                 return
+            is_reader = not self._is_reading
             self._is_reading = True
-        try:
-            if not self._read(reply, deadline):
-                raise TimeoutError(f"{self._name} has not answered within {timeout:g} s")
-        finally:
-            with self._changed:
-                self._is_reading = False
-                if self._pending:
-                    self._changed.notify_all()
+        is_done = False
+        if is_reader:
+            try:
+                is_done = self._read(reply, deadline)
+            finally:
+                with self._changed:
+                    self._is_reading = False
+                    if self._pending:
+                        self._changed.notify_all()
+        if is_done:
+            return
+        late = f"{self._name} has not answered within {seconds:g} s"
+        if timeout is not None:
+            raise TimeoutError(late)
+        self._end_stalled(late)
+        with self._changed:  # the thread that reads fails all replies
+            self._changed.wait_for(lambda: reply.is_done)
+
+    def _end_stalled(self, late: str) -> None:
+        _logger.warning("%s: it counts as lost (timeout_seconds)%s", late, self._client.state())
+        self._client.end_stalled()
+        self.end(ActorDied(self._name, f"{late}, the limit for a call (timeout_seconds)"))
 
     def poll(self, reply: Reply) -> None:
         """Reads what has arrived, unless another thread is reading."""
@@ -174,7 +212,7 @@ class Connection:
     def end(self, error: Exception) -> None:
         """Closes the connection; calls that are not done fail with the error."""
         if isinstance(error, ActorDied):
-            self._confirm_death()
+            self._client.confirm_death()
         if self._error is None:
             self._error = error
         with contextlib.suppress(OSError):
@@ -216,6 +254,16 @@ class Connection:
 
     def _poll_until(self, deadline: float | None) -> bool:
         seconds = _remaining(deadline)
+        if seconds is None or seconds > _WARNING_SECONDS:
+            if self._readable.poll(_WARNING_SECONDS * 1e3):
+                return True
+            _logger.warning(
+                "waiting for %s: it has answered nothing for %g s%s",
+                self._name,
+                _WARNING_SECONDS,
+                self._client.state(),
+            )
+            seconds = _remaining(deadline)
         return bool(self._readable.poll(None if seconds is None else seconds * 1e3))
 
     def _settle(self, frame: Frame, wanted: Reply) -> None:

@@ -74,6 +74,9 @@ class ActorClient(Protocol):
     """Calls an actor. An actor may have many clients, in many processes and threads."""
 
     name: str
+    timeout_seconds: float | None
+    """The limit for ``result()`` of a call, after which the actor counts as lost. An owner kills
+    its process; calls that are not done raise ActorDied. None waits without a limit."""
 
     @property
     def address(self) -> Address:

@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any
 
 from mirror.server.engine.engine_types import ActorDied
+from mirror.server.engine.socket_client import environment_without_key
 
 _PROGRAM = """\
 import sys
@@ -30,6 +31,7 @@ main({descriptor}, {parent})
 """
 _PACKET_BYTES = 4096
 _CLOSE_SECONDS = 5.0
+_START_SECONDS = 120.0  # the first fork waits until the fork server has imported torch
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
 
@@ -61,7 +63,10 @@ class ForkServer:
             descriptor = theirs.fileno()
             program = _PROGRAM.format(path=sys.path, descriptor=descriptor, parent=os.getpid())
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=[descriptor]
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[descriptor],
+                env=environment_without_key(),
             )
         self.pid = self._process.pid
         self._owner = os.getpid()
@@ -80,17 +85,18 @@ class ForkServer:
         """Whether this process can fork with it: it runs, and belongs to no parent process."""
         return not self._is_ended and self._owner == os.getpid()
 
-    def fork(self, name: str) -> ForkedProcess:
-        """Returns a new process, which waits for its configuration.
+    def fork(self, name: str, port: socket.socket) -> ForkedProcess:
+        """Returns a new process, which waits for its configuration and inherits a socket.
 
         Raises:
-            ActorDied: the fork server has ended.
+            ActorDied: the fork server has ended, or does not answer.
         """
         ours, theirs = socket.socketpair()
         pipes = {stream: os.pipe() for stream in ("stdout", "stderr")}
         outputs = [ChildOutput(name, stream, read) for stream, (read, _) in pipes.items()]
-        child = ForkedProcess(self._send, ours, outputs)
-        passed = [theirs.fileno(), *(write for _, write in pipes.values())]
+        ours.setblocking(False)
+        child = ForkedProcess(self, ours, outputs)
+        passed = [theirs.fileno(), port.fileno(), *(write for _, write in pipes.values())]
         with self._lock:
             number = next(self._numbers)
             if not self._is_ended:
@@ -107,7 +113,9 @@ class ForkServer:
             os.close(write)
         os.write(self._wake, b"+")
         try:
-            child.forked.wait()
+            if not child.forked.wait(_START_SECONDS):
+                self.kill()
+                child.forked.wait()
         except BaseException:
             ours.close()  # the child exits when it reads the end of its lifeline
             raise
@@ -115,9 +123,13 @@ class ForkServer:
             raise ActorDied(name, "the process that starts actors has ended")
         return child
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def kill(self) -> None:
+        """Kills the fork server, if it does not answer; the kernel kills its children."""
+        self._process.kill()
+
+    def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the fork server has ended, and its children with it
-            self._control.send(json.dumps(message).encode())
+            self._control.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """Ends the fork server and all its children."""
@@ -198,10 +210,7 @@ class ForkedProcess:
     """
 
     def __init__(
-        self,
-        send: Callable[[dict[str, Any]], None],
-        lifeline: socket.socket,
-        outputs: list[ChildOutput],
+        self, server: ForkServer, lifeline: socket.socket, outputs: list[ChildOutput]
     ) -> None:
         self.lifeline = lifeline
         self.pid = 0
@@ -209,19 +218,21 @@ class ForkedProcess:
         self.ended = threading.Event()
         self.forked = threading.Event()
         self.outputs = outputs
-        self._send = send
+        self._server = server
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
     def begin_kill(self) -> None:
         """Asks the fork server to kill it: only there is the pid safe from reuse."""
         self.forked.wait()
-        self._send({"kill": self.pid})
+        self._server.send({"kill": self.pid})
 
     def kill(self) -> None:
         """Kills it, and waits until it has ended."""
         self.begin_kill()
-        self.ended.wait()
+        if not self.ended.wait(_CLOSE_SECONDS):
+            self._server.kill()
+            self.ended.wait()
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Calls a function, in a new thread, when the process has ended."""

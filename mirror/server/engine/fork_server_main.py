@@ -3,8 +3,8 @@
 It has only one thread, since a fork copies only the thread that calls it. A process starts one
 fork server for all its engines. Messages are JSON in packets::
 
-    {"fork": 7}, with three descriptors (lifeline, stdout, stderr)    {"forked": 7, "pid": 4711}
-    {"kill": 4711}                                                    {"ended": 4711, "code": -9}
+    {"fork": 7}, and lifeline, port, stdout, stderr     {"forked": 7, "pid": 4711}
+    {"kill": 4711}                                      {"ended": 4711, "code": -9}
 
 When the process that started it ends, the fork server ends, and all actors with it.
 """
@@ -25,6 +25,7 @@ import sys
 from typing import Any
 
 from mirror.server.engine import actor_process
+from mirror.server.engine.service_loop import exit_now
 
 _PACKET_BYTES = 4096
 # The parent may end while a fork of the parent keeps the connection open.
@@ -82,7 +83,7 @@ class ForkServerMain:
         """Handles one message; returns whether the owner still runs."""
         try:
             packet, ancillary, _, _ = self._control.recvmsg(
-                _PACKET_BYTES, socket.CMSG_SPACE(3 * 4)
+                _PACKET_BYTES, socket.CMSG_SPACE(4 * 4)
             )
         except ConnectionError:
             return False
@@ -107,13 +108,13 @@ class ForkServerMain:
                 self._become_actor(*descriptors)
                 code = 0
             finally:
-                actor_process.exit_now(code)
+                exit_now(code)
         self._pids.add(pid)
         for descriptor in descriptors:
             os.close(descriptor)
         self._send({"forked": number, "pid": pid})
 
-    def _become_actor(self, lifeline: int, stdout: int, stderr: int) -> None:
+    def _become_actor(self, lifeline: int, port: int, stdout: int, stderr: int) -> None:
         server = os.getppid()
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:
@@ -129,7 +130,7 @@ class ForkServerMain:
             os.close(descriptor)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        actor_process.run(socket.socket(fileno=lifeline))
+        actor_process.run(socket.socket(fileno=lifeline), socket.socket(fileno=port))
 
     def _reap(self) -> None:
         for pid in tuple(self._pids):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-import socket
+import os
 import struct
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -24,14 +24,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mirror.errors import short_repr
+from mirror.server.engine.channels import Channel, TlsSocket
 from mirror.server.engine.engine_types import Array, Header, Sendable, WireError
 
 CALL, ANSWER, RAISED = range(3)
 
 MAX_HEADER = 64 << 20
 """Bytes of JSON in one frame."""
-MAX_BYTES = 64 << 30
-"""Bytes of all buffers of one frame."""
+MAX_SIGNATURE = 4 << 20
+"""Bytes of JSON for the method, and the dtypes and shapes of the buffers."""
+MAX_BYTES = min(64 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+"""Bytes of all buffers of one frame: at most the memory of this machine."""
 
 _MAGIC = b"mir1"
 _HEAD = struct.Struct("<4sBIIQ")
@@ -59,7 +62,7 @@ class Frame(NamedTuple):
 
 
 class FrameWriter:
-    """A frame to be sent, in as many steps as the socket needs."""
+    """A frame to be sent, in as many steps as the channel needs."""
 
     __slots__ = ("_next", "_pieces")
 
@@ -84,8 +87,8 @@ class FrameWriter:
                 self._pieces.append(array.reshape(-1).view(np.uint8).data)
         self._next = 0
 
-    def send(self, sock: socket.socket) -> bool:
-        """Sends what a non-blocking socket takes; returns whether the frame is complete."""
+    def send(self, sock: Channel) -> bool:
+        """Sends what the channel takes; returns whether the frame is complete."""
         while self._next < len(self._pieces):
             try:
                 sent = sock.sendmsg(self._pieces[self._next : self._next + _MAX_IOVECS])
@@ -133,14 +136,15 @@ def _bytes_array(buffer: object) -> Array:
 
 
 class FrameReader:
-    """Reads frames from a non-blocking socket.
+    """Reads frames from a channel.
 
     Args:
         allocator: returns the arrays for a frame's buffers; without it, all arrays are new.
     """
 
-    def __init__(self, sock: socket.socket, allocator: Allocator | None = None) -> None:
+    def __init__(self, sock: Channel, allocator: Allocator | None = None) -> None:
         self._sock, self._allocator = sock, allocator
+        self._tls = sock if isinstance(sock, TlsSocket) else None
         self._staging = memoryview(bytearray(_STAGING))
         self._start = self._end = 0
         self._partial: Generator[Frame | None, None, None] | None = None
@@ -148,8 +152,8 @@ class FrameReader:
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes have arrived that belong to no frame yet."""
-        return self._start < self._end
+        """Whether bytes have arrived that belong to no frame yet, and that no poll reports."""
+        return self._start < self._end or (self._tls is not None and self._tls.pending() > 0)
 
     def receive(self) -> Frame | None:
         """Returns the next frame, or None if it has not arrived completely.
@@ -170,7 +174,7 @@ class FrameReader:
 
     def _next(self) -> Frame | None:
         if self._partial is None:
-            if not self.has_more and not self._stage():
+            if self._start >= self._end and not self._stage():
                 return None
             frame = self._read_staged()
             if frame is not None:
@@ -223,7 +227,9 @@ class FrameReader:
         kind, length, text_length, number = _head(head)
         text = bytearray(length + text_length)
         yield from self._fill(memoryview(text))
-        method, specs, _ = _read_signature(bytes(text[:length]))
+        # The cache must not keep large texts.
+        read = _read_signature if length <= _STAGING else _read_signature.__wrapped__
+        method, specs, _ = read(bytes(text[:length]))
         header = _header(bytes(text[length:])) if text_length else {}
         buffers = self._allocate(number, specs)
         for buffer in buffers:
@@ -259,7 +265,8 @@ class FrameReader:
 
 def _head(head: bytearray | memoryview) -> tuple[int, int, int, int]:
     magic, kind, length, text_length, number = _HEAD.unpack(head)
-    if magic != _MAGIC or kind > RAISED or max(length, text_length) > MAX_HEADER:
+    is_large = length > MAX_SIGNATURE or text_length > MAX_HEADER
+    if magic != _MAGIC or kind > RAISED or is_large:
         raise WireError(f"protocol error: a frame begins with {_MAGIC!r}; got {bytes(head)!r}")
     return kind, length, text_length, number
 
@@ -277,7 +284,7 @@ def _header(text: bytes) -> Header:
 @functools.lru_cache
 def _signature(method: str, arrays: tuple[Spec, ...]) -> bytes:
     text = _encode([method, *((dtype.str, shape) for dtype, shape in arrays)]).encode()
-    if len(text) > MAX_HEADER:
+    if len(text) > MAX_SIGNATURE:
         raise WireError(f"{len(arrays)} buffers are too many for one frame")
     return text
 
@@ -294,10 +301,11 @@ def _read_signature(text: bytes) -> tuple[str, tuple[Spec, ...], int]:
         raise WireError(
             f"a frame's signature is a name, dtypes and shapes in JSON, not {text[:60]!r}"
         ) from None
-    num_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
-    if num_bytes > MAX_BYTES:
-        raise WireError(f"a frame has at most {MAX_BYTES} bytes of buffers, not {num_bytes}")
-    return method, specs, num_bytes
+    # numpy computes the strides of an empty array from its other sizes, so these count as well.
+    largest = sum(dtype.itemsize * math.prod(n or 1 for n in shape) for dtype, shape in specs)
+    if largest > MAX_BYTES:
+        raise WireError(f"a frame has at most {MAX_BYTES} bytes of buffers, not {largest}")
+    return method, specs, sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
 
 
 def _spec(name: object, shape: object) -> Spec:

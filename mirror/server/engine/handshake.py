@@ -1,13 +1,18 @@
-"""New connections: listening sockets, and the handshake by which both ends authenticate.
+"""The handshake of a new connection: both ends prove that they have the key.
 
-Both ends prove that they have the key; the key itself is never sent::
+The key itself is never sent::
 
     actor     "mirror actor", version, a random number
-    client    "mirror actor", version, another random number, HMAC of both as a client
-    actor     verdict, HMAC of both as an actor
+    client    "mirror actor", version, another random number, HMAC as a client
+    actor     verdict, HMAC as an actor
 
-``multiprocessing.connection`` does the same. The calls that follow are not encrypted: use loopback
-or a trusted network.
+[Note: What a proof covers]
+A process without the key could forward the handshake of two others, and then send calls of its
+own. So each HMAC covers more than the two messages. It covers the task that the client dialled:
+the engine, the actor's name and, without TLS, its address. And it covers the channel: over TLS,
+the hash of the key exchange ("tls-unique", RFC 5929). A process in between has one key exchange
+with each side; these differ, and so do the proofs. TLS then protects all that follows. Without
+TLS a connection stays on loopback, where only the administrator can get in between.
 """
 
 from __future__ import annotations
@@ -15,25 +20,64 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+import ssl
 import struct
+from typing import Any, NamedTuple
 
-from mirror.server.engine.engine_types import WireError
+from mirror.server.engine.channels import (
+    Channel,
+    Deadline,
+    TlsSocket,
+    begin_tls,
+    receive,
+    send,
+    wrap_in_tls,
+)
+from mirror.server.engine.engine_types import Address, WireError
 
-VERSION = 1
-CLIENT_SECONDS = 10.0
-"""How long a process that connects to an actor may take to prove that it has the key."""
+VERSION = 2
+CLIENT_SECONDS = 3.0
+"""How long a process that connects to an actor may take, for the whole handshake."""
 ACTOR_SECONDS = 60.0
 """How long an actor may take; it may be busy."""
 
 ACTOR, AGENT = b"mirror actor", b"mirror agent"
 """What listens at an address: an actor, or a free node agent."""
 
-_KEEPALIVE_SECONDS = 15
+_BACKLOG = 128
 _RANDOM = 32
 _HELLO = struct.Struct(f"<{len(ACTOR)}sI{_RANDOM}s")
 _REPLY = struct.Struct(f"<{_HELLO.size}s32s")
 _VERDICT = struct.Struct("<1s32s")
 _WELCOME, _WRONG_KEY, _WRONG_VERSION = b"+", b"k", b"v"
+
+
+class Credentials(NamedTuple):
+    """What a handshake proves.
+
+    Attributes:
+        task: the task that the client dials.
+        is_tls: whether the connection is encrypted.
+        role: what listens there, or should: ``ACTOR`` or ``AGENT``.
+    """
+
+    key: bytes
+    task: str
+    is_tls: bool
+    role: bytes = ACTOR
+
+
+def actor_credentials(key: bytes, address: Address | dict[str, Any]) -> Credentials:
+    """Returns the credentials for an actor's address."""
+    task, is_tls = f"{address['id']}/{address['name']}", bool(address["tls"])
+    if not is_tls:
+        task += f" at {address['host']}:{address['port']}"
+    return Credentials(key, task, is_tls)
+
+
+def agent_credentials(key: bytes) -> Credentials:
+    """Returns the credentials for node agents, which have no task yet."""
+    return Credentials(key, "", True, AGENT)
 
 
 def new_key() -> bytes:
@@ -42,122 +86,140 @@ def new_key() -> bytes:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to a port; 0 takes any free port.
+    """Returns a socket that is bound to a port, and can listen there; 0 takes any free port.
 
-    Other sockets of this user may bind the same port. An actor's owner keeps one, which does not
-    listen, as long as the actor may restart.
+    ``unlisten`` lets it refuse connections until it listens again. Raises OSError if another
+    socket listens at the port.
     """
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind((host, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    while True:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        number = port
+        if not number:
+            # Linux keeps the number of a socket that stops listening only if it was asked for.
+            with socket.socket(family, socket.SOCK_STREAM) as drawn:
+                drawn.bind((host, 0))
+                number = drawn.getsockname()[1]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # A connection that ended a moment ago must not block the port.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, number))
+            sock.listen(_BACKLOG)
+            unlisten(sock)
+        except OSError:
+            sock.close()
+            if port:
+                raise
+            continue
+        return sock
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at a port; see ``bind``."""
-    sock = bind(host, port)
-    sock.listen(128)
-    return sock
+def listen(sock: socket.socket) -> None:
+    """Lets a socket of ``bind`` listen."""
+    sock.listen(_BACKLOG)
 
 
-def accept(sock: socket.socket, key: bytes, role: bytes = ACTOR) -> None:
-    """Runs the handshake of an actor, or of a node agent.
+def unlisten(sock: socket.socket) -> None:
+    """Lets a listening socket refuse connections, those included that are not accepted yet."""
+    # Shutting down a socket that does not listen would shut down what it accepts later.
+    if sock.fileno() >= 0 and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def accept(sock: socket.socket, own: Credentials) -> Channel:
+    """Runs the handshake of an actor, or of a node agent, and returns the channel.
 
     Raises:
-        WireError: the other side is not a client of mirror, or does not have the key.
+        EOFError, OSError: the connection was closed or lost.
+        WireError: the other side is not a client of mirror, does not have the key, or takes more
+            than ``CLIENT_SECONDS``.
     """
-    with _Deadline(sock, CLIENT_SECONDS):
-        hello = _HELLO.pack(role, VERSION, os.urandom(_RANDOM))
-        sock.sendall(hello)
-        theirs, proof = _REPLY.unpack(_receive(sock, _REPLY.size))
+    deadline = Deadline(CLIENT_SECONDS)
+    channel: Channel = sock
+    try:
+        channel = _secure(sock, own, deadline, is_server=True)
+        hello = _HELLO.pack(own.role, VERSION, os.urandom(_RANDOM))
+        send(channel, hello, deadline)
+        theirs, proof = _REPLY.unpack(receive(channel, _REPLY.size, deadline))
         magic, version, _ = _HELLO.unpack(theirs)
         if magic != ACTOR:
             raise WireError(f"a client of mirror sends {ACTOR!r}; got {magic!r}")
         if version != VERSION:
-            sock.sendall(_VERDICT.pack(_WRONG_VERSION, b""))
+            send(channel, _VERDICT.pack(_WRONG_VERSION, b""), deadline)
             raise WireError(_version_error(version))
-        if not hmac.compare_digest(proof, _proof(key, b"client", hello, theirs)):
-            sock.sendall(_VERDICT.pack(_WRONG_KEY, b""))
-            raise WireError("authentication failed: a client has another key")
-        sock.sendall(_VERDICT.pack(_WELCOME, _proof(key, b"actor", hello, theirs)))
+        if not hmac.compare_digest(proof, _proof(own, channel, b"client", hello, theirs)):
+            send(channel, _VERDICT.pack(_WRONG_KEY, b""), deadline)
+            raise WireError(
+                "authentication failed: a client has another key, or dialled another task"
+            )
+        proof = _proof(own, channel, b"actor", hello, theirs)
+        send(channel, _VERDICT.pack(_WELCOME, proof), deadline)
+        return channel
+    except TimeoutError as error:
+        channel.close()
+        raise WireError(f"a handshake did not end in time: {error}") from None
+    except BaseException:
+        channel.close()
+        raise
 
 
-def authenticate(sock: socket.socket, key: bytes, role: bytes = ACTOR) -> None:
-    """Runs the handshake of a client.
-
-    Args:
-        role: what the client wants to talk to, ``ACTOR`` or ``AGENT``.
+def authenticate(sock: socket.socket, own: Credentials) -> Channel:
+    """Runs the handshake of a client, and returns the channel.
 
     Raises:
         EOFError: a free node agent listens in place of the actor, or an actor in place of it.
+        OSError: the connection was lost, or the other side took more than ``ACTOR_SECONDS``.
         WireError: the other side is not a process of mirror, or does not have the key.
     """
-    with _Deadline(sock, ACTOR_SECONDS):
-        hello = _receive(sock, _HELLO.size)
+    deadline = Deadline(ACTOR_SECONDS)
+    channel: Channel = sock
+    try:
+        channel = _secure(sock, own, deadline, is_server=False)
+        hello = receive(channel, _HELLO.size, deadline)
         magic, version, _ = _HELLO.unpack(hello)
         if magic not in (ACTOR, AGENT):
             raise WireError(f"the process that listens is no actor of mirror: it sent {magic!r}")
-        if magic != role:
+        if version != VERSION:
+            raise WireError(_version_error(version))
+        if magic != own.role:
             raise EOFError(
                 "the actor has ended" if magic == AGENT else "it serves another program"
             )
-        if version != VERSION:
-            raise WireError(_version_error(version))
         ours = _HELLO.pack(ACTOR, VERSION, os.urandom(_RANDOM))
-        sock.sendall(_REPLY.pack(ours, _proof(key, b"client", hello, ours)))
-        verdict, proof = _VERDICT.unpack(_receive(sock, _VERDICT.size))
+        send(channel, _REPLY.pack(ours, _proof(own, channel, b"client", hello, ours)), deadline)
+        verdict, proof = _VERDICT.unpack(receive(channel, _VERDICT.size, deadline))
         if verdict == _WRONG_VERSION:
             raise WireError("the actor has another version of this protocol")
         if verdict != _WELCOME:
-            raise WireError("authentication failed: the actor has another key, of another engine")
-        if not hmac.compare_digest(proof, _proof(key, b"actor", hello, ours)):
+            raise WireError(
+                "authentication failed: the process that listens has another key, is another "
+                "task, or this connection does not end there"
+            )
+        if not hmac.compare_digest(proof, _proof(own, channel, b"actor", hello, ours)):
             raise WireError("the process that listens does not have the engine's key")
+        return channel
+    except BaseException:
+        channel.close()
+        raise
 
 
-def enable_keepalive(sock: socket.socket) -> None:
-    """Lets an idle connection end within a minute if the other machine is unreachable.
-
-    The kernel sends the probes, not the program: a machine that is cut off sends no end of stream.
-    """
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_SECONDS // 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
-
-
-class _Deadline:
-    """Lets a socket wait for some seconds inside ``with``; afterwards it does not block."""
-
-    def __init__(self, sock: socket.socket, seconds: float) -> None:
-        self._sock, self._seconds = sock, seconds
-
-    def __enter__(self) -> None:
-        self._sock.settimeout(self._seconds)
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._sock.setblocking(False)
-        if kind is not None and issubclass(kind, TimeoutError):
-            raise WireError(f"the other side sent nothing for {self._seconds:g} s") from None
+def _secure(
+    sock: socket.socket, own: Credentials, deadline: Deadline, *, is_server: bool
+) -> Channel:
+    """Returns a channel over a connected socket, which may be wrapped for TLS already."""
+    sock.setblocking(False)
+    if not own.is_tls:
+        return sock
+    if not isinstance(sock, ssl.SSLSocket):
+        sock = wrap_in_tls(sock, is_server=is_server)
+    return begin_tls(sock, deadline)
 
 
-def _receive(sock: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        more = sock.recv(size - len(received))
-        if not more:
-            raise EOFError("the other side has closed the connection")
-        received += more
-    return received
-
-
-def _proof(key: bytes, side: bytes, hello: bytes, reply: bytes) -> bytes:
-    return hmac.digest(key, side + hello + reply, "sha256")
+def _proof(own: Credentials, channel: Channel, side: bytes, hello: bytes, reply: bytes) -> bytes:
+    """See [Note: What a proof covers]; all parts but the last have a fixed size."""
+    binding = channel.binding if isinstance(channel, TlsSocket) else b""
+    parts = (struct.pack("<6sB", side, len(binding)), binding, hello, reply, own.task.encode())
+    return hmac.digest(own.key, b"".join(parts), "sha256")
 
 
 def _version_error(theirs: int) -> str:

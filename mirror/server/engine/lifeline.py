@@ -9,42 +9,68 @@ is JSON with its length in front.
 from __future__ import annotations
 
 import json
-import socket
+import select
 import struct
 from typing import Any
 
+from mirror.server.engine.channels import Channel, wait_for
 from mirror.server.engine.connection import decode_error
 from mirror.server.engine.engine_types import RemoteError
 from mirror.server.engine.service_loop import encode_error
 
 _LENGTH = struct.Struct("<I")
+_MAX_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 16
 
 
-def send_message(sock: socket.socket, content: dict[str, Any]) -> None:
-    """Sends a message; raises OSError if the other side has ended."""
+def send_message(channel: Channel, content: dict[str, Any], seconds: float | None = None) -> None:
+    """Sends a message.
+
+    Raises:
+        OSError: the other side has ended, or did not read within ``seconds``.
+    """
     text = json.dumps(content).encode()
-    sock.sendall(_LENGTH.pack(len(text)) + text)
-
-
-def receive_message(sock: socket.socket) -> dict[str, Any] | None:
-    """Returns the next message, or None if the other side has ended."""
-    head = _receive_bytes(sock, _LENGTH.size)
-    text = None if head is None else _receive_bytes(sock, _LENGTH.unpack(head)[0])
-    content: dict[str, Any] | None = None if text is None else json.loads(text)
-    return content
-
-
-def _receive_bytes(sock: socket.socket, size: int) -> bytes | None:
-    received = b""
-    while len(received) < size:
+    rest = memoryview(_LENGTH.pack(len(text)) + text)
+    while rest.nbytes:
         try:
-            more = sock.recv(size - len(received))
+            rest = rest[channel.sendmsg([rest]) :]
+        except BlockingIOError:
+            wait_for(channel, select.POLLOUT, seconds)
+
+
+def receive_message(channel: Channel, seconds: float | None = None) -> dict[str, Any] | None:
+    """Returns the next message, or None if the other side has ended.
+
+    Raises:
+        TimeoutError: nothing came for ``seconds``, if the channel does not block.
+    """
+    head = _receive_bytes(channel, _LENGTH.size, seconds)
+    if head is None:
+        return None
+    size = _LENGTH.unpack(head)[0]
+    text = _receive_bytes(channel, size, seconds) if size <= _MAX_BYTES else None
+    try:
+        content = None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _receive_bytes(channel: Channel, size: int, seconds: float | None) -> bytes | None:
+    received = bytearray()
+    while len(received) < size:
+        piece = memoryview(bytearray(min(size - len(received), _PIECE_BYTES)))
+        try:
+            count = channel.recv_into(piece)
+        except BlockingIOError:
+            wait_for(channel, select.POLLIN, seconds)
+            continue
         except OSError:
             return None
-        if not more:
+        if not count:
             return None
-        received += more
-    return received
+        received += piece[:count]
+    return bytes(received)
 
 
 def failure_message(error: BaseException) -> dict[str, Any]:

@@ -18,14 +18,20 @@ import contextlib
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from mirror.errors import ActorDied, RemoteError, WireError
+from mirror.server.engine.channels import Channel
 from mirror.server.engine.fork_server import fork_server
-from mirror.server.engine.handshake import AGENT, accept, bind, enable_keepalive, listen
+from mirror.server.engine.handshake import agent_credentials, bind, listen, unlisten
 from mirror.server.engine.lifeline import failure_message, receive_message, send_message
+from mirror.server.engine.listener import Listener
 from mirror.server.engine.process_engine import ProcessActor
+from mirror.server.engine.socket_client import register_key
+
+_CLOSE_SECONDS = 15.0
+_SEND_SECONDS = 60.0
 
 
 class NodeAgent:
@@ -33,89 +39,122 @@ class NodeAgent:
 
     Args:
         port: 0 takes any free port.
+        roles: the roles that a program may start.
+
+    Raises:
+        OSError: the process cannot listen at the address, since another one does, for example.
     """
 
-    def __init__(self, host: str, port: int, key: bytes) -> None:
-        self._host, self._key = host, key
-        # Reserves the port between two listeners: the agent's and the actor's.
-        self._reserved = bind(host, port)
-        self.port: int = self._reserved.getsockname()[1]
-        self._listener = listen(host, self.port)
-        self._owner: socket.socket | None = None
+    def __init__(self, host: str, port: int, key: bytes, roles: Collection[str]) -> None:
+        self._host, self._key, self._roles = host, key, frozenset(roles)
+        self._sock = bind(host, port)
+        listen(self._sock)
+        self.port: int = self._sock.getsockname()[1]
+        self._listener: Listener | None = None
+        self._owner: Channel | None = None
+        self._error: BaseException | None = None
         self._closing = threading.Event()
         fork_server()  # starts to import torch
         self._thread = threading.Thread(target=self._serve, name="node agent", daemon=True)
         self._thread.start()
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the agent is closed, for ``timeout`` seconds at most."""
+        """Waits until the agent is closed, for ``timeout`` seconds at most.
+
+        Raises:
+            BaseException: the error for which the agent has stopped serving.
+        """
         self._thread.join(timeout)
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Ends the actor, and accepts no other program."""
         self._closing.set()
-        for sock in (self._listener, self._owner):
-            if sock is not None:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._reserved.close()
+        listener, owner = self._listener, self._owner
+        if listener is not None:
+            listener.stop()
+        if owner is not None:
+            with contextlib.suppress(OSError):
+                owner.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_CLOSE_SECONDS)
+        self._sock.close()
 
     def _serve(self) -> None:
-        while not self._closing.is_set():
-            owner = self._owner = self._accept_owner()
-            # While the actor listens, this listener would take some of its connections.
-            self._listener.close()
-            if owner is None:
-                return
-            if self._closing.is_set():
-                owner.close()
-                return
-            with owner:
-                _serve_owner(owner, self._host, self.port, self._key)
-            self._listener = listen(self._host, self.port)
-        self._listener.close()
+        try:
+            while (owner := self._accept_owner()) is not None:
+                self._owner = owner
+                try:
+                    if not self._closing.is_set():
+                        self._serve_owner(owner)
+                except Exception as error:  # whatever a program sends ends its connection only
+                    print(f"mirror: closed a connection: {error!r}", file=sys.stderr, flush=True)
+                finally:
+                    owner.close()
+                if self._closing.is_set():
+                    return
+                listen(self._sock)
+        except BaseException as error:
+            self._error = error
+        finally:
+            unlisten(self._sock)
 
-    def _accept_owner(self) -> socket.socket | None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return None
-            try:
-                accept(sock, self._key, AGENT)
-                sock.setblocking(True)
-                enable_keepalive(sock)
-                return sock
-            except (WireError, EOFError, OSError) as error:
-                print(f"mirror: refused a connection: {error}", file=sys.stderr, flush=True)
-                sock.close()
+    def _accept_owner(self) -> Channel | None:
+        """Returns the connection of the next program with the key; None after ``close``."""
+        owners: list[Channel] = []
 
+        def deliver(channel: Channel) -> None:
+            owners.append(channel)
+            listener.stop()
 
-def _serve_owner(owner: socket.socket, host: str, port: int, key: bytes) -> None:
-    """Starts and kills the actor as the owner asks, until the owner ends; then stops the actor."""
-    actor: ProcessActor | None = None
-    sending = threading.Lock()
+        listener = self._listener = Listener(self._sock, agent_credentials(self._key), deliver)
+        if self._closing.is_set():
+            listener.stop()
+        listener.run()
+        for other in owners[1:]:
+            other.close()
+        return owners[0] if owners else None
 
-    def send(message: dict[str, Any]) -> None:
-        with sending, contextlib.suppress(OSError):  # the loop below notices the owner's end
-            send_message(owner, message)
+    def _serve_owner(self, owner: Channel) -> None:
+        """Starts and kills the actor as the owner asks, until the owner ends; then stops it."""
+        actor: ProcessActor | None = None
+        sending = threading.Lock()
 
-    try:
-        while (message := receive_message(owner)) is not None:
-            if "start" in message:
-                if actor is not None:
-                    actor.stop()
-                start = message["start"]
-                config = {"id": start["id"], "key": key.hex()}
-                config |= {"role": start["role"], "init": start["init"]}
-                actor = ProcessActor(start["name"], host, config, port)
-                send(_start(actor, send))
-            elif actor is not None:
-                actor.kill()
-    finally:
-        if actor is not None:
-            actor.stop()
+        def send(message: dict[str, Any]) -> None:
+            with sending, contextlib.suppress(OSError):  # the loop below notices the owner's end
+                send_message(owner, message, _SEND_SECONDS)
+
+        try:
+            while (message := receive_message(owner)) is not None:
+                if "start" in message:
+                    if actor is not None:
+                        actor.stop()
+                        actor = None
+                    start = message["start"]
+                    if start["role"] not in self._roles:
+                        error = WireError(f"a role is one of {sorted(self._roles)}")
+                        send(failure_message(error))
+                        continue
+                    actor = self._make_actor(start)
+                    send(_start(actor, send))
+                elif actor is not None:
+                    actor.kill()
+        finally:
+            if actor is not None:
+                actor.stop()
+
+    def _make_actor(self, start: dict[str, Any]) -> ProcessActor:
+        address = {
+            "engine": "process",
+            "id": start["id"],
+            "name": start["name"],
+            "host": self._host,
+            "port": self.port,
+            "tls": True,
+        }
+        register_key(start["id"], self._key)
+        config = {"key": self._key.hex(), "role": start["role"], "init": start["init"]}
+        return ProcessActor(address, self._sock.dup(), config)
 
 
 def _start(actor: ProcessActor, send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

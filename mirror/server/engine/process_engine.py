@@ -10,22 +10,30 @@ something was forked in between and keeps descriptors open.
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
+import socket
 import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing import spawn
-from os import environ
+from pathlib import Path
 from typing import Any
 
 from mirror.server.engine.base_engine import BaseEngine, Liveness, run_in_threads
-from mirror.server.engine.engine_types import ActorDied, Header
+from mirror.server.engine.engine_types import ActorDied, Address, Header
 from mirror.server.engine.fork_server import ForkedProcess, fork_server
-from mirror.server.engine.handshake import bind, new_key
+from mirror.server.engine.handshake import bind, listen, new_key, unlisten
 from mirror.server.engine.lifeline import check_started, receive_message, send_message
-from mirror.server.engine.socket_client import SocketClient, register_key
+from mirror.server.engine.socket_client import (
+    SocketClient,
+    environment_without_key,
+    register_key,
+)
 
 _DEATH_NOTICE_SECONDS = 1.0
+_START_SECONDS = 600.0
+_STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits for a disk"}
 _SPAWN_KEYS = (
     "sys_path",
     "sys_argv",
@@ -48,12 +56,23 @@ class ProcessEngine(BaseEngine["ProcessActor"]):
         self.id = secrets.token_hex(8)
         self._host, self._key = host, new_key()
         self._stop_all = weakref.finalize(self, _stop_all, self._actors)
+        self._is_tls = not ipaddress.ip_address(
+            socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+        ).is_loopback
         register_key(self.id, self._key)
         fork_server()  # starts to import torch
 
     def _make(self, name: str, role: str, init: Header) -> ProcessActor:
-        config = {"id": self.id, "key": self._key.hex(), "role": role, "init": init}
-        return ProcessActor(name, self._host, config)
+        port = bind(self._host, 0)
+        address = {
+            "engine": "process",
+            "id": self.id,
+            "name": name,
+            "host": self._host,
+            "port": port.getsockname()[1],
+            "tls": self._is_tls,
+        }
+        return ProcessActor(address, port, {"key": self._key.hex(), "role": role, "init": init})
 
     def close(self) -> None:
         """See ``Engine``."""
@@ -73,16 +92,14 @@ class ProcessActor(SocketClient):
     """An actor in a process of this machine, as its owner sees it.
 
     Args:
+        port: the socket of ``bind`` at which each process of the actor accepts connections.
         config: of the actor's process, without its address.
-        port: 0 takes any free port.
     """
 
-    def __init__(self, name: str, host: str, config: dict[str, Any], port: int = 0) -> None:
-        # A bound socket reserves the port for the actor's next process; it never listens.
-        self._port = bind(host, port)
-        address = {"host": host, "port": self._port.getsockname()[1]}
-        super().__init__({"engine": "process", "id": config["id"], "name": name, **address})
-        self._config = {**config, **address}
+    def __init__(self, address: Address, port: socket.socket, config: dict[str, Any]) -> None:
+        super().__init__(address)
+        self._port = port
+        self._config = {**config, "address": address}
         self._child: ForkedProcess | None = None
         self._lock = threading.RLock()
         self._liveness = Liveness()
@@ -114,11 +131,16 @@ class ProcessActor(SocketClient):
             self._liveness.check_open(self.name)
             self.kill()
             self.disconnect(ActorDied(self.name))
-            child = fork_server().fork(self.name)
+            listen(self._port)
+            try:
+                child = fork_server().fork(self.name, self._port)
+            except ActorDied:  # the fork server has ended since it was last used
+                child = fork_server().fork(self.name, self._port)
             try:
                 self._set_up(child)
             except BaseException:
                 child.kill()
+                unlisten(self._port)
                 raise
             self._child = child
             self._liveness.begin(child)
@@ -136,22 +158,42 @@ class ProcessActor(SocketClient):
         with self._lock:
             self.kill()
             self.disconnect(ActorDied(self.name))
+            unlisten(self._port)
             self._port.close()
 
     def confirm_death(self) -> None:
         """Waits until the fork server has reported the end that a connection noticed."""
         self._liveness.wait(_DEATH_NOTICE_SECONDS)
 
+    def end_stalled(self) -> None:
+        """See ``SocketClient``."""
+        self.kill()
+
+    def state(self) -> str:
+        """See ``SocketClient``."""
+        if self._child is None:
+            return ""
+        try:
+            stat = Path(f"/proc/{self._child.pid}/stat").read_text()
+        except OSError:
+            return ""
+        letter = stat.rpartition(")")[2].split()[0]
+        return f"; its process {self._child.pid} {_STATES.get(letter, 'waits or works')}"
+
     def _set_up(self, child: ForkedProcess) -> None:
         prepared = spawn.get_preparation_data(self.name)
         kept = {key: prepared[key] for key in _SPAWN_KEYS if key in prepared}
-        config = {**self._config, "environ": dict(environ), "prepared": kept}
+        config = {**self._config, "environ": environment_without_key(), "prepared": kept}
         try:
             # A duplicate: the original is closed when the child ends, maybe before the answer
             # is read.
             with child.lifeline.dup() as lifeline:
-                send_message(lifeline, config)
-                answer = receive_message(lifeline)
+                send_message(lifeline, config, _START_SECONDS)
+                answer = receive_message(lifeline, _START_SECONDS)
+        except TimeoutError:
+            raise ActorDied(
+                self.name, f"its constructor did not return within {_START_SECONDS:g} s"
+            ) from None
         except OSError:
             answer = None
         if answer is None:
@@ -161,3 +203,6 @@ class ProcessActor(SocketClient):
 
     def _record_end(self, child: ForkedProcess) -> None:
         run_in_threads(self._liveness.end(child))
+        with self._lock:
+            if child is self._child:
+                unlisten(self._port)  # clients learn at once that the actor has ended

@@ -43,13 +43,20 @@ class RayFuture:
         return self
 
     def _get(self, timeout: float | None) -> None:
+        seconds = self._client.timeout_seconds if timeout is None else timeout
         try:
-            kind, header, buffers = ray.get(self._ref, timeout=timeout)
+            kind, header, buffers = ray.get(self._ref, timeout=seconds)
             if kind == "refs":
-                buffers = ray.get(buffers, timeout=timeout)
+                buffers = ray.get(buffers, timeout=seconds)
         except GetTimeoutError:
-            name = self._client.name
-            raise TimeoutError(f"{name} has not answered within {timeout:g} s") from None
+            late = f"{self._client.name} has not answered within {seconds:g} s"
+            if timeout is not None:
+                raise TimeoutError(late) from None
+            self._client.end_stalled()
+            self.fail(
+                ActorDied(self._client.name, f"{late}, the limit for a call (timeout_seconds)")
+            )
+            return
         except RayActorError as error:
             self._client.forget()
             self.fail(ActorDied(self._client.name, f"its process has ended ({first_line(error)})"))
@@ -74,8 +81,9 @@ class RayFuture:
 class RayClient:
     """Calls a Ray actor, which it finds by the actor's name."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, timeout_seconds: float | None = None) -> None:
         self.name: str = address["name"]
+        self.timeout_seconds = timeout_seconds
         self._address = dict(address)
         self._handle: Any = None
 
@@ -113,6 +121,9 @@ class RayClient:
     def forget(self) -> None:
         """Forgets the actor, which has ended; the next call looks for a restarted one."""
         self._handle = None
+
+    def end_stalled(self) -> None:
+        """Is called when a call has taken ``timeout_seconds``; an owner kills the process."""
 
     def _find(self) -> Any:
         if self._handle is None:

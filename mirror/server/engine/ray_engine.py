@@ -34,6 +34,7 @@ from mirror.server.engine.service_loop import resolve_role
 
 _NAME_SECONDS = 30.0  # how long the name of an actor that ended may stay taken
 _POLL_SECONDS = 0.1
+_KILL_SECONDS = 30.0
 _DEATH_NOTICE_SECONDS = 1.0
 
 
@@ -121,7 +122,7 @@ class RayActor(RayClient):
         """See ``Actor``."""
         if self._own is not None:
             ray.kill(self._own)
-            self._liveness.wait()
+            self._liveness.wait(_KILL_SECONDS)
 
     def restart(self) -> None:
         """See ``Actor``."""
@@ -144,6 +145,10 @@ class RayActor(RayClient):
         """See ``RayClient``; waits until the engine has noticed the end as well."""
         super().forget()
         self._liveness.wait(_DEATH_NOTICE_SECONDS)
+
+    def end_stalled(self) -> None:
+        """See ``RayClient``."""
+        self.kill()
 
     def record_end(self, ref: Any) -> None:
         """Records that the process with this ``exit_ref`` has ended."""

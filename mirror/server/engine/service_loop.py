@@ -9,6 +9,8 @@ a moment without progress, the rest of its answer is copied, and sent between ot
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
 import pickle
 import pkgutil
 import select
@@ -19,16 +21,19 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic, sleep
 from typing import Any
 
 from mirror.errors import short_repr
+from mirror.server.engine.channels import Channel
 from mirror.server.engine.engine_types import Header, Sendable, WireError
 from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, FrameReader, FrameWriter
-from mirror.server.engine.handshake import accept
+from mirror.server.engine.handshake import Credentials
+from mirror.server.engine.listener import Listener
 
 PATIENCE_SECONDS = 0.03
 _MAX_THREADS = 256
-_MAX_HANDSHAKES = 64  # at a time
+_STALL_SECONDS = 30.0  # a method that takes longer is reported, with the stacks
 
 
 class ServiceLoop:
@@ -36,26 +41,28 @@ class ServiceLoop:
 
     Args:
         target: the object with the methods to call.
-        listener: a listening socket.
-        key: clients must prove that they have it.
+        sock: a listening socket.
+        credentials: what clients must prove.
     """
 
-    def __init__(self, target: object, listener: socket.socket, key: bytes) -> None:
-        self._target, self._listener, self._key = target, listener, key
+    def __init__(self, target: object, sock: socket.socket, credentials: Credentials) -> None:
+        self._target = target
+        self._listener = Listener(sock, credentials, self._deliver)
         self._pool: ThreadPoolExecutor | None = None
         if getattr(target, "concurrent", False):
             self._pool = ThreadPoolExecutor(_MAX_THREADS, "calls")
         self._connections: dict[int, _ClientConnection] = {}
         self._poll = select.poll()
-        self._new: deque[socket.socket] = deque()
-        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
+        self._new: deque[Channel] = deque()
+        self._call: tuple[str, float] | None = None  # the current method, and when it began
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._poll.register(self._woken, select.POLLIN)
 
     def run(self) -> None:
         """Serves calls until the process ends."""
-        threading.Thread(target=self._accept, name="connections", daemon=True).start()
+        start_vital_thread(self._listener.run, "connections")
+        start_vital_thread(self._report_stalls, "stalls")
         unread: deque[_ClientConnection] = deque()
         while True:
             for descriptor, events in self._poll.poll(0 if unread else None):
@@ -73,32 +80,16 @@ class ServiceLoop:
                 if self._serve_call(connection):
                     unread.append(connection)
 
-    def _accept(self) -> None:
-        while True:
-            sock, _ = self._listener.accept()
-            self._handshakes.acquire()
-            threading.Thread(target=self._authenticate, args=[sock], daemon=True).start()
-
-    def _authenticate(self, sock: socket.socket) -> None:
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            accept(sock, self._key)
-        except (WireError, EOFError, OSError) as error:
-            _log(f"refused a connection: {error}")
-            sock.close()
-            return
-        finally:
-            self._handshakes.release()
-        self._new.append(sock)
+    def _deliver(self, channel: Channel) -> None:
+        self._new.append(channel)
         self._wake.send(b"+")
 
     def _add_new(self) -> None:
         self._woken.recv(4096)
         while self._new:
-            sock = self._new.popleft()
-            self._connections[sock.fileno()] = _ClientConnection(sock)
-            self._poll.register(sock, select.POLLIN)
+            channel = self._new.popleft()
+            self._connections[channel.fileno()] = _ClientConnection(channel)
+            self._poll.register(channel, select.POLLIN)
 
     def _serve_call(self, connection: _ClientConnection) -> bool:
         """Answers one call, if it has arrived; returns whether another may be there."""
@@ -108,7 +99,7 @@ class ServiceLoop:
                 return False
             if frame.kind != CALL:
                 raise WireError("protocol error: a client sent a frame that is not a call")
-        except (WireError, EOFError, OSError) as error:
+        except Exception as error:  # whatever a client sends ends its own connection only
             self._drop(connection, error)
             return False
         if self._pool is not None:
@@ -141,8 +132,9 @@ class ServiceLoop:
             self._drop(connection, error)
 
     def _drop(self, connection: _ClientConnection, error: Exception) -> None:
-        if isinstance(error, WireError):
-            _log(f"closed a connection: {error}")
+        if not isinstance(error, (EOFError, OSError)):
+            text = str(error) or type(error).__name__
+            print(f"mirror: closed a connection: {text}", file=sys.stderr, flush=True)
         if self._connections.pop(connection.sock.fileno(), None) is not None:
             self._poll.unregister(connection.sock)
             with contextlib.suppress(OSError):
@@ -152,17 +144,32 @@ class ServiceLoop:
     def _execute(self, frame: Frame) -> FrameWriter:
         """Runs the method of a call; returns the frame with its result or its error."""
         try:
+            self._call = frame.method, monotonic()
             method = method_of(self._target, frame.method)
             header, buffers = encode_result(method(frame.header, frame.buffers))
             return FrameWriter(ANSWER, frame.number, "", header, buffers)
         except BaseException as error:
             return error_frame(error, frame.number)
+        finally:
+            self._call = None
+
+    def _report_stalls(self) -> None:
+        """Prints once per call that takes long what all threads do."""
+        reported: object = None
+        while True:
+            sleep(_STALL_SECONDS / 4)
+            call = self._call
+            if call is None or call is reported or monotonic() - call[1] < _STALL_SECONDS:
+                continue
+            reported = call
+            print(f"mirror: {call[0]} has run for {_STALL_SECONDS:g} s:", file=sys.stderr)
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
 
 
 class _ClientConnection:
     """A client's connection, in the actor's process, with the answers that it has not read yet."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: Channel) -> None:
         self.sock = sock
         self.reader = FrameReader(sock)
         self.backlog: deque[FrameWriter] = deque()
@@ -184,6 +191,27 @@ class _ClientConnection:
         with self.sending:
             while not out.send(self.sock):
                 self.writable.poll()
+
+
+def start_vital_thread(function: Callable[[], None], name: str) -> None:
+    """Starts a thread without which the process is of no use: if it raises, the process exits."""
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            exit_now(1)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def exit_now(code: int) -> None:
+    """Flushes the output streams and exits, without running exit handlers."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def resolve_role(path: str) -> Any:
@@ -251,7 +279,3 @@ def encode_result(value: object) -> tuple[Header, list[Sendable]]:
     raise TypeError(
         f"an actor's method returns (header, buffers) or None, not {short_repr(value)}"
     )
-
-
-def _log(line: str) -> None:
-    print(f"mirror: {line}", file=sys.stderr, flush=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
 from collections.abc import Sequence
 
+from mirror.server.engine.channels import Channel, set_options
 from mirror.server.engine.connection import Connection, Reply, failed_reply
 from mirror.server.engine.engine_types import (
     ActorClient,
@@ -17,12 +19,13 @@ from mirror.server.engine.engine_types import (
     Sendable,
     WireError,
 )
-from mirror.server.engine.handshake import ACTOR_SECONDS, authenticate
+from mirror.server.engine.handshake import ACTOR_SECONDS, actor_credentials, authenticate
 
 KEY_VARIABLE = "MIRROR_ENGINE_KEY"
 """Has the key in hexadecimal, for processes that were not started by an engine."""
 
 _MIN_KEY_BYTES = 16
+_MIN_DISTINCT = 9  # of 16 bytes or more; random ones have 13 to 16
 
 _keys: dict[str, bytes] = {}
 
@@ -32,11 +35,12 @@ def register_key(engine: str, key: bytes) -> None:
     _keys[engine] = key
 
 
-def connect(address: Address) -> ActorClient:
+def connect(address: Address, timeout_seconds: float | None = None) -> ActorClient:
     """Returns a client of an actor, which connects at the first call.
 
     Args:
         address: the ``address`` of an actor or a client.
+        timeout_seconds: the limit for a call, after which the actor counts as lost.
 
     Raises:
         WireError: the argument is not an address, or this process does not have the key.
@@ -45,17 +49,18 @@ def connect(address: Address) -> ActorClient:
     if engine == "ray":
         from mirror.server.engine.ray_client import RayClient  # imports Ray
 
-        return RayClient(address)
+        return RayClient(address, timeout_seconds)
     if engine != "process":
         raise WireError(f"an address is the value of actor.address; got {address!r}")
-    return SocketClient(address)
+    return SocketClient(address, timeout_seconds)
 
 
 class SocketClient:
     """Calls an actor over a socket; connects at the first call, and again after a disconnect."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, timeout_seconds: float | None = None) -> None:
         self.name: str = address["name"]
+        self.timeout_seconds = timeout_seconds
         self._address = dict(address)
         self._connection: Connection | None = None
         self._connect_lock = threading.Lock()
@@ -97,50 +102,70 @@ class SocketClient:
     def confirm_death(self) -> None:
         """Is called before calls fail because the actor has died; an owner waits for the news."""
 
+    def end_stalled(self) -> None:
+        """Is called when a call has taken ``timeout_seconds``; an owner kills the process."""
+
+    def state(self) -> str:
+        """Returns what is known of the actor's process, for a warning."""
+        return ""
+
     def _connect(self) -> Connection:
         with self._connect_lock:
             if self._connection is None or not self._connection.is_usable:
-                self._connection = Connection(self._open(), self.name, self.confirm_death)
+                self._connection = Connection(self._open(), self)
             return self._connection
 
-    def _open(self) -> socket.socket:
+    def _open(self) -> Channel:
         where = self._address["host"], self._address["port"]
         try:
             sock = socket.create_connection(where, timeout=ACTOR_SECONDS)
         except OSError as error:
             raise ActorDied(self.name, f"no process listens at {where} ({error})") from None
         try:
-            # A call is often one small packet, which must not wait for the next one.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            authenticate(sock, self._key)
+            set_options(sock)
+            return authenticate(sock, actor_credentials(self._key, self._address))
         except (EOFError, OSError) as error:
-            sock.close()
             raise ActorDied(self.name, f"its process has ended ({error})") from None
-        except BaseException:
-            sock.close()
-            raise
-        return sock
 
 
 def key_of_environment() -> bytes:
     """Returns the key in MIRROR_ENGINE_KEY, which all processes of a cluster share.
 
     Raises:
-        WireError: the variable is not set, or its value is not a key.
+        WireError: the variable is not set, its value is not a key, or the key can be guessed.
     """
     text = os.environ.get(KEY_VARIABLE, "")
     try:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
+    reason = ""
     if len(key) < _MIN_KEY_BYTES:
+        reason = "this is none" if text else "it is not set"
+    elif not _looks_random(key):
+        reason = "this one has a pattern, or is text, and can be guessed"
+    if reason:
         raise WireError(
-            f"{KEY_VARIABLE} is a key in hexadecimal, of {_MIN_KEY_BYTES} bytes at least, the "
-            f"same in all processes of a cluster; {'this is none' if text else 'it is not set'}; "
-            "make one: python -c 'import secrets; print(secrets.token_hex(32))'"
+            f"{KEY_VARIABLE} is a random key in hexadecimal, of {_MIN_KEY_BYTES} bytes at least, "
+            f"the same in all processes of a cluster; {reason}; make one: "
+            "python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return key
+
+
+def environment_without_key() -> dict[str, str]:
+    """Returns this process's environment for processes that run users' code."""
+    return {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+
+
+def _looks_random(key: bytes) -> bool:
+    """Returns whether a key has many different bytes, no steady steps, and is no text.
+
+    One in 10 million random keys of 16 bytes fails, and of longer ones far fewer.
+    """
+    steps = {(a - b) % 256 for a, b in itertools.pairwise(key)}
+    is_text = all(32 <= byte < 127 for byte in key)
+    return len(set(key)) >= _MIN_DISTINCT and len(steps) >= _MIN_DISTINCT and not is_text
 
 
 def _key_of(address: Address) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,25 +10,32 @@ from typing import Any
 
 import torch
 
-from mirror.errors import ServerLostError
+from mirror.errors import ActorDied, ServerLostError
 from mirror.server.engine.engine_types import Actor, Engine
 from mirror.server.engine.make_engine import make_engine
 
-_SERVER = "mirror.server.roles.server_role:ServerRole"
-_WORKER = "mirror.server.roles.worker_role:WorkerRole"
+SERVER_ROLE = "mirror.server.roles.server_role:ServerRole"
+WORKER_ROLE = "mirror.server.roles.worker_role:WorkerRole"
 
 
 class ActorPool:
     """All servers and workers.
 
+    Args:
+        timeout_seconds: the limit for a step of a worker; a server has half of it for a call, so
+            that a worker that waits for a stalled server is not taken for a stalled worker.
+
     Attributes:
         lost: the error to raise once a server is lost, or None.
     """
 
-    def __init__(self, engine: Any, num_servers: int, num_workers: int) -> None:
+    def __init__(
+        self, engine: Any, num_servers: int, num_workers: int, timeout_seconds: float
+    ) -> None:
         self._engine: Engine = make_engine(engine) if isinstance(engine, str) else engine
         self._on_lost: list[Callable[[], None]] = []
         self.lost: ServerLostError | None = None
+        self._timeout_seconds = timeout_seconds
         self._is_closed = False
         try:
             self.servers, self.workers = self._start(num_servers, num_workers)
@@ -43,7 +51,7 @@ class ActorPool:
         with ThreadPoolExecutor(num_servers + num_workers) as threads:
             servers = list(
                 threads.map(
-                    lambda i: self._engine.start(f"server {i}", _SERVER, {"index": i}),
+                    lambda i: self._engine.start(f"server {i}", SERVER_ROLE, {"index": i}),
                     range(num_servers),
                 )
             )
@@ -51,13 +59,18 @@ class ActorPool:
                 "num_workers": num_workers,
                 "servers": [server.address for server in servers],
                 "seed": seed + 1,
+                "timeout_seconds": self._timeout_seconds / 2,
             }
             workers = list(
                 threads.map(
-                    lambda i: self._engine.start(f"worker {i}", _WORKER, {"index": i, **init}),
+                    lambda i: self._engine.start(f"worker {i}", WORKER_ROLE, {"index": i, **init}),
                     range(num_workers),
                 )
             )
+        for server in servers:
+            server.timeout_seconds = self._timeout_seconds / 2
+        for worker in workers:
+            worker.timeout_seconds = self._timeout_seconds
         return servers, workers
 
     def on_lost(self, callback: Callable[[], None]) -> None:
@@ -85,6 +98,12 @@ class ActorPool:
         """Calls a method of every server, and waits for all answers."""
         for answer in [server.call(method, header, buffers) for server in self.servers]:
             answer.result()
+
+    def probe_servers(self) -> None:
+        """Calls every server; one that does not answer in time is lost."""
+        for answer in [server.call("numbers") for server in self.servers]:
+            with contextlib.suppress(ActorDied):
+                answer.result()
 
     def close(self) -> None:
         """Stops all processes."""

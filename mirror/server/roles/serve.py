@@ -9,6 +9,9 @@ from mirror.errors import ClusterError, short_repr
 from mirror.server.cluster_tasks import SERVING, host_and_port, spec_of
 from mirror.server.engine.node_agent import NodeAgent
 from mirror.server.engine.socket_client import key_of_environment
+from mirror.server.roles.actor_pool import SERVER_ROLE, WORKER_ROLE
+
+_ROLES = (SERVER_ROLE, WORKER_ROLE)
 
 
 class Server(NoCopy):
@@ -53,7 +56,7 @@ class Server(NoCopy):
             cluster if isinstance(cluster, str) else _address_of(cluster, job, index)
         )
         key = key_of_environment()
-        self._agent = NodeAgent(own if host is None else host, port, key)
+        self._agent = NodeAgent(own if host is None else host, port, key, _ROLES)
         self._host = own
 
     @property
@@ -63,7 +66,7 @@ class Server(NoCopy):
         return f"{host}:{self._agent.port}"
 
     def join(self) -> None:
-        """Waits until the server is closed."""
+        """Waits until the server is closed; raises the error for which it has stopped serving."""
         self._agent.join()
 
     def close(self) -> None:

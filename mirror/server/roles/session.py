@@ -48,7 +48,9 @@ class Session:
         queue_size: int,
     ) -> None:
         self._settings, self._is_strategy = settings, is_strategy
-        self.actors = ActorPool(settings.engine, settings.num_servers, settings.num_workers)
+        self.actors = ActorPool(
+            settings.engine, settings.num_servers, settings.num_workers, settings.timeout_seconds
+        )
         self._datasets: list[bytes] = []
         self._owner = object()  # identifies this session in datasets, which must not keep it alive
         self._traffic, self._seconds = Traffic(), 0.0
@@ -217,6 +219,8 @@ class Session:
         with self._lock_numbers:
             self._traffic.add(answer["traffic"])
             self._seconds += answer["seconds"]
+        if answer["outcome"] == "lost":
+            self.actors.probe_servers()
         if answer["results"]:
             variables.mark_stale()
         if answer["outcome"] != "returned":

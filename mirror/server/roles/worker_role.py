@@ -65,14 +65,24 @@ class WorkerRole:
         num_workers: the number of workers.
         servers: the addresses of the servers.
         seed: of the first worker's random generator; a worker adds its index.
+        timeout_seconds: the limit for a call of a server, after which that counts as lost.
     """
 
-    def __init__(self, index: int, num_workers: int, servers: Sequence[Any], seed: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        num_workers: int,
+        servers: Sequence[Any],
+        seed: int,
+        timeout_seconds: float | None = None,
+    ) -> None:
         torch.set_num_threads(1)
         torch.manual_seed((seed + index) % 2**63)
         self._index = index
         self._context = InputContext(num_workers, index, num_workers)
-        self._servers: list[ActorClient] = [connect(address) for address in servers]
+        self._servers: list[ActorClient] = [
+            connect(address, timeout_seconds) for address in servers
+        ]
         self._datasets: dict[int, WorkerIterator] = {}
         self._model: WorkerModel | None = None
         self._strategy = WorkerStrategy()

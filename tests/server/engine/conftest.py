@@ -22,7 +22,7 @@ class LocalAgents(AgentEngine):
         self.agents = []
 
     def start(self, name, role, init):
-        self.agents.append(NodeAgent("127.0.0.1", 0, self.key))
+        self.agents.append(NodeAgent("127.0.0.1", 0, self.key, [role]))
         self._addresses[name] = "127.0.0.1", self.agents[-1].port
         return super().start(name, role, init)
 

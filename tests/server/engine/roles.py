@@ -1,12 +1,15 @@
 """Roles: what the actors of these tests are."""
 
 import os
+import resource
+import signal
 import sys
 import threading
 import time
 
 import numpy as np
 
+from mirror.server.engine import listener, service_loop
 from mirror.server.engine.socket_client import connect
 
 
@@ -93,6 +96,23 @@ class Echo:
             "objects": ({}, [np.array([None])]),
         }[header["what"]]
 
+    def spares(self, header, buffers):
+        """Leaves so many descriptors for new connections."""
+        used = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + header["number"], hard))
+
+    def stops(self, header, buffers):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def breaks_thread(self, header, buffers):
+        """Raises in the thread that accepts connections, at its next one."""
+
+        def broken(*args):
+            raise LookupError("broken on purpose")
+
+        listener.Listener._begin = broken
+
     def ends(self, header, buffers):
         os._exit(5)
 
@@ -145,3 +165,13 @@ class Meeting:
     def meet(self, header, buffers):
         self.barrier.wait(60)
         return {"met": True}, buffers
+
+
+class Slow:
+    """Takes longer than its limit."""
+
+    def __init__(self):
+        service_loop._STALL_SECONDS = 0.2
+
+    def sleeps(self, header, buffers):
+        time.sleep(0.5)

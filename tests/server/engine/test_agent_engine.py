@@ -10,12 +10,26 @@ import pytest
 from mirror.server.engine import socket_client as connecting
 from mirror.server.engine.agent_engine import AgentEngine
 from mirror.server.engine.engine_types import ActorDied, WireError
-from mirror.server.engine.handshake import AGENT, accept, listen, new_key
+from mirror.server.engine.handshake import (
+    ACTOR,
+    accept,
+    agent_credentials,
+    bind,
+    listen,
+    new_key,
+)
 from mirror.server.engine.node_agent import NodeAgent
 from mirror.server.engine.socket_client import connect
 from tests.server.engine.conftest import ECHO
 
 KEY = new_key()
+AS_AGENT = agent_credentials(KEY)
+AS_ACTOR = AS_AGENT._replace(role=ACTOR)
+
+
+def answer_with(credentials):
+    """Accepts a program, and then ends the connection."""
+    return lambda sock: accept(sock, credentials).close()
 
 
 @contextlib.contextmanager
@@ -24,7 +38,8 @@ def stranger(*replies):
 
     It stops listening afterwards: a client of a listener that never answers waits for minutes.
     """
-    listener = listen("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
+    listen(listener)
     where = listener.getsockname()
 
     def serve():
@@ -62,7 +77,7 @@ def test_a_name_without_an_address_is_refused():
 
 def test_an_agent_with_another_key_is_an_error_at_once():
     with (
-        stranger(lambda sock: accept(sock, new_key(), AGENT)) as where,
+        stranger(answer_with(agent_credentials(new_key()))) as where,
         engine_at(where, timeout_seconds=60) as engine,
         pytest.raises(WireError, match=r"one at 127\.0\.0\.1:.*another key"),
     ):
@@ -71,7 +86,7 @@ def test_an_agent_with_another_key_is_an_error_at_once():
 
 def test_an_agent_of_another_program_is_waited_for():
     with (
-        stranger(lambda sock: accept(sock, KEY)) as where,
+        stranger(answer_with(AS_ACTOR)) as where,
         engine_at(where) as engine,
         pytest.raises(ActorDied, match="it serves another program"),
     ):
@@ -80,7 +95,7 @@ def test_an_agent_of_another_program_is_waited_for():
 
 def test_an_agent_that_ends_during_a_request_is_looked_for_again():
     with (
-        stranger(*[lambda sock: accept(sock, KEY, AGENT)] * 2) as where,
+        stranger(*[answer_with(AS_AGENT)] * 2) as where,
         engine_at(where, timeout_seconds=0.1) as engine,
         pytest.raises((ActorDied, WireError)),
     ):
@@ -89,9 +104,16 @@ def test_an_agent_that_ends_during_a_request_is_looked_for_again():
 
 def test_a_client_of_a_free_agent_reports_that_the_actor_has_ended(monkeypatch):
     monkeypatch.setitem(connecting._keys, "id", KEY)
-    with stranger(lambda sock: accept(sock, KEY, AGENT)) as (host, port):
+    with stranger(answer_with(AS_AGENT)) as (host, port):
         client = connect(
-            {"engine": "process", "id": "id", "name": "one", "host": host, "port": port}
+            {
+                "engine": "process",
+                "id": "id",
+                "name": "one",
+                "host": host,
+                "port": port,
+                "tls": True,
+            }
         )
         with pytest.raises(ActorDied, match=r"one: .*the actor has ended"):
             client.call("nothing").result()
@@ -120,7 +142,7 @@ def test_close_ends_a_wait_for_an_agent():
 
 @pytest.mark.slow  # a fork server
 def test_an_agent_serves_one_program_after_another():
-    agent = NodeAgent("127.0.0.1", 0, KEY)
+    agent = NodeAgent("127.0.0.1", 0, KEY, [ECHO])
     where = ("127.0.0.1", agent.port)
     with socket.create_connection(where) as junk:
         junk.sendall(b"no client of ours" * 9)
@@ -145,7 +167,7 @@ def test_an_agent_serves_one_program_after_another():
     assert not actor.alive
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(where)
-    agent = NodeAgent(*where, KEY)
+    agent = NodeAgent(*where, KEY, [ECHO])
     actor.restart()
     assert actor.call("told").result()[0]["init"] == {"number": 2}
     later.close()

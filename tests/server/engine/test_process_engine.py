@@ -117,13 +117,14 @@ def test_a_friend_who_sends_junk_is_told_and_dropped(echo):
 
 
 def test_a_process_without_the_key_cannot_call(echo, monkeypatch):
-    address = {**echo.address, "id": "another"}
+    address, key = echo.address, connecting._keys[echo.address["id"]]
+    monkeypatch.delitem(connecting._keys, address["id"])
     with pytest.raises(WireError, match="MIRROR_ENGINE_KEY"):
         connect(address)
     monkeypatch.setenv("MIRROR_ENGINE_KEY", "nothing in hexadecimal")
     with pytest.raises(WireError, match="hexadecimal"):
         connect(address)
-    monkeypatch.setenv("MIRROR_ENGINE_KEY", connecting._keys[echo.address["id"]].hex())
+    monkeypatch.setenv("MIRROR_ENGINE_KEY", key.hex())
     with_key = connect(address)
     assert with_key.call("nothing").result() == ({}, [])
     with_key.close()
@@ -198,13 +199,13 @@ def test_an_engine_that_nobody_holds_ends_its_actors():
 def test_why_an_actor_does_not_stand_is_heard_after_its_end(process_engine, monkeypatch):
     children, fork = [], ForkServer.fork
 
-    def noted(self, name):
-        children.append(fork(self, name))
+    def noted(self, name, port):
+        children.append(fork(self, name, port))
         return children[-1]
 
-    def late(sock):
+    def late(sock, seconds):
         assert children[-1].ended.wait(60)
-        return receive_message(sock)
+        return receive_message(sock, seconds)
 
     monkeypatch.setattr(ForkServer, "fork", noted)
     monkeypatch.setattr(processes, "receive_message", late)
