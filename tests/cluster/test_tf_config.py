@@ -59,7 +59,7 @@ def error_text(ask):
         return str(error)
 
 
-def test_it_says_who_and_where():
+def test_a_task_and_its_address_are_those_of_the_configuration():
     resolver = resolver_of({**CONFIG, "environment": "cloud", "rpc_layer": "grpc"})
     assert resolver.cluster_spec() == ClusterSpec(CLUSTER)
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)

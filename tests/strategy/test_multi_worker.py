@@ -336,7 +336,7 @@ def _check(seeds, told_by_both):
                 assert "test_multi_worker.py:" in words, (seed, words)
 
 
-def test_who_parts_ways_is_told(worker_pool):
+def test_workers_that_diverge_are_named(worker_pool):
     seeds = list(range(8))
     _check(seeds, worker_pool(2).run(part, seeds, 1))
 
@@ -344,7 +344,7 @@ def test_who_parts_ways_is_told(worker_pool):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("first", "num_devices"), [(100, 1), (160, 1), (220, 2), (260, 2)])
-def test_who_parts_ways_is_told_in_many_programs(worker_pool, first, num_devices):
+def test_workers_that_diverge_are_named_in_many_programs(worker_pool, first, num_devices):
     seeds = list(range(first, first + 40))
     _check(seeds, worker_pool(2).run(part, seeds, num_devices))
 

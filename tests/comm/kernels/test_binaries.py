@@ -327,7 +327,7 @@ def test_a_gpu_newer_than_the_compiler_gets_what_its_driver_translates(nvrtc):
     assert nvrtc.calls[0][1][-1] == "--gpu-architecture=compute_90"
 
 
-def test_what_the_compiler_says_is_told(nvrtc, tmp_path):
+def test_messages_of_the_compiler_are_in_the_error(nvrtc, tmp_path):
     nvrtc.error = "mirror.cu(3): error: expected a semicolon"
     with pytest.raises(BackendError, match=r"NVRTC refuses .*expected a semicolon"):
         binary(Unit("ring", "float"), 90)

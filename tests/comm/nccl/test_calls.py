@@ -133,7 +133,7 @@ def test_it_is_done_when_all_of_its_events_have_happened():
         ((False, False, True), (10, 11, 12), (0, 1)),
     ],
 )
-def test_the_late_are_those_whose_events_or_streams_say_so(monkeypatch, events, idle, late):
+def test_late_devices_are_found_by_their_events_or_streams(monkeypatch, events, idle, late):
     asked = []
 
     def has_nothing_left(device, stream):

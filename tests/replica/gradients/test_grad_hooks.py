@@ -111,7 +111,7 @@ def test_a_hook_never_gets_a_replicas_own_gradient_from_grad(make_strategy, by):
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_registered_in_forward_is_told(make_strategy, kind):
+def test_a_hook_registered_in_forward_is_reported(make_strategy, kind):
     class Hooking(nn.Linear):
         def forward(self, x):
             getattr(self.weight, kind)(lambda value: None)

@@ -247,7 +247,7 @@ def test_an_assignment_that_torch_refuses_changes_nothing(make_small_buckets, wh
     assert_same_grads(strategy, model, plain)
 
 
-def test_a_weight_set_after_a_pass_whose_gradients_are_all_on_their_way(make_small_buckets):
+def test_a_weight_set_after_a_pass_with_all_gradients_in_flight(make_small_buckets):
     strategy = make_small_buckets()
     plain, model = pair(strategy, chain())
 

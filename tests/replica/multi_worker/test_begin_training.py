@@ -283,7 +283,7 @@ def stale(alone):
 @pytest.mark.parametrize(
     ("alone", "how"), [(True, "at other lines of the program"), (False, "more often")]
 )
-def test_an_evaluation_with_the_values_from_before_is_told_of(worker_pool, alone, how):
+def test_an_evaluation_with_the_values_from_before_warns(worker_pool, alone, how):
     first, second = worker_pool(2).run(stale, alone)
     assert first == []
     assert len(second) == 1

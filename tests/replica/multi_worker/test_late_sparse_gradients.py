@@ -108,7 +108,7 @@ def gone_wrong(what):
     return told
 
 
-def test_a_worker_that_fails_after_its_pass_is_told_of(worker_pool):
+def test_a_worker_that_fails_after_its_pass_is_reported(worker_pool):
     (first,), (second,) = worker_pool(2).run(gone_wrong, "raises")
     assert first == (2, "DivergenceError")
     assert second == (2, "ValueError")
