@@ -11,10 +11,10 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
+from mirror.execution.checkpoint_rng import watch_saved_draws
 from mirror.execution.current_replica import current
 from mirror.execution.every_n_steps import EveryNSteps
 from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.execution.replica_rng import watch_saved_draws
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
