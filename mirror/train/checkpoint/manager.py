@@ -52,27 +52,30 @@ class SavedStep(int):
 
 @dataclass
 class TrainProgress:
-    """Counts steps, on from what was restored.
+    """Counts steps, on from what was restored or saved.
 
     Attributes:
         done: the steps done.
-        saved: the number under which was saved last.
-        since: the steps done since.
+        is_pending: whether another step has ended that is counted later, when the loop has done
+            what belongs to it.
     """
 
     done: int = 0
-    saved: int = -1
-    since: int = 0
+    is_pending: bool = False
 
     def step(self) -> None:
-        """Counts one."""
+        """Counts a step."""
         self.done += 1
-        self.since += 1
+        self.is_pending = False
 
     @property
     def number(self) -> int:
-        """That of the steps done; never one below what the program has saved."""
-        return self.done if self.done > self.saved else self.saved + self.since
+        """The number for a checkpoint of the steps done."""
+        return self.done
+
+    def count_from(self, number: int) -> None:
+        """Counts on from the number under which the program saved, if that is larger."""
+        self.done = max(self.done, number - self.is_pending)
 
 
 @call_with_hints
@@ -164,8 +167,7 @@ class CheckpointManager(NoCopy):
         self.checkpoint.save_step(
             path, number, wait=wait, write=lambda write: self._write(path, write)
         )
-        self.progress.saved = number
-        self.progress.since = 0
+        self.progress.count_from(number)
         return SavedStep.at_path(number, path)
 
     def restore_latest(self) -> int | None:
@@ -191,7 +193,7 @@ class CheckpointManager(NoCopy):
         step = int(name.removeprefix(_PREFIX))
         known = read[0] if read else None
         self.checkpoint.restore_contents(fellows.read(self.directory / name, known))
-        self.progress = TrainProgress(done=step, saved=step)
+        self.progress = TrainProgress(step)
         return step
 
     def _newest(self) -> list[Contents]:
