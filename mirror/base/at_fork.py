@@ -7,8 +7,9 @@ for a replica's turn, or for a lock that a thread held at the moment of the fork
 from __future__ import annotations
 
 import os
-import weakref
 from typing import Protocol
+
+from mirror.base.weak_registry import WeakRegistry
 
 
 class ReinitAfterFork(Protocol):
@@ -18,7 +19,7 @@ class ReinitAfterFork(Protocol):
         """Creates the threads and locks again, or drops them."""
 
 
-_owners: weakref.WeakSet[ReinitAfterFork] = weakref.WeakSet()
+_owners: WeakRegistry[ReinitAfterFork] = WeakRegistry()
 
 
 def reinit_after_fork(owner: ReinitAfterFork) -> None:
@@ -27,7 +28,7 @@ def reinit_after_fork(owner: ReinitAfterFork) -> None:
 
 
 def _after_fork() -> None:
-    for owner in tuple(_owners):
+    for owner in _owners:
         owner.after_fork()
 
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from mirror.base.migration_hints import names_of
 from mirror.cluster.kubernetes import KubernetesResolver
+from mirror.cluster.launchers import TorchrunResolver
 from mirror.cluster.rendezvous import Rendezvous
-from mirror.cluster.resolver import ClusterResolver
-from mirror.cluster.simple import SimpleResolver, UnionResolver
+from mirror.cluster.resolver import ClusterResolver, SimpleResolver, UnionResolver
 from mirror.cluster.slurm import SlurmResolver
 from mirror.cluster.spec import ClusterSpec
 from mirror.cluster.tf_config import TFConfigResolver
-from mirror.cluster.torchrun import TorchrunResolver
 from mirror.errors import ClusterError
 
 __all__ = [

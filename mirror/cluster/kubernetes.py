@@ -25,10 +25,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mirror.cluster.rendezvous import LOCALHOST, Rendezvous
+from mirror.cluster.rendezvous import LOCALHOST, MAX_PORT, EnvironmentVariables, Rendezvous
 from mirror.cluster.resolver import ClusterResolver
 from mirror.cluster.spec import ClusterSpec
-from mirror.cluster.variables import MAX_PORT, EnvironmentVariables
 from mirror.errors import ClusterError, short_repr
 
 CLIENT_PORT = 8470

@@ -1,15 +1,93 @@
-"""Detection of the launcher that started this process, by its environment variables."""
+"""The launchers of workers, detected by their environment variables, and torchrun's resolver."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 
 from mirror.cluster.kubernetes import KubernetesResolver
+from mirror.cluster.rendezvous import MAX_PORT, EnvironmentVariables, Rendezvous, single_process
 from mirror.cluster.resolver import ClusterResolver
 from mirror.cluster.slurm import SlurmResolver
+from mirror.cluster.spec import ClusterSpec
 from mirror.cluster.tf_config import TFConfigResolver
-from mirror.cluster.torchrun import TorchrunResolver
-from mirror.cluster.variables import EnvironmentVariables
+from mirror.errors import ClusterError
+
+_WHY = "torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: start every worker with it"
+
+
+class TorchrunResolver(ClusterResolver):
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+
+    Without RANK and WORLD_SIZE, there is only this process. All processes belong to job
+    ``worker``. torchrun provides only the address of worker 0, so the other addresses in
+    ``cluster_spec()`` are empty.
+
+    Args:
+        environ: read in place of this process's environment.
+    """
+
+    def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
+        self._variables = EnvironmentVariables(environ)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the workers, the first with its address; empty if there is only this process."""
+        if not self._is_started_by_torchrun:
+            return ClusterSpec({})
+        rendezvous = self._check_environment()
+        first = f"{rendezvous.master_address}:{rendezvous.master_port}"
+        return ClusterSpec({"worker": [first, *[""] * (rendezvous.world_size - 1)]})
+
+    @property
+    def task_type(self) -> str | None:
+        """``"worker"``, or None if there is only this process."""
+        return (
+            "worker"
+            if self._task_type is None and self._is_started_by_torchrun
+            else self._task_type
+        )
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """RANK, or None if there is only this process."""
+        if self._task_id is None and self._is_started_by_torchrun:
+            return self._check_environment().rank
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def rendezvous(self) -> Rendezvous:
+        """Returns what the variables describe; ClusterError if one is missing or wrong."""
+        is_set = self._task_type is not None or self._task_id is not None
+        return super().rendezvous() if is_set else self._check_environment()
+
+    def _check_environment(self) -> Rendezvous:
+        if not self._is_started_by_torchrun:
+            return single_process()
+        env = self._variables
+        size = env.needed_integer("WORLD_SIZE", least=1, why=_WHY)
+        rank = env.needed_integer("RANK", why=_WHY)
+        if rank >= size:
+            raise ClusterError(f"RANK={rank}, but WORLD_SIZE={size} has ranks 0 to {size - 1}")
+        if size == 1 and env.first("MASTER_ADDR", "MASTER_PORT") is None:
+            return single_process()
+        return Rendezvous(
+            rank,
+            size,
+            env.needed("MASTER_ADDR", why=_WHY),
+            env.needed_integer("MASTER_PORT", why=_WHY, least=int(size > 1), most=MAX_PORT),
+            env.integer("LOCAL_RANK"),
+            env.integer("LOCAL_WORLD_SIZE", least=1),
+        )
+
+    @property
+    def _is_started_by_torchrun(self) -> bool:
+        return self._variables.first("RANK", "WORLD_SIZE") is not None
 
 
 def _torchrun(env: EnvironmentVariables) -> bool:

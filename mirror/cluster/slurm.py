@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import ClassVar
 
+from mirror.cluster.rendezvous import MAX_PORT, EnvironmentVariables, integer
 from mirror.cluster.resolver import ClusterResolver
 from mirror.cluster.slurm_step import num_tasks, port_of, read_step
 from mirror.cluster.spec import ClusterSpec
-from mirror.cluster.variables import MAX_PORT, EnvironmentVariables, integer
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError, short_repr
 

@@ -5,8 +5,13 @@ from typing import TYPE_CHECKING
 from mirror.base.migration_hints import names_of
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.from_arrays import from_arrays
-from mirror.data.tfrecord.example import parse_example, parse_sequence_example, serialize_example
-from mirror.data.tfrecord.features import FixedLenFeature, VarLenFeature
+from mirror.data.tfrecord.example import (
+    FixedLenFeature,
+    VarLenFeature,
+    parse_example,
+    parse_sequence_example,
+    serialize_example,
+)
 from mirror.data.tfrecord.record_writer import TFRecordWriter
 from mirror.data.tfrecord.tfrecord_dataset import TFRecordDataset, TFRecordStream
 from mirror.errors import RecordError

@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from mirror.data.load_balance import FixedBalance
 from mirror.data.loader_copy import Indices, copy_loader, skip
-from mirror.data.rng_state import capture_rng, replayed_rng, restore_rng
-from mirror.data.sampler_state import (
+from mirror.data.resume_state import (
     SHARDED,
     capture_order,
     check_order,
@@ -23,6 +21,8 @@ from mirror.data.sampler_state import (
     samplers_of,
     set_order,
 )
+from mirror.data.rng_state import capture_rng, replayed_rng, restore_rng
+from mirror.data.split_batch import FixedBalance
 from mirror.data.worker_sharding import Window
 from mirror.errors import BatchError
 

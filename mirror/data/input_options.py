@@ -27,7 +27,7 @@ class InputOptions:
             ``distribute_dataset_from_function``, that does not reach all replicas.
         weights: the split of a batch over devices of different speed: one number >= 0 per
             replica, see ``mirror.data.split_batch.split_sizes``; ``"auto"`` follows the replicas'
-            measured speed, see ``mirror.data.load_balance.Balance``; ``None`` for equal parts.
+            measured speed, see ``mirror.data.split_batch.Balance``; ``None`` for equal parts.
         weight_of: computes a replica's weight in the gradient mean from its part of the batch on
             the host: ``lambda batch: batch["attention_mask"].sum()`` counts tokens. ``None``
             counts examples.

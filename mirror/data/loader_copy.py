@@ -39,10 +39,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from mirror.data.batch_hash import batch_hash
 from mirror.data.from_arrays import Arrays
 from mirror.data.rng_state import capture_rng, restore_rng, same_rng
-from mirror.data.worker_sharding import Window
+from mirror.data.worker_sharding import Window, batch_hash
 from mirror.values import leaves_of
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

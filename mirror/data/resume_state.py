@@ -1,20 +1,171 @@
-"""The position of a pass over a dataset: saved, checked, and gathered from all workers."""
+"""The position of a pass: the order of its examples, saved, checked, gathered from all workers."""
 
 from __future__ import annotations
 
+import collections
 import copy
+import itertools
 import json
-from collections.abc import Mapping
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
+from mirror.base.tree_json import decode, encode
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.rng_state import capture_rng, replayed_rng
-from mirror.errors import short_repr
+from mirror.devices import state_of
+from mirror.errors import CheckpointError, short_repr
+
+SHARDED = (
+    "a DistributedSampler gives this process 1 / {} of the examples, and no other process reads "
+    "the rest: mirror feeds all replicas from one process; use the loader without the sampler, "
+    "with shuffle=True"
+)
+
+
+def reads_a_shard(sampler: object) -> bool:
+    """Returns whether a sampler leaves examples to other processes although there are none."""
+    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas < 2:
+        return False
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized())
+
+
+def capture_order(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Returns the state that decides the order of a pass that begins now."""
+    samplers, generators = samplers_of(loader)
+    return {
+        "generators": list(map(state_of, generators)),
+        "samplers": [_sampler_state(sampler) for sampler in samplers],
+    }
+
+
+def check_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` if an order is not one of this loader; changes nothing."""
+    samplers, generators = samplers_of(loader)
+    states, positions = order.get("samplers", []), order.get("generators", [])
+    if not isinstance(states, (list, tuple)) or not isinstance(positions, (list, tuple)):
+        raise ValueError("the entries 'samplers' and 'generators' of a state must be lists")
+    if (len(states), len(positions)) != (len(samplers), len(generators)):
+        raise ValueError(
+            "a state fits only a loader with the same samplers and generators; it is of "
+            f"{len(states)} samplers and {len(positions)} generators, this loader has "
+            f"{len(samplers)} and {len(generators)}"
+        )
+    for sampler, state in zip(samplers, states, strict=True):
+        if not isinstance(state, Mapping) or state.keys() not in _keys_for(sampler):
+            raise ValueError(f"this is no state of a {type(sampler).__name__}: {state!r:.60}")
+        if not isinstance(state.get("epoch", 0), numbers.Integral):
+            raise ValueError(f"the epoch of a sampler is a number; got {state['epoch']!r:.60}")
+    for generator, position in zip(generators, positions, strict=True):
+        try:
+            torch.Generator(generator.device).set_state(position)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"this is no state of a torch.Generator: {error}") from error
+
+
+def set_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
+    """Gives the loader's next pass this order."""
+    samplers, generators = samplers_of(loader)
+    _set_states(generators, order.get("generators", ()))
+    for sampler, state in zip(samplers, order.get("samplers", ()), strict=True):
+        _set_sampler_state(sampler, state)
+
+
+def rewind_generators(
+    loader: DataLoader[Any], order: Mapping[str, Any], num_consumed: int
+) -> None:
+    """Sets a loader's generators to their states after a plain loop that ended early.
+
+    torch's samplers draw while they are read, and once more at their end. A plain loop reads the
+    indices that it consumes, and those that the loader's processes prefetch. Other samplers, and
+    generators from which the program has also drawn, are unchanged.
+
+    Args:
+        order: the order of the pass that ended early; it may have been read further.
+        num_consumed: the number of batches that the loop took.
+    """
+    samplers, generators = samplers_of(loader)
+    are_torchs = all(type(s).__module__ == "torch.utils.data.sampler" for s in samplers)
+    if not generators or not are_torchs or "generators" not in order:
+        return
+    now = _states_of(generators)
+    _set_states(generators, order["generators"])
+    with replayed_rng(order["streams"]):
+        if not order.get("reuses_workers"):  # the seed of the workers
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        indices = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        collections.deque(itertools.islice(indices, num_consumed + num_ahead), maxlen=0)
+        left = _states_of(generators)
+        was_only_read = _reaches(indices, generators, now)
+    _set_states(generators, left if was_only_read else now)
+
+
+def _states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def _reaches(
+    indices: Iterator[Any], generators: Sequence[torch.Generator], states: Sequence[Tensor]
+) -> bool:
+    """Returns whether the generators reach these states while the indices are read to the end."""
+    ended = object()
+    while not all(map(torch.equal, _states_of(generators), states)):
+        if next(indices, ended) is ended:
+            return all(map(torch.equal, _states_of(generators), states))
+    return True
+
+
+def samplers_of(loader: DataLoader[Any]) -> tuple[list[Any], list[torch.Generator]]:
+    """Returns a loader's samplers, nested ones included, and their generators."""
+    samplers: dict[int, Any] = {}
+    generators: dict[int, torch.Generator] = {}
+    holders: list[Any] = [loader]
+    for holder in holders:  # grows
+        for name, value in sorted(getattr(holder, "__dict__", {}).items()):
+            if isinstance(value, torch.Generator):
+                generators.setdefault(id(value), value)
+            elif isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
+                if id(value) not in samplers:
+                    samplers[id(value)] = value
+                    holders.append(value)
+    return list(samplers.values()), list(generators.values())
+
+
+def _sampler_state(sampler: Any) -> dict[str, Any]:
+    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+        return {"own": copy.deepcopy(sampler.state_dict())}
+    epoch = getattr(sampler, "epoch", None)
+    # A NumPy integer too is saved as a plain number.
+    return {"epoch": int(epoch)} if isinstance(epoch, numbers.Integral) else {}
+
+
+def _keys_for(sampler: Any) -> list[set[str]]:
+    """Returns the possible sets of keys of a sampler's state."""
+    keys = set(_sampler_state(sampler))
+    has_epochs = hasattr(sampler, "epoch") or hasattr(sampler, "set_epoch")
+    # A new sampler may get its first epoch later.
+    return [keys, {"epoch"}] if has_epochs and not keys else [keys]
+
+
+def _set_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:
+    if "own" in state:
+        sampler.load_state_dict(state["own"])
+    elif "epoch" in state:
+        sampler.epoch = state["epoch"]
+
 
 VERSION = 1
 
@@ -182,15 +333,28 @@ def gather_states(state: Mapping[str, Any], workers: LocalWorkerGroup) -> dict[s
         TypeError: a state has a value that cannot be sent.
     """
     tensors: list[Tensor] = []
-    text = json.dumps(_encode(state, tensors)).encode()
+
+    def put(tensor: Tensor, path: str) -> str:
+        tensors.append(tensor)
+        return str(len(tensors) - 1)
+
+    try:
+        text = json.dumps(encode(state, "state", put)).encode()
+    except CheckpointError as error:
+        raise TypeError(
+            "a state that is sent to other workers may have plain values, tensors and arrays; "
+            f"{error}"
+        ) from None
     header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     what = "state_dict of a distributed dataset"
     messages = workers.exchange_tensors(what, None, [header, *tensors])
-    states = [
-        _decode(json.loads(header.numpy().tobytes()), tensors)
-        for header, *tensors in (message.tensors for message in messages)
-    ]
+    states = [_decode(header, own) for header, *own in (m.tensors for m in messages)]
     return {WORKERS: states}
+
+
+def _decode(header: Tensor, tensors: Sequence[Tensor]) -> Any:
+    """Returns a worker's state; its tree names each tensor by its number."""
+    return decode(json.loads(header.numpy().tobytes()), lambda name, _: tensors[int(name)])
 
 
 def select_own_state(state: Any, workers: LocalWorkerGroup) -> Any:
@@ -214,44 +378,3 @@ def select_own_state(state: Any, workers: LocalWorkerGroup) -> Any:
             "begin the pass again without the state"
         )
     return states[workers.rank]
-
-
-def _encode(value: Any, tensors: list[Tensor]) -> Any:
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, (int, np.integer)):
-        return int(value)
-    if isinstance(value, (float, np.floating)):
-        return {"float": float(value).hex()}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if isinstance(value, (Tensor, np.ndarray)):
-        kind = "tensor" if isinstance(value, Tensor) else "array"
-        tensors.append(torch.as_tensor(value))
-        return {kind: len(tensors) - 1}
-    if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_encode(item, tensors) for item in value]}
-    if isinstance(value, Mapping):
-        items = value.items()
-        return {"dict": [[_encode(k, tensors), _encode(v, tensors)] for k, v in items]}
-    raise TypeError(
-        "a state that is sent to other workers may have plain values, tensors and arrays; this "
-        f"one has {short_repr(value)}"
-    )
-
-
-def _decode(value: Any, tensors: list[Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, held),) = value.items()
-    if kind == "float":
-        return float.fromhex(held)
-    if kind == "bytes":
-        return bytes.fromhex(held)
-    if kind in ("tensor", "array"):
-        return tensors[held] if kind == "tensor" else tensors[held].numpy()
-    if kind == "dict":
-        return {_decode(k, tensors): _decode(v, tensors) for k, v in held}
-    items = [_decode(item, tensors) for item in held]
-    return items if kind == "list" else tuple(items)

@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.data.batch_hash import batch_hash
 from mirror.data.distributed_steps import DistributedStep, DistributedSteps
 from mirror.data.loader_copy import WindowBatch
+from mirror.data.worker_sharding import batch_hash
 from mirror.errors import BatchError, DivergenceError
 from mirror.values import leaves_of
 

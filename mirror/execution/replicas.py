@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mirror.base.timeline import Timeline
+from mirror.base.weak_registry import WeakRegistry
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
@@ -114,10 +115,12 @@ class WeakReplicaMap(Generic[T]):
         self._known: weakref.WeakKeyDictionary[Replicas, weakref.ref[T]] = (
             weakref.WeakKeyDictionary()
         )
+        self._owned: WeakRegistry[T] = WeakRegistry()
 
     def put(self, replicas: Replicas, owned: T) -> None:
         """Stores the object of these replicas."""
         self._known[replicas] = weakref.ref(owned)
+        self._owned.add(owned)
 
     def get(self, replicas: Replicas) -> T:
         """Returns the object of these replicas, which must be in use."""
@@ -127,8 +130,7 @@ class WeakReplicaMap(Generic[T]):
 
     def all(self) -> list[T]:
         """Returns all objects that are alive."""
-        found = (known() for known in list(self._known.values()))
-        return [owned for owned in found if owned is not None]
+        return list(self._owned)
 
 
 class SwappedOptimizer(Protocol):

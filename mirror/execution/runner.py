@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from mirror.base.at_fork import reinit_after_fork
 from mirror.base.timeline import last_used
 from mirror.device.events import Stopwatch
-from mirror.device.side_streams import CopyStreams
+from mirror.device.streams import CopyStreams
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import (
@@ -59,6 +59,7 @@ class Runner:
         is_usable: whether ``check_usable`` raises nothing.
         stopwatches: one per replica once ``measure`` has been called.
         on_outermost_end: on one of several workers, called when an outermost run has succeeded.
+        parallel_runs: decides under ``schedule="parallel"`` which runs take turns.
         copies: streams for arguments from the host to GPUs; ``None`` on simulated devices.
     """
 
@@ -80,9 +81,9 @@ class Runner:
         self._claim, positions = ExclusiveRun(), replicas.places.positions
         self._generators = [own for p in positions if len(own := generators_of(p)) > 1]
         self._streams = RngPool()
-        self._parallel: ParallelRuns | None = None
+        self.parallel_runs: ParallelRuns | None = None
         if schedule == PARALLEL:
-            self._parallel = ParallelRuns(are_simulated=replicas.are_simulated)
+            self.parallel_runs = ParallelRuns(are_simulated=replicas.are_simulated)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
         self.is_closed = self._is_forked = False
         self.is_usable = True
@@ -195,8 +196,10 @@ class Runner:
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
         lockstep = self.locksteps.at_depth(depth)
         may_move_at_once = self.schedule.may_move_at_once
-        if self._parallel is not None and active[1:]:
-            may_move_at_once = self._parallel.begin() if outer is None else outer.lockstep.is_eager
+        if self.parallel_runs is not None and active[1:]:
+            may_move_at_once = (
+                self.parallel_runs.begin() if outer is None else outer.lockstep.is_eager
+            )
         run = Run(
             self.replicas,
             lockstep,
@@ -261,8 +264,8 @@ class Runner:
             state.restore()
         if run.streams is not None:
             run.streams.end()
-        if self._parallel is not None and run.outer is None:
-            self._parallel.end()
+        if self.parallel_runs is not None and run.outer is None:
+            self.parallel_runs.end()
         self._parts.on_run_end(run)
 
     def _fail(self, run: Run, state: ThreadState | None) -> None:
@@ -315,7 +318,7 @@ class Runner:
         if len(active) < 2 or not self.replicas.are_simulated:
             return None
         takes_turns = self.schedule.keeps_order or (
-            self._parallel is not None and not may_move_at_once
+            self.parallel_runs is not None and not may_move_at_once
         )
         return self._streams.begin(active[0]) if takes_turns else None
 

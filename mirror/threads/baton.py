@@ -18,13 +18,23 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+# A signal that arrives just before a thread sleeps does not wake it. That moment lasts up to a
+# second without the GIL on a busy machine. So the caller of a run, which may be the main thread,
+# wakes up this often: Python then handles the signal.
+SIGNAL_SECONDS = 0.5
+
 
 class Baton:
-    """Blocks one thread until another thread posts."""
+    """Blocks one thread until another thread posts.
 
-    __slots__ = ("_affinities", "_lock", "_pinning", "_sleeper")
+    Args:
+        is_of_caller: whether the thread that waits may be the main thread, which handles signals.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_affinities", "_lock", "_longest", "_pinning", "_sleeper")
+
+    def __init__(self, *, is_of_caller: bool = False) -> None:
+        self._longest = SIGNAL_SECONDS if is_of_caller else -1.0  # seconds of one sleep
         self._lock, self._pinning = threading.Lock(), threading.Lock()
         self._lock.acquire()
         self._sleeper: int | None = None  # the native id of the waiting thread
@@ -39,7 +49,11 @@ class Baton:
         # Not Thread.native_id: after a fork it still names the thread of the parent process.
         self._sleeper = threading.get_native_id()
         try:
-            return self._lock.acquire(timeout=-1 if timeout == math.inf else timeout)
+            if timeout != math.inf:
+                return self._lock.acquire(timeout=timeout)
+            while not self._lock.acquire(timeout=self._longest):
+                pass
+            return True
         finally:
             with self._pinning:  # from here on no other thread changes this thread's affinity
                 self._sleeper = None

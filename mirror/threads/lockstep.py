@@ -34,7 +34,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from mirror.device.openmp import release_thread_pool
+from mirror.device.host import release_thread_pool
 from mirror.errors import CollectiveTimeoutError, StrategyError
 from mirror.threads.baton import Baton
 from mirror.threads.cancellation import cancel_and_join
@@ -110,7 +110,7 @@ class Lockstep:
         self.usable, self._is_struck = True, False
         self.is_busy = self._is_forked = False
         self._threads = ReplicaThreads(names, self._work)
-        self._mutex, self._finished = threading.Lock(), Baton()
+        self._mutex, self._finished = threading.Lock(), Baton(is_of_caller=True)
         self._begin_run({})
 
     def _begin_run(

@@ -31,7 +31,7 @@ class ReplicaThreads:
         self.here: int | None = None
         self.dismissed = False
         self._names, self._work = names, work
-        self._turns, self._turn_here = [Baton() for _ in names], Baton()
+        self._turns, self._turn_here = [Baton() for _ in names], Baton(is_of_caller=True)
         self._threads: dict[int, threading.Thread] = {}
 
     def wake(self, replica_id: int, *, near: bool) -> None:

@@ -1,21 +1,14 @@
-"""The demo: trains a network on the replicas of a strategy, then on one device, and compares.
-
-A progress bar on a terminal; elsewhere only the line that is left when it ends.
-"""
+"""``mirror demo``: trains a network on replicas and on one device, and compares both."""
 
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from mirror.devices import is_simulated, resolve
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.tools.demo_images import NUM_CLASSES, Images, load_images
+from mirror.train.loop.hooks import ProgressLine
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -306,59 +300,3 @@ def _verdict(difference: float) -> str:
         "grow,\nso repeat it with --epochs 1; if it stays, the replicas do not compute what one "
         "device does."
     )
-
-
-_CLEAR_LINE = "\r\x1b[K"
-_REDRAW_SECONDS = 0.1
-_BAR_WIDTH = 24
-
-
-class ProgressLine:
-    """Use as a context manager; whatever happens, the cursor ends at the start of an empty line.
-
-    Attributes:
-        live: whether there is a terminal that shows a bar.
-    """
-
-    def __init__(self, label: str, total: int, stream: TextIO | None = None) -> None:
-        self.stream = sys.stdout if stream is None else stream
-        self.live = (
-            self.stream.isatty()
-            and not os.environ.get("CI")
-            and os.environ.get("TERM", "dumb") != "dumb"
-        )
-        self._label = label
-        self._total = total
-        self._drawn = 0.0
-
-    def due(self) -> bool:
-        """Whether a call of ``show`` would be worth its cost now."""
-        return self.live and time.perf_counter() - self._drawn >= _REDRAW_SECONDS
-
-    def show(self, done: int, text: str) -> None:
-        """Draws the bar with ``done`` of the total, followed by ``text``, cut to one line."""
-        if not self.live:
-            return
-        filled = _BAR_WIDTH * done // self._total
-        bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
-        # A line as wide as the terminal makes some wrap, and what wraps cannot be cleared.
-        width = shutil.get_terminal_size().columns - 1
-        # Noted first: Ctrl-C may come at the end of the write.
-        self._drawn = time.perf_counter()
-        self._write(_CLEAR_LINE + f"{self._label} [{bar}] {text}"[:width])
-
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self.live and self._drawn:
-            self._write(_CLEAR_LINE)
-
-    def _write(self, text: str) -> None:
-        self.stream.write(text)
-        self.stream.flush()

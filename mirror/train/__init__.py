@@ -1,16 +1,20 @@
-"""Around a training loop: what a program does besides its steps."""
+"""Training loops: hooks, progress, logs, stopping and saving."""
 
 from typing import TYPE_CHECKING
 
 from mirror.base.migration_hints import names_of
-from mirror.train.checkpoint.termination_config import TerminationConfig
-from mirror.train.loop.hook import Hook
-from mirror.train.loop.hooks import SaveEvery, StopAfter, StopAtStep, StopOnNan
-from mirror.train.loop.live_plot import LivePlot
-from mirror.train.loop.metric_writers import CSVWriter, TensorBoardWriter
-from mirror.train.loop.progress_hooks import LogEvery, ProgressBar
+from mirror.train.checkpoint.preemption import TerminationConfig
+from mirror.train.loop.hook import Hook, TrainingState
+from mirror.train.loop.hooks import (
+    LogEvery,
+    ProgressBar,
+    SaveEvery,
+    StopAfter,
+    StopAtStep,
+    StopOnNan,
+)
 from mirror.train.loop.training import Training
-from mirror.train.loop.training_state import TrainingState
+from mirror.train.loop.writers import CSVWriter, LivePlot, TensorBoardWriter
 
 __all__ = [
     "CSVWriter",
@@ -28,5 +32,5 @@ __all__ = [
     "TrainingState",
 ]
 
-if not TYPE_CHECKING:  # to which an unknown name is one
+if not TYPE_CHECKING:  # so that the type checker reports unknown names
     __getattr__ = names_of("mirror.train")

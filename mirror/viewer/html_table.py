@@ -1,4 +1,4 @@
-"""Where time went as a table in HTML: what a notebook shows of a report."""
+"""Times as HTML: the table of a report in a notebook, and the page of a trace."""
 
 from __future__ import annotations
 
@@ -6,13 +6,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from mirror.viewer.svg_lanes import svg_of
+from mirror.viewer.trace_lanes import COLOURS, OTHER, Lane, kinds_of
+
 _WIDTH, _HEIGHT = 560, 14  # of the bar, in pixels
+_PAGE_WIDTH = 1200
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+body {{ margin: 14px 18px; background: #fff; color: #24292f; font: 13px system-ui, sans-serif; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #14181d; color: #e6edf3; }} }}
+th, td {{ text-align: right; padding: 3px 12px 3px 0; font-weight: 500; }}
+i {{ display: inline-block; width: 10px; height: 10px; margin-right: 6px; }}
+</style>
+</head>
+<body>
+<h1 style="font-size: 16px">{summary}</h1>
+{picture}<table>
+{table}
+</table>
+</body>
+</html>
+"""
 _CELL = "text-align:{};padding:1px 10px 1px 0;border:0;background:none;color:inherit"
 
 
 @dataclass(frozen=True)
 class TablePart:
-    """A line of the table: a share of the whole."""
+    """A row of the table: a share of the whole."""
 
     name: str
     seconds: float
@@ -20,9 +48,9 @@ class TablePart:
 
 
 def table_of(title: str, whole: float, parts: Sequence[TablePart], notes: Sequence[str]) -> str:
-    """Returns a bar of the parts, a line for each, and the notes; nothing of it is a program.
+    """Returns a bar of the parts, a row for each, and the notes, without scripts.
 
-    Colours of letters are those of the notebook, dark or light.
+    The text has the colour of the notebook, dark or light.
     """
     share = 1.0 / whole if whole > 0 else 0.0
     lines = [_line("whole step", whole, "100%" if whole > 0 else "", "transparent")]
@@ -45,7 +73,7 @@ def table_of(title: str, whole: float, parts: Sequence[TablePart], notes: Sequen
 
 
 def _bar(parts: Sequence[TablePart], share: float) -> str:
-    """Returns the parts side by side; medians of each may be more than that of the whole."""
+    """Returns the parts in one bar; their medians may sum to more than that of the whole."""
     share = min(share, 1.0 / max(sum(part.seconds for part in parts), 1e-30))
     drawn, x = [], 0.0
     for part in parts:
@@ -73,3 +101,33 @@ def _line(name: str, seconds: float, share: str, colour: str) -> str:
         f'<tr style="background:none"><td style="{left}">{square}{escape(name)}</td>'
         f'<td style="{right}">{seconds * 1e3:,.3f} ms</td><td style="{right}">{share}</td></tr>'
     )
+
+
+def page_of(lanes: Sequence[Lane], *, title: str, summary: str) -> str:
+    """Returns a page with the lanes of a trace and the time of each kind.
+
+    It loads nothing, has no scripts, and depends only on the arguments.
+    """
+    return _PAGE.format(
+        title=escape(title),
+        summary=escape(summary),
+        picture=svg_of(lanes, width=_PAGE_WIDTH, stand_alone=False),
+        table=_own_times(lanes),
+    )
+
+
+def _own_times(lanes: Sequence[Lane]) -> str:
+    """Returns the rows of a table: the milliseconds of each kind by lane, without inner spans."""
+    kinds = kinds_of(lanes)
+    heads = "".join(
+        f'<th><i style="background:{COLOURS.get(kind, OTHER)}"></i>{escape(kind)}</th>'
+        for kind in kinds
+    )
+    rows = [f"<tr><th>own time, ms</th>{heads}</tr>"]
+    for lane in lanes:
+        own = lane.own_by_kind()
+        cells = "".join(
+            f"<td>{own[kind] / 1e3:,.3f}</td>" if kind in own else "<td></td>" for kind in kinds
+        )
+        rows.append(f"<tr><th>{escape(lane.name)}</th>{cells}</tr>")
+    return "\n".join(rows)

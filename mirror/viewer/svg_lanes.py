@@ -20,12 +20,12 @@ _TICKS = 8
 
 
 def svg_of(lanes: Sequence[Lane], *, width: int, stand_alone: bool) -> str:
-    """Returns the picture; times stand above, colours are told below.
+    """Returns the picture, with times above and a legend below.
 
     Args:
-        width: in pixels; the height follows from the lanes.
-        stand_alone: a file of its own: chooses dark or light letters by what the reader prefers,
-            where part of a page they have the page's colour.
+        width: the width in pixels; the height follows from the lanes.
+        stand_alone: whether it is a file, with dark or light text as the reader prefers. Otherwise
+            the text has the colour of the page.
     """
     legend = list(_legend(kinds_of(lanes), width))
     top = _AXIS
@@ -83,7 +83,7 @@ def _axis(whole: float, scale: float, bottom: int) -> Iterator[str]:
 def _lane(lane: Lane, top: int, scale: float) -> Iterator[str]:
     yield f'<text x="{_MARGIN}" y="{top + 15}">{escape(lane.name)}</text>'
     for row, spans in enumerate(lane.rows):
-        drawn = -1.0  # up to which pixel; of what is narrower than one, one is drawn for it
+        drawn = -1.0  # the last drawn pixel; of several spans in one pixel, one is drawn
         for span in spans:
             if span.end * scale >= drawn + 1:
                 drawn = span.end * scale

@@ -1,4 +1,4 @@
-"""Trace: what happened inside ``strategy.trace``, to be looked at."""
+"""Trace: the recorded spans of ``strategy.trace``, as pictures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from mirror.base.atomic_file import replace_atomically
 from mirror.errors import StrategyError
-from mirror.viewer.html_page import page_of
+from mirror.viewer.html_table import page_of
 from mirror.viewer.svg_lanes import svg_of
 from mirror.viewer.trace_lanes import Lane, lanes_of, seconds_of
 
 
 class Trace:
-    """What happened inside ``strategy.trace(path)``: spans of time, in a lane for each replica.
+    """The spans recorded by ``strategy.trace(path)``, in a lane for each replica.
 
     ::
 
@@ -24,10 +24,11 @@ class Trace:
             train_step(batch)
         trace.to_html("step.html")
 
-    In a notebook it shows itself. It begins with the first span.
+    A notebook shows the lanes. Times count from the first span. https://ui.perfetto.dev opens the
+    file, to zoom and to search.
 
     Args:
-        content: of the file, which has something in it as soon as the trace has ended.
+        content: the content of the file; empty until the trace has ended.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -35,7 +36,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Returns a trace that was taken earlier, from the file it was written to.
+        """Returns the trace in a file.
 
         Raises:
             OSError: the file cannot be read.
@@ -53,38 +54,38 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the first span to the end of the last one."""
+        """The seconds from the beginning of the first span to the end of the last one."""
         return seconds_of(self._lanes())
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the reductions' time for which nobody waited; ``None``: there was none."""
+        """The hidden share of the reductions' time; ``None`` without reductions."""
         self._check_ended()
         share: float | None = self._content["otherData"]["hidden_share_of_communication"]
         return share
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page of its own: lanes to zoom and to move in, names and times to point at.
+        """Writes a page with the lanes, and a table of the time of each kind.
 
-        It needs no network, and follows what the reader prefers, dark or light. The same trace
-        gives the same bytes.
+        The name and time of a span appear when the mouse points at it. The page needs no network,
+        and has dark or light colours as the reader prefers. The same trace gives the same bytes.
 
         Raises:
-            StrategyError: the trace is being taken still.
+            StrategyError: the trace has not ended.
             OSError: the file cannot be written.
         """
         summary = self._summary()
         _write(path, page_of(self._lanes(), title=f"mirror: {summary}", summary=summary))
 
     def to_svg(self, path: str | os.PathLike[str], *, width: int = 880) -> None:
-        """Writes the lanes as a picture, for a document; better of a step than of a thousand.
+        """Writes the lanes of a few steps as a picture for a document.
 
         Args:
-            width: of the picture, in pixels.
+            width: the width of the picture, in pixels.
 
         Raises:
-            StrategyError: the trace is being taken still.
-            ValueError: it is too narrow for lanes and their names.
+            StrategyError: the trace has not ended.
+            ValueError: the width is too small for lanes and their names.
             OSError: the file cannot be written.
         """
         if isinstance(width, bool) or not isinstance(width, int) or width < 300:
@@ -102,11 +103,11 @@ class Trace:
     def _summary(self) -> str:
         lanes = self._lanes()
         num_spans = sum(len(row) for lane in lanes for row in lane.rows)
-        told = f"{num_spans:,} spans in {len(lanes)} lanes, {1e3 * self.seconds:,.3f} ms"
+        summary = f"{num_spans:,} spans in {len(lanes)} lanes, {1e3 * self.seconds:,.3f} ms"
         hidden = self.hidden_share
         if hidden is None:
-            return told
-        return f"{told}; {hidden:.0%} of the reductions' time was hidden"
+            return summary
+        return f"{summary}; {hidden:.0%} of the reductions' time was hidden"
 
     def _lanes(self) -> tuple[Lane, ...]:
         self._check_ended()

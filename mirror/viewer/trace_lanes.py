@@ -1,4 +1,4 @@
-"""Lanes: the spans of a trace as they are drawn, each below the one it is in."""
+"""Lanes: the spans of a trace by replica, each span below the one that contains it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mirror.base.timeline import (
     WAITING,
 )
 
-# Of one lightness, so that dark letters can be read on each, and each on white and on black.
+# All of one lightness: dark text is readable on each, and each is visible on white and black.
 COLOURS = {
     FORWARD: "#6ea8e8",
     BACKWARD: "#b695e6",
@@ -36,17 +36,17 @@ COLOURS = {
     COMPILING: "#d0ab84",
 }
 OTHER = "#b5b0a8"
-_SAME = 1e-3  # microseconds: what two numbers of a clock may differ by that were one
+_SAME = 1e-3  # microseconds; the rounding of equal times
 
 
 @dataclass(frozen=True)
 class Span:
-    """What happened without a break; times are in microseconds.
+    """An interval with a name and a kind; times are in microseconds.
 
     Attributes:
-        begin: from the beginning of the trace on.
-        length: of the whole span.
-        own: without the spans inside.
+        begin: the time since the beginning of the trace.
+        length: the duration.
+        own: the duration without the spans inside.
     """
 
     name: str
@@ -61,24 +61,24 @@ class Span:
 
     @property
     def words(self) -> str:
-        """What it is and how long it took: in a page, what is shown of the span pointed at."""
+        """The name, kind and times; shown when the mouse points at the span."""
         kind = "" if self.name == self.kind else f" ({self.kind})"
         return f"{self.name}{kind}: {self.length:,.1f} us, from {self.begin:,.1f} us on"
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Those of a replica, or of what stands beside the replicas.
+    """The spans of a replica, of the cross-replica context, or of overlapped reductions.
 
     Attributes:
-        rows: those of a row follow each other, and each is inside one of the row before.
+        rows: spans that do not overlap; each lies inside a span of the row before.
     """
 
     name: str
     rows: tuple[tuple[Span, ...], ...]
 
     def own_by_kind(self) -> dict[str, float]:
-        """Returns the microseconds that each kind took, in the order of ``COLOURS``."""
+        """Returns the microseconds of each kind, in the order of ``COLOURS``."""
         found = dict.fromkeys(COLOURS, 0.0)
         for span in (span for row in self.rows for span in row):
             found[span.kind] = found.get(span.kind, 0.0) + span.own
@@ -86,7 +86,7 @@ class Lane:
 
 
 def lanes_of(events: Iterable[Mapping[str, Any]]) -> tuple[Lane, ...]:
-    """Returns the lanes of a trace's events in which something happened, replicas first."""
+    """Returns the non-empty lanes of a trace's events, replicas first."""
     names: dict[int, str] = {}
     by_lane: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
@@ -102,13 +102,13 @@ def lanes_of(events: Iterable[Mapping[str, Any]]) -> tuple[Lane, ...]:
 
 
 def kinds_of(lanes: Iterable[Lane]) -> list[str]:
-    """Returns the kinds there are, in the order of ``COLOURS``."""
+    """Returns the kinds of the spans, in the order of ``COLOURS``."""
     found = {span.kind for lane in lanes for row in lane.rows for span in row}
     return [*(kind for kind in COLOURS if kind in found), *sorted(found - set(COLOURS))]
 
 
 def seconds_of(lanes: Iterable[Lane]) -> float:
-    """Returns how long it took from the first span's beginning to the last one's end."""
+    """Returns the seconds from the first span's beginning to the last one's end."""
     ends = [row[-1].end for lane in lanes for row in lane.rows]
     return max(ends, default=0.0) / 1e6
 
@@ -117,7 +117,7 @@ def _rows(events: Sequence[Mapping[str, Any]], origin: float) -> tuple[tuple[Spa
     ordered = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
     own = [event["dur"] for event in ordered]
     depths = []
-    around: list[int] = []  # what the next event may be inside
+    around: list[int] = []  # the open spans
     for i, event in enumerate(ordered):
         while around and _end(ordered[around[-1]]) <= event["ts"] + _SAME:
             around.pop()

@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from mirror.cluster import ClusterError, ClusterResolver, ClusterSpec, Rendezvous, SimpleResolver
-from mirror.cluster.rendezvous import rendezvous_of, single_process, split_address
-from mirror.cluster.variables import MAX_PROCESSES, EnvironmentVariables, integer
+from mirror.cluster.rendezvous import (
+    MAX_PROCESSES,
+    EnvironmentVariables,
+    integer,
+    rendezvous_of,
+    single_process,
+    split_address,
+)
 
 SPEC = ClusterSpec({"worker": ["a:2222", "b:2222"]})
 

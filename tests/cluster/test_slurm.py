@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror.cluster import ClusterError, Rendezvous, SlurmResolver
+from mirror.cluster.rendezvous import EnvironmentVariables
 from mirror.cluster.slurm_step import read_step
-from mirror.cluster.variables import EnvironmentVariables
 
 STEP = {
     "SLURM_JOB_ID": "4711",

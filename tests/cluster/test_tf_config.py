@@ -24,8 +24,8 @@ from mirror.cluster import (
     TFConfigResolver,
     UnionResolver,
 )
-from mirror.cluster.hostlist import expand_hostlist, expand_tasks_per_node
 from mirror.cluster.rendezvous import rendezvous_of
+from mirror.cluster.slurm_step import expand_hostlist, expand_tasks_per_node
 from mirror.cluster.spec import MAX_TASKS
 from tests.cluster.cases import inputs
 from tests.cluster.questions import answers

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mirror.data import DistributedDataset, buffer_reuse
+from mirror.data import DistributedDataset, distributed_steps
 from mirror.data.input_options import InputOptions
-from mirror.device.side_streams import CopyStreams
+from mirror.device.streams import CopyStreams
 from tests.gpu.fake import FakeGpus
 from tests.pairs import pairwise
 
@@ -51,7 +51,7 @@ def test_a_pinned_buffer_is_not_filled_again_before_its_copy_is_done(
     num_buffers, prefetch, is_small, joins, monkeypatch
 ):
     # The copy reads it when its turn comes, which may be after the dataset was asked for more.
-    monkeypatch.setattr(buffer_reuse, "SMALL_BYTES", 2**20 if is_small else 0)
+    monkeypatch.setattr(distributed_steps, "SMALL_BYTES", 2**20 if is_small else 0)
     with FakeGpus(2) as gpus:
         batches = filled_again(Tensor.pin_memory, num_buffers)
         options = InputOptions(prefetch=prefetch)

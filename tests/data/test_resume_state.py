@@ -39,7 +39,7 @@ def test_tensors_and_arrays_keep_their_bits(dtype):
 
 
 def test_what_cannot_be_sent_is_named():
-    with pytest.raises(TypeError, match="plain values, tensors and arrays; this one has a slice"):
+    with pytest.raises(TypeError, match=r"plain values, tensors and arrays; .*state\.x.*slice"):
         gather_states({"x": slice(3)}, Pretended(0, (1, 1)))
 
 

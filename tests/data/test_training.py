@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
-from mirror.data.load_balance import STEPS, Balance
-from mirror.data.split_batch import split_sizes
+from mirror.data.split_batch import STEPS, Balance, split_sizes
 
 # Global batches of 5, and of 1 at last.
 EXAMPLES = TensorDataset(

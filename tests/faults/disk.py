@@ -10,7 +10,7 @@ import os
 import random
 from pathlib import Path
 
-from mirror.train.checkpoint import atomic_checkpoint, tensor_file
+from mirror.train.checkpoint import checkpoint_directory, checkpoint_file
 
 COUNTED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "listdir")
 
@@ -43,11 +43,11 @@ class Disk:
         return getattr(os, name)
 
     def __enter__(self):
-        atomic_checkpoint.os = tensor_file.os = self
+        checkpoint_directory.os = checkpoint_file.os = self
         return self
 
     def __exit__(self, *exception):
-        atomic_checkpoint.os = tensor_file.os = os
+        checkpoint_directory.os = checkpoint_file.os = os
 
     def _counted(self, name):
         def call(*args, **kwargs):

@@ -1,10 +1,9 @@
-"""Damaged files, and files made with right checksums: an error, or the older step."""
+"""Damaged files, and changed files with correct checksums: an error, or the older step."""
 
 import hashlib
-import itertools
 import json
 import random
-import shutil
+import struct
 import time
 
 import pytest
@@ -12,14 +11,13 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.train.checkpoint.atomic_checkpoint import MANIFEST
-from mirror.train.checkpoint.read_checkpoint import read_contents
-from mirror.train.checkpoint.snapshot import copied, pack
+from mirror.train.checkpoint.checkpoint_directory import FILE_NAME
+from mirror.train.checkpoint.snapshot import copy_to_host, read_contents, take_snapshot
 
 
 @pytest.fixture
 def saved(tmp_path):
-    """A directory with steps 1 and 2, and the files of step 2 with their contents."""
+    """A directory with steps 1 and 2, and the file of step 2 with its content."""
     tensor = torch.arange(30.0)
     checkpoint = mirror.Checkpoint(weight=tensor, tied=tensor[3:9], step={"done": 2})
     checkpoint.objects["step"] = {"done": 1}
@@ -27,7 +25,7 @@ def saved(tmp_path):
     manager.save(1)
     checkpoint.objects["step"] = {"done": 2}
     path = manager.save(2).path
-    return manager, path, {file: file.read_bytes() for file in path.iterdir()}
+    return manager, path, (path / FILE_NAME).read_bytes()
 
 
 def is_refused(path):
@@ -45,28 +43,26 @@ def offsets(content, count):
     return ends + [drawn.randrange(len(content)) for _ in range(count)]
 
 
-def flip_bits(files, path, chosen):
-    for file, content in files.items():
-        for at in chosen(content):
-            flipped = bytearray(content)
-            flipped[at] ^= 1 << at % 8
-            file.write_bytes(flipped)
-            assert is_refused(path), (file.name, at)
-        file.write_bytes(content)
+def flip_bits(content, path, offsets):
+    for at in offsets:
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << at % 8
+        (path / FILE_NAME).write_bytes(flipped)
+        assert is_refused(path), at
+    (path / FILE_NAME).write_bytes(content)
 
 
-def cut(files, path, chosen):
-    for file, content in files.items():
-        for at in chosen(content):
-            file.write_bytes(content[:at])
-            assert is_refused(path), (file.name, at)
-        file.write_bytes(content)
+def cut(content, path, offsets):
+    for at in offsets:
+        (path / FILE_NAME).write_bytes(content[:at])
+        assert is_refused(path), at
+    (path / FILE_NAME).write_bytes(content)
 
 
 @pytest.mark.parametrize("harm", [flip_bits, cut])
 def test_flipped_bits_and_cuts_are_found(saved, harm):
-    _, path, files = saved
-    harm(files, path, lambda content: offsets(content, 60))
+    _, path, content = saved
+    harm(content, path, offsets(content, 120))
     assert not is_refused(path)
 
 
@@ -74,35 +70,30 @@ def test_flipped_bits_and_cuts_are_found(saved, harm):
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", [flip_bits, cut])
 def test_every_flipped_byte_and_every_cut_is_found(saved, harm):
-    _, path, files = saved
-    harm(files, path, lambda content: range(len(content)))
+    _, path, content = saved
+    harm(content, path, range(len(content)))
 
 
 def test_rubbish_at_the_end_and_other_contents_are_found(saved):
-    _, path, files = saved
-    for (file, content), (other, its) in itertools.permutations(files.items()):
-        for wrong in (content + b"\0", content * 2, its, b"", b"\x80\x04\x95", b"{}\n"):
-            file.write_bytes(wrong)
-            assert is_refused(path), (file.name, wrong[:10])
-        file.write_bytes(content)
-        other.write_bytes(its)
+    _, path, content = saved
+    for wrong in (content + b"\0", content * 2, content[8:], b"", b"\x80\x04\x95", b"{}\n"):
+        (path / FILE_NAME).write_bytes(wrong)
+        assert is_refused(path), wrong[:10]
 
 
-@pytest.mark.parametrize("which", ["checkpoint.json", "tensors-", "all"])
 @pytest.mark.parametrize("how", ["missing", "a directory", "unreadable text"])
-def test_the_older_step_is_restored(saved, which, how):
-    manager, path, files = saved
+def test_the_older_step_is_restored(saved, how):
+    manager, path, _ = saved
     state = torch.get_rng_state()
-    for file in files:
-        if which in (file.name, file.name[:8], "all"):
-            file.unlink()
-            if how == "a directory":
-                file.mkdir()
-            elif how != "missing":
-                file.write_text("\x00\xff" * 100)
+    file = path / FILE_NAME
+    file.unlink()
+    if how == "a directory":
+        file.mkdir()
+    elif how != "missing":
+        file.write_text("\x00\xff" * 100)
     torch.rand(3)
     manager.checkpoint.objects["weight"].zero_()
-    if how == "missing" and which != "tensors-":
+    if how == "missing":
         assert manager.restore_latest() == 1
     else:
         with pytest.warns(UserWarning, match="step 1 is restored"):
@@ -116,20 +107,18 @@ def test_the_older_step_is_restored(saved, which, how):
         assert not is_refused(path)
 
 
-def test_files_of_two_checkpoints_do_not_go_together(saved):
-    manager, path, files = saved
+def test_tensors_of_another_checkpoint_are_refused(saved):
+    manager, path, content = saved
     manager.checkpoint.objects["weight"].add_(1)
-    other = manager.save(3).path
-    (data,) = (file for file in files if file.name != "checkpoint.json")
-    (theirs,) = other.glob("tensors-*")
-    shutil.copy(theirs, data)
+    other = (manager.save(3).path / FILE_NAME).read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    (path / FILE_NAME).write_bytes(content[:start] + other[start:])
     assert is_refused(path)
 
 
 def test_what_is_damaged_changes_nothing(saved):
-    manager, path, files = saved
-    (data,) = (file for file in files if file.name != "checkpoint.json")
-    data.write_bytes(files[data][:-1])
+    manager, path, content = saved
+    (path / FILE_NAME).write_bytes(content[:-1])
     manager.checkpoint.objects["weight"].fill_(9)
     torch.manual_seed(5)
     state = torch.get_rng_state()
@@ -173,22 +162,29 @@ class Victim:
             values=self.values,
         )
         self.checkpoint.save(path)
-        self.manifest = path / MANIFEST
-        self.body = json.loads(self.manifest.read_text())["checkpoint"]
+        self.path = path
+        content = (path / FILE_NAME).read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        self.header, self.tensors = json.loads(content[8:start]), content[start:]
+        self.body = json.loads(self.header["__metadata__"]["mirror"])
 
     def state(self):
         """All that could be changed, but for the plain values, which come last."""
-        packed = pack(self.checkpoint.objects, values=False)
-        return packed.objects, packed.random, copied(packed.stored)
+        snapshot = take_snapshot(self.checkpoint.objects, values=False)
+        return snapshot.manifest, copy_to_host(snapshot.tensors)
 
     def restore(self, body):
-        """Restores a manifest with a right checksum; returns whether that was refused."""
-        text = json.dumps(body).encode()
-        digest = hashlib.blake2b(text, digest_size=32).hexdigest().encode()
-        self.manifest.write_bytes(b'{"blake2b":"' + digest + b'","checkpoint":' + text + b"}\n")
+        """Restores a manifest with a correct checksum; returns whether that was refused."""
+        text = json.dumps(body, separators=(",", ":"))
+        digest = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+        described = {**self.header, "__metadata__": {"blake2b": digest, "mirror": text}}
+        header = json.dumps(described, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        content = struct.pack("<Q", len(header)) + header + self.tensors
+        (self.path / FILE_NAME).write_bytes(content)
         *before, tensors = self.state()
         try:
-            self.checkpoint.restore(self.manifest.parent)
+            self.checkpoint.restore(self.path)
         except mirror.CheckpointError:
             *after, others = self.state()
             assert after == before

@@ -1,8 +1,8 @@
 """A catalogue of mistakes: what a program with one must end in, and the programs' common parts.
 
-A test here is a program with a mistake, or with a habit of another framework. It
-is right all the same, ends in an error, or warns; then the words are what names the remedy. None
-may go on in silence with other results than one device has.
+Each program has a mistake, or a habit of another framework. It trains as on one device all the
+same, ends in an error, or warns; the message names the remedy. No program may continue silently
+with other results than one device has.
 """
 
 import functools
@@ -13,8 +13,25 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import mirror
+
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 Y = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
+
+
+def each(table):
+    """Parametrizes a test by the values of a table, under their names."""
+    return pytest.mark.parametrize("case", table.values(), ids=table.keys())
+
+
+def check_refusal(case, *args):
+    """Calls the program of a case with ``args``: it must end in an error.
+
+    Args:
+        case: ``(program, type of the error, word of its message or notes, ...)``.
+    """
+    program, kind, *words = case
+    refused(kind, *words)(program)(*args)
 
 
 def refused(kind, *words):
@@ -25,7 +42,8 @@ def refused(kind, *words):
         def test(*args, **kwargs):
             with pytest.raises(kind) as caught:
                 program(*args, **kwargs)
-            _check_words("\n".join([str(caught.value), *_notes(caught.value)]), words)
+            notes = getattr(caught.value, "__notes__", ())
+            _check_words("\n".join([str(caught.value), *notes]), words)
 
         return test
 
@@ -53,10 +71,6 @@ def _check_words(text, words):
     assert not missing, f"{missing} not in: {text!r}"
 
 
-def _notes(error):
-    return getattr(error, "__notes__", ())
-
-
 def net():
     """A small network, always with the same values."""
     with torch.random.fork_rng():
@@ -64,8 +78,8 @@ def net():
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def sgd(model, rate=0.1):
-    return torch.optim.SGD(model.parameters(), lr=rate)
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def loss_of(model, x=X, y=Y):
@@ -81,8 +95,12 @@ def mirrored(strategy):
     with strategy.scope():
         model = net()
         optimizer = sgd(model)
-    (batch,) = strategy.distribute_dataset(loader())
-    return model, optimizer, batch
+    return model, optimizer, first(strategy, (X, Y))
+
+
+def first(strategy, batch):
+    """The first distributed batch of a dataset of one batch."""
+    return next(iter(strategy.distribute_dataset([batch])))
 
 
 def step(model, optimizer, x=X, y=Y):
@@ -116,3 +134,13 @@ def trains_as_plain(strategy, program, steps=2):
         strategy.run(program, args=(model, optimizer, *batch))
     strategy.check_replicas()
     assert same(model, plain(program, steps))
+
+
+def context():
+    return mirror.get_replica_context()
+
+
+def value_of_three():
+    """What a strategy of three replicas returns."""
+    with mirror.MirroredStrategy(["cpu"] * 3) as other:
+        return other.run(lambda: torch.ones(1))

@@ -5,13 +5,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import mirror
 from mirror import BatchError
 from tests.mistakes.mistake import (
     X,
     Y,
+    check_refusal,
+    each,
+    first,
     loader,
     loss_of,
     mirrored,
@@ -21,94 +25,162 @@ from tests.mistakes.mistake import (
     same,
     sgd,
     step,
+    warned,
 )
 
 
-def first(strategy, batch):
-    """The first distributed batch of a dataset of one batch."""
-    return next(iter(strategy.distribute_dataset([batch])))
+class Pairs:
+    """A dataset of single examples."""
+
+    def __getitem__(self, i):
+        return X[i], Y[i]
+
+    def __len__(self):
+        return len(X)
 
 
-@refused(TypeError, "DataLoader", "batch_size")
-def test_a_map_style_dataset(strategy):
-    class Pairs:
-        def __getitem__(self, i):
-            return X[i], Y[i]
+class Graph:
+    """An object that holds tensors."""
 
-        def __len__(self):
-            return len(X)
-
-    strategy.distribute_dataset(Pairs())
+    def __init__(self):
+        self.x, self.edges = X, torch.zeros(2, 5)
 
 
-@refused(TypeError, "DataLoader", "TensorDataset")
-def test_a_dataset_without_a_loader(strategy):
-    strategy.distribute_dataset(TensorDataset(X, Y))
+def packed():
+    return pack_padded_sequence(torch.ones(4, 3, 2), torch.tensor([3, 2, 2, 1]), True)
 
 
-@refused(TypeError, "from_arrays")
-def test_a_tensor_as_a_dataset(strategy):
-    strategy.distribute_dataset(X)
+DATASETS = {
+    "single examples": (lambda s: Pairs(), TypeError, "DataLoader", "batch_size"),
+    "no loader": (lambda s: TensorDataset(X, Y), TypeError, "DataLoader", "TensorDataset"),
+    "a tensor": (lambda s: X, TypeError, "from_arrays"),
+    "tensors": (lambda s: (X, Y), TypeError, "from_arrays"),
+    "an array": (lambda s: X.numpy(), TypeError, "from_arrays"),
+    "a dict": (lambda s: {"x": X}, TypeError, "from_arrays"),
+    "a number": (lambda s: 3, TypeError, "iterable", "int"),
+    "a path": (lambda s: "train.csv", TypeError, "from_arrays"),
+    "a function": (lambda s: lambda: loader(), TypeError, "distribute_dataset_from_function"),
+    "distributed": (lambda s: s.distribute_dataset(loader()), TypeError, "already", "distributed"),
+}
 
 
-@refused(TypeError, "from_arrays")
-def test_a_pair_of_tensors_as_a_dataset(strategy):
-    strategy.distribute_dataset((X, Y))
+@each(DATASETS)
+def test_what_has_no_batches_is_refused_as_a_dataset(case, strategy):
+    make, *refusal = case
+    check_refusal((lambda: strategy.distribute_dataset(make(strategy)), *refusal))
 
 
-@refused(TypeError, "from_arrays")
-def test_an_array_as_a_dataset(strategy):
-    strategy.distribute_dataset(X.numpy())
+BATCHES = {
+    "distributed already": (lambda s: first(s, (X, Y)), "PerReplica", "before its distribution"),
+    "unequal lengths": (lambda s: (X, Y[:7]), "8", "7"),
+    "a leaf that is no batch": (lambda s: {"x": X, "weights": torch.ones(3)}, "8", "3"),
+    "a list of examples": (
+        lambda s: [torch.ones(n) for n in (3, 2, 4)],
+        *("same number of examples", "(2,)"),
+    ),
+    "a packed sequence": (lambda s: packed(), "PackedSequence"),
+    "an object that holds tensors": (lambda s: (Graph(), Y), "Graph", "dataclass"),
+    "a sparse tensor": (lambda s: X.to_sparse(), "sparse"),
+    "a data frame": (
+        lambda s: pytest.importorskip("pandas").DataFrame({"x": range(8)}),
+        *("DataFrame", "arrays"),
+    ),
+}
 
 
-@refused(TypeError, "from_arrays")
-def test_a_dict_as_a_dataset(strategy):
-    strategy.distribute_dataset({"x": X})
+@each(BATCHES)
+def test_what_cannot_be_split_is_refused_as_a_batch(case, strategy):
+    make, *words = case
+    batch = make(strategy)
+    check_refusal((lambda: first(strategy, batch), BatchError, *words))
 
 
-@refused(TypeError, "iterable", "int")
-def test_a_number_as_a_dataset(strategy):
-    strategy.distribute_dataset(3)
+def of_size_7(context):
+    return loader(context.get_per_replica_batch_size(7))
 
 
-@refused(TypeError, "from_arrays")
-def test_a_path_as_a_dataset(strategy):
-    strategy.distribute_dataset("train.csv")
+def options(**given):
+    return mirror.InputOptions(**given)
 
 
-@refused(TypeError, "distribute_dataset_from_function")
-def test_a_function_as_a_dataset(strategy):
-    strategy.distribute_dataset(lambda: loader())
+def with_weights(strategy):
+    return strategy.distribute_dataset(loader(), mirror.InputOptions(weights=[1, 2, 3]))
 
 
-@refused(TypeError, "already", "distributed")
-def test_a_dataset_distributed_twice(strategy):
-    strategy.distribute_dataset(strategy.distribute_dataset(loader()))
+INPUT = {
+    "a batch size": (lambda s: s.distribute_dataset(loader(), 8), TypeError, "InputOptions"),
+    "a negative prefetch": (lambda s: mirror.InputOptions(prefetch=-1), ValueError, "prefetch"),
+    "weights of other devices": (with_weights, ValueError, "weights", "2"),
+    "an unknown option": (lambda s: options(batch_size=8), TypeError, "DataLoader"),
+    "a batch size that does not divide": (
+        lambda s: s.distribute_dataset_from_function(of_size_7),
+        *(ValueError, "multiple", "distribute_dataset"),
+    ),
+    "a function without a dataset": (
+        lambda s: s.distribute_dataset_from_function(lambda context: None),
+        *(TypeError, "iterable", "got a NoneType"),
+    ),
+    "a loader as function": (
+        lambda s: s.distribute_dataset_from_function(loader()),
+        *(TypeError, "distribute_dataset"),
+    ),
+}
 
 
-@refused(BatchError, "PerReplica", "before its distribution")
-def test_a_distributed_batch_distributed_again(strategy):
-    (batch,) = strategy.distribute_dataset(loader())
-    list(strategy.distribute_dataset([batch]))
+@each(INPUT)
+def test_mistaken_options_of_input_are_refused(case, strategy):
+    check_refusal(case, strategy)
 
 
-@refused(TypeError, "InputOptions")
-def test_a_batch_size_as_options(strategy):
-    strategy.distribute_dataset(loader(), 8)
+USES = {
+    "an index": (lambda s, d: d[0], TypeError, "not subscriptable"),
+    "the length of a generator": (
+        lambda s, d: len(s.distribute_dataset(batch for batch in loader(4))),
+        *(TypeError, "len"),
+    ),
+    "the loader as args": (lambda s, d: s.run(step, args=loader()), TypeError, "args"),
+    "itself in args": (
+        lambda s, d: s.run(step, args=(net(), None, d, None)),
+        *(TypeError, "DistributedDataset"),
+    ),
+}
 
 
-@refused(TypeError, "not subscriptable")
-def test_a_distributed_dataset_indexed(strategy):
-    strategy.distribute_dataset(loader())[0]
+@each(USES)
+def test_a_mistaken_use_of_a_distributed_dataset_is_refused(case, strategy):
+    check_refusal(case, strategy, strategy.distribute_dataset(loader()))
 
 
-def test_the_length_of_a_distributed_dataset(strategy):
+BATCH_USES = {
+    "in a plain model": lambda s, model, x, y: net()(x),
+    "in a loss": lambda s, model, x, y: nn.functional.cross_entropy(x, y),
+    "captured by the function": lambda s, model, x, y: s.run(lambda: loss_of(model, x, y)),
+    "its length": lambda s, model, x, y: len(x),
+}
+
+
+@each(BATCH_USES)
+def test_a_distributed_batch_is_refused_outside_args(case, strategy):
+    model, _, batch = mirrored(strategy)
+    check_refusal((case, TypeError, "strategy.run"), strategy, model, *batch)
+
+
+CALLS = {
+    "an array": (lambda: X.numpy(), TypeError, "ndarray"),
+    "a list": (lambda: X.tolist(), TypeError, "list"),
+    "a packed sequence": (packed, BatchError, "PackedSequence", "inside forward"),
+}
+
+
+@each(CALLS)
+def test_what_is_no_batch_is_refused_by_a_mirrored_model(case, strategy):
+    make, *refusal = case
+    model = strategy.mirror(nn.LSTM(2, 2, batch_first=True) if make is packed else net())
+    check_refusal((model, *refusal), make())
+
+
+def test_the_length_of_a_distributed_dataset_is_its_number_of_batches(strategy):
     assert len(strategy.distribute_dataset(loader(4))) == 2
-
-
-@refused(TypeError, "len")
-def test_the_length_of_a_generator(strategy):
-    len(strategy.distribute_dataset(batch for batch in loader(4)))
 
 
 def test_a_generator_gives_its_batches_once(strategy):
@@ -116,84 +188,53 @@ def test_a_generator_gives_its_batches_once(strategy):
     assert [len(list(batches)), len(list(batches))] == [2, 0]
 
 
-@refused(BatchError, "8", "7")
-def test_leaves_of_unequal_length(strategy):
-    first(strategy, (X, Y[:7]))
-
-
-@refused(BatchError, "8", "3")
-def test_a_dict_with_a_leaf_that_is_no_batch(strategy):
-    first(strategy, {"x": X, "class_weights": torch.ones(3)})
-
-
-@refused(BatchError, "same number of examples", "(2,)")
-def test_a_list_of_examples_instead_of_a_batch(strategy):
-    first(strategy, [torch.ones(n) for n in (3, 2, 4)])
-
-
-def test_strings_go_to_every_replica(strategy):
-    batch = first(strategy, {"x": X, "name": "train"})
+def test_text_goes_to_every_replica_and_a_list_is_split_by_the_examples(strategy):
+    texts = [f"text {i}" for i in range(8)]
+    batch = first(strategy, {"x": X, "name": "train", "texts": texts})
     assert batch["name"] == "train"
+    assert batch["texts"].values == (texts[:4], texts[4:])
 
 
-def test_a_list_of_strings_as_long_as_the_batch(strategy):
-    batch = first(strategy, {"x": X, "texts": [f"text {i}" for i in range(8)]})
-    assert [len(texts) for texts in batch["texts"].values] == [4, 4]
+def test_arrays_become_tensors_and_arrays_of_objects_are_split(strategy):
+    x, y, objects = first(strategy, (X.numpy(), Y.numpy(), np.array([object()] * 8)))
+    assert [len(v) for v in (*x.values, *y.values, *objects.values)] == [4] * 6
+    assert all(isinstance(v, torch.Tensor) for v in (*x.values, *y.values))
 
 
-@refused(BatchError, "DataFrame", "arrays")
-def test_a_data_frame_as_a_batch(strategy):
-    pandas = pytest.importorskip("pandas")
-    first(strategy, pandas.DataFrame({"x": range(8)}))
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
 
 
-@refused(BatchError, "PackedSequence")
-def test_a_packed_sequence_as_a_batch(strategy):
-    first(strategy, pack_padded_sequence(torch.ones(4, 3, 2), torch.tensor([3, 2, 2, 1]), True))
-
-
-def test_arrays_become_tensors(strategy):
-    x, y = first(strategy, (X.numpy(), Y.numpy()))
-    assert [v.shape[0] for v in (*x.values, *y.values)] == [4, 4, 4, 4]
-    assert all(isinstance(v, torch.Tensor) for v in x.values)
-
-
-def test_an_array_of_objects(strategy):
-    _, objects = first(strategy, (X, np.array([object()] * 8)))
-    assert [len(part) for part in objects.values] == [4, 4]
-
-
-@refused(BatchError, "Graph", "dataclass")
-def test_an_object_that_holds_tensors(strategy):
-    class Graph:
-        def __init__(self):
-            self.x, self.edges = X, torch.zeros(2, 5)
-
-    first(strategy, (Graph(), Y))
-
-
-@refused(BatchError, "sparse")
-def test_a_sparse_batch(strategy):
-    first(strategy, X.to_sparse())
-
-
-def test_a_batch_smaller_than_the_replicas(strategy):
-    model, optimizer, _ = mirrored(strategy)
-    strategy.run(step, args=(model, optimizer, *first(strategy, (X[:1], Y[:1]))))
-    expected = net()
-    step(expected, sgd(expected), X[:1], Y[:1])
-    assert same(model, expected)
-
-
-def test_a_last_batch_that_does_not_divide(strategy):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader(5),
+        lambda: [(X[:1], Y[:1])],
+        lambda: DataLoader(Stream(), batch_size=8),
+        lambda: DataLoader(TensorDataset(X, Y), sampler=sampler_of(1), batch_size=4),
+    ],
+    ids=["an uneven last batch", "fewer examples than replicas", "iterable", "one sampler"],
+)
+def test_a_model_trains_as_on_one_device_on_batches_of(make, strategy):
     model, optimizer, _ = mirrored(strategy)
     expected = net()
     of_plain = sgd(expected)
-    for x, y in loader(5):
-        step(expected, of_plain, x, y)
-    for batch in strategy.distribute_dataset(loader(5)):
-        strategy.run(step, args=(model, optimizer, *batch))
+    for _ in range(2):
+        for x, y in make():
+            step(expected, of_plain, x, y)
+        for batch in strategy.distribute_dataset(make()):
+            strategy.run(step, args=(model, optimizer, *batch))
     assert same(model, expected)
+
+
+def test_plain_batches_in_run_give_every_replica_the_whole_batch(strategy):
+    """Each replica has all examples: the mean over them is the same, and so is the training."""
+    model, optimizer, _ = mirrored(strategy)
+    for _ in range(2):
+        for x, y in loader():
+            strategy.run(step, args=(model, optimizer, x, y))
+    assert same(model, plain())
 
 
 def test_an_empty_batch_gives_the_loss_of_one_device(strategy):
@@ -203,115 +244,40 @@ def test_an_empty_batch_gives_the_loss_of_one_device(strategy):
     assert strategy.reduce("mean", losses).isnan()
 
 
-def test_a_distributed_batch_given_to_the_model_outside_run(strategy):
+def test_a_mirrored_model_takes_a_distributed_batch_outside_run(strategy):
     model, _, (x, _) = mirrored(strategy)
     assert torch.allclose(model(x), net()(X), atol=1e-6)
 
 
-@refused(TypeError, "strategy.run")
-def test_a_distributed_batch_given_to_a_plain_model(strategy):
-    _, _, (x, _) = mirrored(strategy)
-    net()(x)
-
-
-@refused(TypeError, "strategy.run")
-def test_a_distributed_batch_given_to_a_loss(strategy):
-    _, _, (x, y) = mirrored(strategy)
-    nn.functional.cross_entropy(x, y)
-
-
-@refused(TypeError, "strategy.run")
-def test_a_distributed_batch_captured_rather_than_passed(strategy):
-    model, _, (x, y) = mirrored(strategy)
-    strategy.run(lambda: loss_of(model, x, y))
-
-
-@refused(TypeError, "strategy.run")
-def test_the_length_of_a_distributed_batch(strategy):
-    _, _, (x, _) = mirrored(strategy)
-    len(x)
-
-
-@refused(TypeError, "args")
-def test_the_loader_given_to_run(strategy):
-    strategy.run(step, args=loader())
-
-
-@refused(TypeError, "DistributedDataset")
-def test_the_distributed_dataset_given_to_run(strategy):
-    model, optimizer, _ = mirrored(strategy)
-    batches = strategy.distribute_dataset(loader())
-    strategy.run(step, args=(model, optimizer, batches, None))
-
-
-def test_an_iterable_dataset(strategy):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(zip(X, Y, strict=True))
-
-    model, optimizer, _ = mirrored(strategy)
-    for _ in range(2):
-        for batch in strategy.distribute_dataset(DataLoader(Stream(), batch_size=8)):
-            strategy.run(step, args=(model, optimizer, *batch))
-    assert same(model, plain())
-
-
-@refused(ValueError, "multiple", "distribute_dataset")
-def test_a_batch_size_that_does_not_divide(strategy):
-    def fn(context):
-        return loader(context.get_per_replica_batch_size(7))
-
-    strategy.distribute_dataset_from_function(fn)
-
-
-@refused(TypeError, "iterable")
-def test_a_function_that_returns_no_dataset(strategy):
-    strategy.distribute_dataset_from_function(lambda context: None)
-
-
-@refused(TypeError, "distribute_dataset")
-def test_a_loader_instead_of_a_function(strategy):
-    strategy.distribute_dataset_from_function(loader())
-
-
-@refused(ValueError, "prefetch")
-def test_a_negative_prefetch():
-    mirror.InputOptions(prefetch=-1)
-
-
-@refused(ValueError, "weights", "2")
-def test_weights_for_other_devices(strategy):
-    strategy.distribute_dataset(loader(), mirror.InputOptions(weights=[1, 2, 3]))
-
-
-@refused(TypeError, "DataLoader")
-def test_an_unknown_option():
-    mirror.InputOptions(batch_size=8)
-
-
-# Split calls
-
-
-@refused(BatchError, "PackedSequence", "inside forward")
-def test_a_packed_sequence_given_to_a_mirrored_model(strategy):
-    model = strategy.mirror(nn.LSTM(2, 2, batch_first=True))
-    model(pack_padded_sequence(torch.ones(4, 3, 2), torch.tensor([3, 2, 2, 1]), True))
-
-
-@refused(TypeError, "ndarray")
-def test_an_array_given_to_a_mirrored_model(strategy):
-    model, _, _ = mirrored(strategy)
-    model(X.numpy())
-
-
-@refused(TypeError, "list")
-def test_a_list_given_to_a_mirrored_model(strategy):
-    model, _, _ = mirrored(strategy)
-    model(X.tolist())
-
-
-def test_a_batch_that_requires_gradients(strategy):
+def test_a_batch_that_requires_gradients_gets_them(strategy):
     model, _, _ = mirrored(strategy)
     x = X.clone().requires_grad_()
     strategy.run(lambda x, y: loss_of(model, x, y).backward(), args=first(strategy, (x, Y)))
     assert x.grad.shape == X.shape
+
+
+# Samplers for one process per device
+
+
+def sampler_of(num_replicas) -> DistributedSampler:
+    return DistributedSampler(TensorDataset(X, Y), num_replicas=num_replicas, rank=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": sampler_of(2), "batch_size": 4},
+        {"batch_sampler": BatchSampler(sampler_of(2), batch_size=2, drop_last=False)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@refused(BatchError, "DistributedSampler", "shuffle=True")
+def test_a_distributed_sampler_is_refused_in_a_distributed_loader(options, strategy):
+    strategy.distribute_dataset(DataLoader(TensorDataset(X, Y), **options))
+
+
+@warned("DistributedSampler", "1 / 2", "shuffle=True")
+def test_a_distributed_sampler_in_an_unchanged_loop_warns(strategy):
+    model, optimizer, _ = mirrored(strategy)
+    for x, y in DataLoader(TensorDataset(X, Y), batch_size=4, sampler=sampler_of(2)):
+        step(model, optimizer, x, y)

@@ -1,16 +1,19 @@
-"""Mistakes in the training loop: exact in spite of them, or reported."""
-
-import copy
+"""Training loops with mistakes or habits: exact in spite of them, or reported."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 import mirror
+from mirror import StrategyError
 from tests.mistakes.mistake import (
     X,
     Y,
-    loader,
+    check_refusal,
+    context,
+    each,
     loss_of,
     mirrored,
     net,
@@ -21,40 +24,160 @@ from tests.mistakes.mistake import (
     step,
     trains_as_plain,
 )
+from tests.toy_models import replica_id
 
 
-def test_a_loss_that_is_not_reduced_before_backward_outside_run(strategy):
-    model, _optimizer, batch = mirrored(strategy)
-    losses = strategy.run(lambda x, y: loss_of(model, x, y), args=batch)
-    with pytest.raises(TypeError, match=r"strategy\.reduce"):
-        losses.backward()
+def averaged_again(model):
+    for p in model.parameters():
+        p.grad = context().all_reduce("mean", p.grad)
 
 
-@refused(TypeError, "strategy.reduce")
-def test_item_of_losses(strategy):
-    model, _, batch = mirrored(strategy)
-    strategy.run(lambda x, y: loss_of(model, x, y), args=batch).item()
-
-
-@refused(TypeError, "strategy.reduce")
-def test_a_sum_of_losses(strategy):
-    model, _, batch = mirrored(strategy)
-    total = 0.0
-    total += strategy.run(lambda x, y: loss_of(model, x, y).detach(), args=batch)
-
-
-def test_gradients_averaged_again_in_run(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
+def update_by_hand(model):
+    with torch.no_grad():
         for p in model.parameters():
-            p.grad = mirror.get_replica_context().all_reduce("mean", p.grad)
-        optimizer.step()
-
-    trains_as_plain(strategy, program)
+            p -= 0.1 * p.grad
 
 
-def test_gradients_reduced_by_the_strategy_outside_run(strategy):
+def update_data(model):
+    for p in model.parameters():
+        p.data -= 0.1 * p.grad.data
+
+
+def clamp_gradients(model):
+    for p in model.parameters():
+        p.grad.data.clamp_(-0.01, 0.01)
+
+
+def micro_batches(model, x, y):
+    for part, labels in zip(x.split(2), y.split(2), strict=True):
+        (loss_of(model, part, labels) * len(part) / len(x)).backward()
+
+
+def checkpointed(model, x, y):
+    output = checkpoint(model, x, use_reentrant=False)
+    nn.functional.cross_entropy(output, y).backward()
+
+
+def functional(model, x, y):
+    output = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+    nn.functional.cross_entropy(output, y).backward()
+
+
+ACTIONS = {
+    "zero": lambda model, optimizer, x, y: optimizer.zero_grad(),
+    "zeros": lambda model, optimizer, x, y: optimizer.zero_grad(set_to_none=False),
+    "zero the model": lambda model, optimizer, x, y: model.zero_grad(),
+    "backward": lambda model, optimizer, x, y: loss_of(model, x, y).backward(),
+    "backward of half": lambda model, optimizer, x, y: (loss_of(model, x, y) / 2).backward(),
+    "micro-batches": lambda model, optimizer, x, y: micro_batches(model, x, y),
+    "checkpointed backward": lambda model, optimizer, x, y: checkpointed(model, x, y),
+    "functional backward": lambda model, optimizer, x, y: functional(model, x, y),
+    "average again": lambda model, optimizer, x, y: averaged_again(model),
+    "clip": lambda model, optimizer, x, y: clip_grad_norm_(model.parameters(), 0.01),
+    "clamp": lambda model, optimizer, x, y: clamp_gradients(model),
+    "step": lambda model, optimizer, x, y: optimizer.step(),
+    "update by hand": lambda model, optimizer, x, y: update_by_hand(model),
+    "update of data": lambda model, optimizer, x, y: update_data(model),
+}
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        "backward, step, zero",
+        "zero the model, backward, step",
+        "backward, step",
+        "backward, zero, step",
+        "zeros, backward, step",
+        "step, backward",
+        "backward",
+        "zero, backward, step, step",
+        # It trains with half the rate, as on one device.
+        "zero, backward of half, step",
+        "zero, backward, average again, step",
+        "zero, micro-batches, step",
+        "zero, checkpointed backward, step",
+        "zero, functional backward, step",
+        "zero, backward, clip, step",
+        "zero, backward, clamp, step",
+        "zero the model, backward, update by hand",
+        "zero the model, backward, update of data",
+    ],
+)
+def test_a_loop_trains_in_run_as_on_one_device(actions, strategy):
+    def program(model, optimizer, x=X, y=Y):
+        for action in actions.split(", "):
+            ACTIONS[action](model, optimizer, x, y)
+
+    trains_as_plain(strategy, program, steps=3)
+
+
+def backward_twice(model, x, y):
+    loss = loss_of(model, x, y)
+    loss.backward()
+    loss.backward()
+
+
+def backward_in_no_grad(model, x, y):
+    with torch.no_grad():
+        loss_of(model, x, y).backward()
+
+
+def write_before_backward(model, x, y):
+    loss = loss_of(model, x, y)
+    with torch.no_grad():
+        model[2].weight.add_(1.0)
+    loss.backward()
+
+
+def backward_of_a_vector(model, x, y):
+    nn.functional.cross_entropy(model(x), y, reduction="none").backward()
+
+
+REFUSED_BY_TORCH = {
+    "backward twice": (backward_twice, "second time", "replica"),
+    "a detached loss": (
+        *(lambda model, x, y: loss_of(model, x, y).detach().backward(), "does not require grad"),
+    ),
+    "no_grad": (backward_in_no_grad, "does not require grad"),
+    "a vector": (backward_of_a_vector, "scalar"),
+    "a write before backward": (write_before_backward, "inplace"),
+}
+
+
+@each(REFUSED_BY_TORCH)
+def test_what_torch_refuses_on_one_device_is_refused_in_run(case, strategy):
+    program, *words = case
+    model, _, batch = mirrored(strategy)
+    check_refusal((strategy.run, RuntimeError, *words), program, (model, *batch))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@refused(RuntimeError, "does not require grad")
+def test_a_step_is_refused_in_a_run_without_gradients(mode, strategy):
+    model, optimizer, batch = mirrored(strategy)
+    with mode():
+        strategy.run(step, args=(model, optimizer, *batch))
+
+
+@refused(RuntimeError, "inference")
+def test_training_on_what_inference_mode_made_is_refused(strategy):
+    model, _optimizer, _batch = mirrored(strategy)
+    with torch.inference_mode():
+        made = X * 2
+    loss_of(model, made).backward()
+
+
+def test_a_forward_in_inference_mode_leaves_training_as_it_was(strategy):
+    model, optimizer, _ = mirrored(strategy)
+    with torch.inference_mode():
+        model(X)
+    for _ in range(2):
+        step(model, optimizer)
+    assert same(model, plain())
+
+
+def test_gradients_averaged_by_the_strategy_outside_run_stay_as_they_are(strategy):
     """The gradient in the cross-replica context is the whole one; its mean is itself."""
     model, optimizer, batch = mirrored(strategy)
     for _ in range(2):
@@ -67,138 +190,15 @@ def test_gradients_reduced_by_the_strategy_outside_run(strategy):
 
 
 @refused(ValueError, "same for all")
-def test_gradients_summed_by_the_strategy_outside_run(strategy):
+def test_gradients_summed_by_the_strategy_outside_run_are_refused(strategy):
     model, _optimizer, batch = mirrored(strategy)
     strategy.run(lambda x, y: loss_of(model, x, y).backward(), args=batch)
     for p in model.parameters():
         p.grad = strategy.reduce("sum", p.grad)
 
 
-def test_a_loss_divided_by_the_number_of_replicas_is_what_it_says(strategy):
-    """It trains with the half rate, on one device of one replica, too: no one can know better."""
-
-    def program(model, optimizer, x=X, y=Y):
-        optimizer.zero_grad()
-        (loss_of(model, x, y) / 2).backward()
-        optimizer.step()
-
-    trains_as_plain(strategy, program)
-
-
-def test_zero_grad_after_step(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    trains_as_plain(strategy, program)
-
-
-def test_zero_grad_of_the_model(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        model.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
-
-    trains_as_plain(strategy, program)
-
-
-def test_zero_grad_forgotten_accumulates_as_on_one_device(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-
-    trains_as_plain(strategy, program, steps=3)
-
-
-def test_zero_grad_between_backward_and_step(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        loss_of(model, x, y).backward()
-        optimizer.zero_grad()
-        optimizer.step()
-
-    trains_as_plain(strategy, program)
-
-
-def test_zero_grad_to_zeros(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model, x, y).backward()
-        optimizer.step()
-
-    trains_as_plain(strategy, program)
-
-
-def test_step_before_backward(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        optimizer.step()
-        loss_of(model, x, y).backward()
-
-    trains_as_plain(strategy, program, steps=3)
-
-
-def test_step_forgotten(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        loss_of(model, x, y).backward()
-
-    trains_as_plain(strategy, program)
-
-
-@refused(RuntimeError, "second time", "replica")
-def test_backward_twice(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        loss = loss_of(model, x, y)
-        loss.backward()
-        loss.backward()
-
-    trains_as_plain(strategy, program)
-
-
-@refused(RuntimeError, "does not require grad")
-def test_backward_of_a_detached_loss(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        loss_of(model, x, y).detach().backward()
-
-    trains_as_plain(strategy, program)
-
-
-@refused(RuntimeError, "does not require grad")
-def test_backward_in_no_grad(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        with torch.no_grad():
-            loss_of(model, x, y).backward()
-
-    trains_as_plain(strategy, program)
-
-
-@refused(RuntimeError, "does not require grad")
-def test_run_in_no_grad(strategy):
-    model, optimizer, batch = mirrored(strategy)
-    with torch.no_grad():
-        strategy.run(step, args=(model, optimizer, *batch))
-
-
-@refused(RuntimeError, "scalar")
-def test_backward_of_a_vector(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        nn.functional.cross_entropy(model(x), y, reduction="none").backward()
-
-    trains_as_plain(strategy, program)
-
-
-@refused(RuntimeError, "inplace")
-def test_a_parameter_changed_before_backward(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        loss = loss_of(model, x, y)
-        with torch.no_grad():
-            model[2].weight.add_(1.0)
-        loss.backward()
-
-    trains_as_plain(strategy, program)
-
-
-def test_the_step_in_run_and_again_outside(strategy):
-    """Two steps, as the program says, with one gradient."""
+def test_a_step_in_run_and_again_outside_steps_twice(strategy):
+    """With one gradient, as the program says."""
 
     def program(model, optimizer):
         step(model, optimizer)
@@ -211,17 +211,7 @@ def test_the_step_in_run_and_again_outside(strategy):
     assert same(model, plain(program))
 
 
-def test_accumulation_over_micro_batches(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        optimizer.zero_grad()
-        for part, labels in zip(x.split(2), y.split(2), strict=True):
-            (loss_of(model, part, labels) * len(part) / len(x)).backward()
-        optimizer.step()
-
-    trains_as_plain(strategy, program)
-
-
-def test_accumulation_over_two_runs(strategy):
+def test_gradients_accumulate_over_two_runs(strategy):
     model, optimizer, batch = mirrored(strategy)
     expected = plain(lambda m, o: ((loss_of(m) * 2).backward(), o.step()), steps=1)
     for _ in range(2):
@@ -230,66 +220,11 @@ def test_accumulation_over_two_runs(strategy):
     assert same(model, expected)
 
 
-def test_clipping_in_run(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-
-    trains_as_plain(strategy, program)
-
-
-def test_clipping_of_values_by_hand(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        for p in model.parameters():
-            p.grad.data.clamp_(-0.01, 0.01)
-        optimizer.step()
-
-    trains_as_plain(strategy, program)
-
-
-def test_an_update_by_hand(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        model.zero_grad()
-        loss_of(model, x, y).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
-
-    trains_as_plain(strategy, program)
-
-
-def test_an_update_by_hand_through_data(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        model.zero_grad()
-        loss_of(model, x, y).backward()
-        for p in model.parameters():
-            p.data -= 0.1 * p.grad.data
-
-    trains_as_plain(strategy, program)
-
-
-def test_a_closure(strategy):
-    model, optimizer, _ = mirrored(strategy)
-
-    def train(model, optimizer):
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(model)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    for _ in range(2):
-        train(model, optimizer)
-    assert same(model, plain(train))
-
-
-def test_lbfgs_in_run(strategy):
+@pytest.mark.parametrize("in_run", [False, True])
+@pytest.mark.parametrize(
+    "make", [sgd, lambda model: torch.optim.LBFGS(model.parameters(), max_iter=3)]
+)
+def test_a_step_with_a_closure_is_that_of_one_device(make, in_run, strategy):
     def train(model, optimizer, x=X, y=Y):
         def closure():
             optimizer.zero_grad()
@@ -299,27 +234,20 @@ def test_lbfgs_in_run(strategy):
 
         optimizer.step(closure)
 
-    model, expected = strategy.mirror(net()), net()
-    (batch,) = strategy.distribute_dataset(loader())
-    optimizers = [torch.optim.LBFGS(m.parameters(), max_iter=3) for m in (model, expected)]
+    model, _, batch = mirrored(strategy)
+    expected = net()
+    optimizers = make(model), make(expected)
     for _ in range(2):
-        strategy.run(train, args=(model, optimizers[0], *batch))
+        if in_run:
+            strategy.run(train, args=(model, optimizers[0], *batch))
+        else:
+            train(model, optimizers[0])
         train(expected, optimizers[1])
     assert same(model, expected)
 
 
-def test_the_model_copied_before_the_optimizer(strategy):
-    """The optimizer of a copy trains the copy."""
-    model, _, _ = mirrored(strategy)
-    copied = copy.deepcopy(model)
-    optimizer = sgd(copied)
-    step(copied, optimizer)
-    assert same(copied, plain(steps=1))
-    assert same(model, net())
-
-
-def test_an_optimizer_of_an_old_model(strategy):
-    """A cell that recreates the model and not the optimizer: nothing moves, as on one device."""
+def test_an_optimizer_of_an_old_model_moves_nothing(strategy):
+    """A cell that makes the model again and not the optimizer: as on one device."""
     _, optimizer, _ = mirrored(strategy)
     with strategy.scope():
         model = net()
@@ -327,10 +255,97 @@ def test_an_optimizer_of_an_old_model(strategy):
     assert same(model, net())
 
 
-def test_a_loader_of_plain_batches_in_run_gives_every_replica_the_whole_batch(strategy):
-    """Each replica has all examples: the mean over them is the same, so the training is, too."""
+def test_an_output_can_be_read_in_a_condition(strategy):
     model, optimizer, _ = mirrored(strategy)
+    if loss_of(model).item() > 0:
+        step(model, optimizer)
+    assert same(model, plain(steps=1))
+
+
+def test_autocast_in_run_keeps_replicas_equal(strategy):
+    model, optimizer, batch = mirrored(strategy)
+
+    def program(x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+
+    strategy.run(program, args=batch)
+    strategy.check_replicas()
+
+
+# Habits of programs with one process per device
+
+
+def test_batches_are_moved_to_the_device_of_the_model_or_the_replica(strategy):
+    model, optimizer, batch = mirrored(strategy)
+    device = next(model.parameters()).device
     for _ in range(2):
-        for x, y in loader():
-            strategy.run(step, args=(model, optimizer, x, y))
+        step(model, optimizer, X.to(device), Y.to(device))
     assert same(model, plain())
+    strategy.run(lambda x, y: model(x.to(context().device)), args=batch)
+
+
+def test_the_first_replica_alone_prints_and_saves(strategy, capsys, tmp_path):
+    model, optimizer, batch = mirrored(strategy)
+
+    def program(x, y):
+        step(model, optimizer, x, y)
+        if replica_id() == 0:
+            print("step")
+            torch.save(model.state_dict(), tmp_path / "model.pt")
+
+    strategy.run(program, args=batch)
+    assert capsys.readouterr().out == "step\n"
+    loaded = net()
+    loaded.load_state_dict(torch.load(tmp_path / "model.pt"))
+    assert same(loaded, plain(steps=1))
+
+
+def eval_on_replica_0(model):
+    if replica_id() == 0:
+        model.eval()
+
+
+def eval_before_a_collective(model):
+    eval_on_replica_0(model)
+    context().all_reduce("sum", model(X).sum().detach())
+    model.train()
+
+
+MODES = {
+    "eval on one replica": (eval_on_replica_0, "replica 0 called eval()", "outside"),
+    "different modes": (
+        *(lambda model: model.train(replica_id() == 1), "replica 1 called train()"),
+        "every replica",
+    ),
+    "eval before a collective": (eval_before_a_collective, "replica 0 called eval()"),
+}
+
+
+@each(MODES)
+def test_modes_that_differ_between_replicas_are_refused(case, strategy):
+    program, *words = case
+    model, _, _ = mirrored(strategy)
+    check_refusal((lambda: strategy.run(program, args=(model,)), StrategyError, *words))
+
+
+def test_eval_on_every_replica_changes_the_mode(strategy):
+    model, _, batch = mirrored(strategy)
+
+    def program(x, y):
+        model.eval()
+        with torch.no_grad():
+            output = model(x)
+        model.train()
+        return output
+
+    outputs = strategy.run(program, args=batch)
+    assert torch.allclose(strategy.gather(outputs), net()(X), atol=1e-6)
+    assert model.training
+    with mirror.MirroredStrategy(["cpu"] * 3) as other:
+        model = other.mirror(net())
+        (batch,) = other.distribute_dataset([(X[:1], Y[:1])])  # two replicas sit out
+        other.run(lambda x, y: model.eval()(x), args=batch)
+        assert not model.training

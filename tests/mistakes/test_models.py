@@ -1,4 +1,4 @@
-"""Mistakes and habits around a mirrored model: copies, files, averages, hooks, surgery."""
+"""Mistakes and habits around a mirrored model: copies, files, averages, hooks, wrappers."""
 
 import copy
 import io
@@ -7,14 +7,16 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror import StrategyError
 from tests.mistakes.mistake import (
     X,
-    Y,
+    check_refusal,
+    each,
+    loader,
     loss_of,
     mirrored,
     net,
@@ -23,7 +25,6 @@ from tests.mistakes.mistake import (
     same,
     sgd,
     step,
-    trains_as_plain,
 )
 
 
@@ -34,15 +35,190 @@ def reloaded(value):
     return torch.load(file, weights_only=False)
 
 
-def test_saving_a_whole_model(strategy):
-    model, optimizer, _ = mirrored(strategy)
+def seeded(make):
+    """Calls ``make`` with the seed of net()."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return make()
+
+
+def train(model, steps=2):
+    optimizer = sgd(model)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model
+
+
+# Programs around a model, which know nothing of replicas; each returns the model to compare.
+
+
+def averaged(model):
+    optimizer = sgd(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        step(model, optimizer)
+        average.update_parameters(model)
+    return average.module
+
+
+def averaged_by_hand(model):
+    optimizer, average = sgd(model), copy.deepcopy(model)
+    for _ in range(3):
+        step(model, optimizer)
+        with torch.no_grad():
+            for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                ours.lerp_(theirs, 0.5)
+    return average
+
+
+def frozen_before_the_optimizer(model):
+    model[0].requires_grad_(False)
+    return train(model)
+
+
+def frozen_after_the_optimizer(model):
+    optimizer = sgd(model)
+    model[0].requires_grad_(False)
+    for _ in range(2):
+        step(model, optimizer)
+    return model
+
+
+def frozen_and_left_out(model):
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        step(model, optimizer)
+    return model
+
+
+def with_shared_weights(model):
+    model.append(nn.Linear(2, 2, bias=False)).append(nn.Linear(2, 2, bias=False))
+    nn.init.eye_(model[3].weight)
+    model[4].weight = model[3].weight
+    train(model)
+    assert model[3].weight is model[4].weight
+    return model
+
+
+def with_another_layer(model):
+    model[2] = nn.Linear(4, 2)
+    nn.init.constant_(model[2].weight, 0.1)
+    nn.init.zeros_(model[2].bias)
+    return train(model)
+
+
+def initialised(model):
+    model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
+    return train(model)
+
+
+def adam_reloaded(model):
+    optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)
-    loaded = reloaded(model)
-    assert same(loaded, plain(steps=1))
+    state, optimizer = optimizer.state_dict(), torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(reloaded(state))
+    step(model, optimizer)
+    return model
+
+
+def over_its_state_dict(model):
+    """Detached tensors have no gradients, so the optimizer changes nothing."""
+    optimizer = torch.optim.SGD(model.state_dict().values(), lr=0.1)
+    loss_of(model).backward()
+    optimizer.step()
+    return model
+
+
+def copied(model):
+    """The optimizer of a copy trains the copy."""
+    trained = train(copy.deepcopy(model))
+    assert same(model, net())
+    return trained
+
+
+PROGRAMS = [
+    averaged,
+    averaged_by_hand,
+    frozen_before_the_optimizer,
+    frozen_after_the_optimizer,
+    frozen_and_left_out,
+    with_shared_weights,
+    with_another_layer,
+    initialised,
+    adam_reloaded,
+    over_its_state_dict,
+    copied,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_trains_a_mirrored_model_as_on_one_device(program, strategy):
+    assert same(program(strategy.mirror(net())), program(net()))
+    strategy.check_replicas()
+
+
+def shared():
+    model = net()
+    model.append(nn.Linear(2, 2, bias=False)).append(nn.Linear(2, 2, bias=False))
+    model[4].weight = model[3].weight
+    return model
+
+
+class Late(nn.Module):
+    """Makes a submodule in its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 2)
+        self.head = None
+
+    def forward(self, x):
+        if self.head is None:
+            self.head = seeded(lambda: nn.Linear(2, 2))
+        return self.head(self.body(x))
+
+
+def with_batch_norm(convert=lambda model: model):
+    return convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+
+
+@pytest.mark.parametrize("in_run", [False, True])
+@pytest.mark.parametrize(
+    "make", [shared, Late, lambda: with_batch_norm(nn.SyncBatchNorm.convert_sync_batchnorm)]
+)
+def test_an_unusual_model_trains_as_on_one_device(make, in_run, strategy):
+    expected = seeded(with_batch_norm if make not in (shared, Late) else make)
+    model = strategy.mirror(seeded(make))
+    kinds = [type(module) for module in model.modules()]
+    expected(X)
+    model(X)
+    optimizers = sgd(expected), sgd(model)
+    for _ in range(2):
+        step(expected, optimizers[0])
+        if not in_run:
+            step(model, optimizers[1])
+        for batch in strategy.distribute_dataset(loader() if in_run else []):
+            strategy.run(step, args=(model, optimizers[1], *batch))
+    assert same(model, expected)
+    strategy.check_replicas()
+    assert [type(module) for module in model.modules()][: len(kinds)] == kinds
+    assert torch.allclose(model.eval()(X), expected.eval()(X), atol=1e-6)
+
+
+def test_sync_batch_norm_can_be_converted_after_mirroring(strategy):
+    model, expected = strategy.mirror(seeded(with_batch_norm)), seeded(with_batch_norm)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert same(train(model), train(expected))
+
+
+def test_a_saved_model_is_loaded_as_a_plain_one(strategy):
+    loaded = reloaded(train(strategy.mirror(net())))
+    assert same(loaded, plain())
     assert not mirror.is_mirrored(loaded)
 
 
-def test_saving_in_the_scope(strategy):
+def test_a_state_saved_in_the_scope_holds_plain_tensors(strategy):
     with strategy.scope():
         model = net()
         state = reloaded(model.state_dict())
@@ -50,8 +226,8 @@ def test_saving_in_the_scope(strategy):
     assert list(state) == list(net().state_dict())
 
 
-def test_loading_a_state_dict_of_a_wrapped_model(strategy):
-    """What DataParallel and DDP have saved has another prefix, as on one device."""
+def test_a_state_of_a_wrapped_model_is_refused_as_on_one_device(strategy):
+    """What DataParallel and DDP have saved has another prefix."""
     model, _, _ = mirrored(strategy)
     state = {f"module.{name}": value for name, value in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"module\.0\.weight"):
@@ -59,230 +235,105 @@ def test_loading_a_state_dict_of_a_wrapped_model(strategy):
     model.load_state_dict({name.removeprefix("module."): v for name, v in state.items()})
 
 
-def test_loading_before_and_after_mirroring(strategy):
-    state = plain().state_dict()
+def test_a_state_loaded_after_mirroring_reaches_every_replica(strategy):
     model, _, _ = mirrored(strategy)
-    model.load_state_dict(state)
+    model.load_state_dict(plain().state_dict())
     strategy.run(model, args=(X,))
     assert strategy.check_replicas() == 4
     assert same(model, plain())
 
 
-def test_loading_an_optimizers_state_before_its_first_step(strategy):
-    def trained(model, split):
-        optimizer = torch.optim.Adam(model.parameters())
-        step(model, optimizer)
-        if split:
-            state, optimizer = optimizer.state_dict(), torch.optim.Adam(model.parameters())
-            optimizer.load_state_dict(reloaded(state))
-        step(model, optimizer)
-        return model
-
-    assert same(trained(strategy.mirror(net()), split=True), trained(net(), split=False))
-
-
-@refused(ValueError, "parameter group")
-def test_loading_the_state_of_another_optimizer(strategy):
-    model, optimizer, _ = mirrored(strategy)
-    other = torch.optim.SGD(list(model.parameters())[:1], lr=0.1)
-    optimizer.load_state_dict(other.state_dict())
-
-
-def test_an_average_of_the_model(strategy):
-    def train(model):
-        optimizer = sgd(model)
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        for _ in range(3):
-            step(model, optimizer)
-            average.update_parameters(model)
-        return average.module
-
-    assert same(train(strategy.mirror(net())), train(net()))
-
-
-def test_an_average_by_hand(strategy):
-    def train(model):
-        optimizer, average = sgd(model), copy.deepcopy(model)
-        for _ in range(3):
-            step(model, optimizer)
-            with torch.no_grad():
-                for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
-                    ours.lerp_(theirs, 0.5)
-        return average
-
-    assert same(train(strategy.mirror(net())), train(net()))
-
-
-def test_an_average_of_references(strategy):
-    """``state_dict()`` without a copy follows the training, as on one device."""
+def test_a_state_dict_follows_the_training(strategy):
+    """Without a copy, as on one device."""
     model, optimizer, _ = mirrored(strategy)
     best = model.state_dict()
     step(model, optimizer)
     assert torch.equal(best["0.weight"], model.state_dict()["0.weight"])
 
 
-@pytest.mark.parametrize("when", ["before the optimizer", "after it"])
-def test_freezing_the_first_layer(when, strategy):
-    def train(model):
-        if when == "before the optimizer":
-            model[0].requires_grad_(False)
-        optimizer = sgd(model)
-        model[0].requires_grad_(False)
-        for _ in range(2):
-            step(model, optimizer)
-        return model
-
-    assert same(train(strategy.mirror(net())), train(net()))
-
-
-def test_freezing_with_an_optimizer_over_what_is_left(strategy):
-    def train(model):
-        model[0].requires_grad_(False)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(2):
-            step(model, optimizer)
-        return model
-
-    assert same(train(strategy.mirror(net())), train(net()))
+@refused(ValueError, "parameter group")
+def test_the_state_of_another_optimizer_is_refused(strategy):
+    model, optimizer, _ = mirrored(strategy)
+    other = torch.optim.SGD(list(model.parameters())[:1], lr=0.1)
+    optimizer.load_state_dict(other.state_dict())
 
 
 @refused(ValueError, "empty parameter list")
-def test_an_optimizer_over_parameters_that_are_used_up(strategy):
+def test_an_optimizer_over_an_exhausted_iterator_is_refused(strategy):
     model, _, _ = mirrored(strategy)
     parameters = model.parameters()
     list(parameters)
     torch.optim.SGD(parameters, lr=0.1)
 
 
-def test_an_optimizer_over_a_state_dict_trains_nothing(strategy):
-    """Detached tensors have no gradients, as on one device."""
-    model, _, _ = mirrored(strategy)
-    optimizer = torch.optim.SGD(model.state_dict().values(), lr=0.1)
-    loss_of(model).backward()
-    optimizer.step()
-    assert same(model, net())
-
-
-def test_weights_shared_before_mirroring(strategy):
-    def build():
-        model = net()
-        model.append(nn.Linear(2, 2, bias=False)).append(nn.Linear(2, 2, bias=False))
-        nn.init.eye_(model[3].weight)
-        model[4].weight = model[3].weight
-        return model
-
-    expected, model = build(), strategy.mirror(build())
-    step(expected, sgd(expected))
-    step(model, sgd(model))
-    assert same(model, expected)
-    assert model[3].weight is model[4].weight
-
-
-def test_weights_shared_after_mirroring(strategy):
-    def train(model):
-        model.append(nn.Linear(2, 2, bias=False)).append(nn.Linear(2, 2, bias=False))
-        nn.init.eye_(model[3].weight)
-        model[4].weight = model[3].weight
-        step(model, sgd(model))
-        return model
-
-    assert same(train(strategy.mirror(net())), train(net()))
-
-
-def test_a_layer_replaced_after_mirroring(strategy):
-    def train(model):
-        model[2] = nn.Linear(4, 2)
-        nn.init.constant_(model[2].weight, 0.1)
-        nn.init.zeros_(model[2].bias)
-        optimizer = sgd(model)
-        for _ in range(2):
-            step(model, optimizer)
-        return model
-
-    assert same(train(strategy.mirror(net())), train(net()))
-    strategy.check_replicas()
-
-
-def test_parameters_initialised_after_mirroring(strategy):
-    def train(model):
-        model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
-        for _ in range(2):
-            step(model, sgd(model))
-        return model
-
-    assert same(train(strategy.mirror(net())), train(net()))
-    strategy.check_replicas()
-
-
-def test_a_forward_hook_sees_every_part(strategy):
-    seen = []
-    model = strategy.mirror(net())
-    model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    model(X)
-    assert seen == [4, 4]
-
-
-def test_a_gradient_hook_sees_the_whole_gradient(strategy):
-    seen = []
+def test_a_forward_hook_sees_every_part_and_a_gradient_hook_the_whole_gradient(strategy):
+    lengths, gradients = [], []
     model, expected = strategy.mirror(net()), net()
-    model[0].weight.register_hook(lambda grad: seen.append(grad.clone()))
+    model[0].register_forward_hook(lambda module, args, output: lengths.append(len(output)))
+    model[0].weight.register_hook(lambda grad: gradients.append(grad.clone()))
     loss_of(model).backward()
     loss_of(expected).backward()
-    assert len(seen) == 1
-    assert torch.allclose(seen[0], expected[0].weight.grad, atol=1e-6)
+    assert lengths == [4, 4]
+    assert len(gradients) == 1
+    assert torch.allclose(gradients[0], expected[0].weight.grad, atol=1e-6)
 
 
-def test_an_output_read_as_a_scalar_in_a_condition(strategy):
-    model, optimizer, _ = mirrored(strategy)
-    if loss_of(model).item() > 0:
-        step(model, optimizer)
-    assert same(model, plain(steps=1))
+# Wrappers
 
 
-def test_checkpointing_in_run(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        optimizer.zero_grad()
-        output = checkpoint(model, x, use_reentrant=False)
-        nn.functional.cross_entropy(output, y).backward()
-        optimizer.step()
-
-    trains_as_plain(strategy, program)
+def wrapped_by_the_trainer(model):
+    """As transformers' Trainer does."""
+    names = {"__name__": "transformers.trainer", "wrap": DataParallel}
+    exec("def wrap_model(model): return wrap(model)", names)
+    return names["wrap_model"](model)
 
 
-def test_functional_call_in_run(strategy):
-    def program(model, optimizer, x=X, y=Y):
-        optimizer.zero_grad()
-        output = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
-        nn.functional.cross_entropy(output, y).backward()
-        optimizer.step()
+WRAPPERS = {
+    "DataParallel": (lambda s, m: DataParallel(m), "DataParallel", "leave it out"),
+    "DataParallel around it": (
+        *(lambda s, m: DataParallel(nn.Sequential(m)), "DataParallel", "leave it out"),
+    ),
+    "Trainer": (
+        lambda s, m: wrapped_by_the_trainer(m),
+        *("leave it out: transformers' Trainer", "arguments._n_gpu = 1"),
+    ),
+    "DDP": (lambda s, m: DistributedDataParallel(m), "DistributedDataParallel", "leave it out"),
+    "DDP in run": (
+        lambda s, m: s.run(lambda: DistributedDataParallel(m)),
+        *("DistributedDataParallel", "leave it out"),
+    ),
+    "mirrored": (lambda s, m: s.mirror(DataParallel(net())), "DataParallel", "model.module"),
+    "inside": (
+        lambda s, m: s.mirror(nn.Sequential(nn.Linear(3, 3), DataParallel(net()))),
+        *("1 is a DataParallel", "model.module"),
+    ),
+}
 
-    trains_as_plain(strategy, program)
+
+@each(WRAPPERS)
+def test_wrappers_for_several_devices_are_refused(case, strategy):
+    program, *words = case
+    model, _, _ = mirrored(strategy)
+    check_refusal((program, StrategyError, *words), strategy, model)
 
 
-def test_autocast_in_run(strategy):
-    model, optimizer, batch = mirrored(strategy)
-
-    def program(x, y):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, x, y)
-        loss.backward()
-        optimizer.step()
-
-    strategy.run(program, args=batch)
-    strategy.check_replicas()
+@refused(StrategyError, "DataParallel", "leave it out")
+def test_data_parallel_made_in_the_scope_is_refused(strategy):
+    with strategy.scope():
+        DataParallel(net())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
 @refused(StrategyError, "ScriptModule")
-def test_a_script_module(strategy):
+def test_a_script_module_is_refused(strategy):
     strategy.mirror(torch.jit.trace(net(), X))
 
 
-# Threads and processes
+# Threads
 
 
 @refused(StrategyError, "another thread")
-def test_run_from_a_thread_while_a_run_goes_on(strategy):
+def test_a_run_in_another_thread_during_a_run_is_refused(strategy):
     errors = []
 
     def other():
@@ -300,7 +351,7 @@ def test_run_from_a_thread_while_a_run_goes_on(strategy):
     raise errors[0]
 
 
-def test_a_thread_of_the_users_reads_the_model(strategy):
+def test_a_thread_of_the_program_can_call_the_model(strategy):
     model, _, _ = mirrored(strategy)
     outputs = []
     thread = threading.Thread(target=lambda: outputs.append(model(X)))

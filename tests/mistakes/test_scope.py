@@ -1,4 +1,4 @@
-"""Mistakes with the scope, with when and where things are made, and with what is closed."""
+"""Mistakes with the scope, with where models are made, with two strategies, and after close."""
 
 import copy
 import warnings
@@ -12,6 +12,9 @@ from mirror import StrategyError
 from tests.mistakes.mistake import (
     X,
     Y,
+    check_refusal,
+    context,
+    each,
     loader,
     loss_of,
     mirrored,
@@ -25,67 +28,58 @@ from tests.mistakes.mistake import (
 )
 from tests.toy_models import replica_id
 
+# What is not mirrored
 
-@refused(StrategyError, "strategy.mirror", "scope")
-def test_a_plain_model_trained_in_run(strategy):
+
+def whole_step(strategy, batch):
+    model = net()
+    strategy.run(step, args=(model, sgd(model), *batch))
+
+
+def backward_in_run(strategy, batch):
     model = net()
     optimizer = sgd(model)
-    (batch,) = strategy.distribute_dataset(loader())
-    strategy.run(step, args=(model, optimizer, *batch))
-
-
-@refused(StrategyError, "strategy.mirror", "scope")
-def test_a_plain_model_whose_backward_is_in_run_and_step_outside(strategy):
-    model = net()
-    optimizer = sgd(model)
-    (batch,) = strategy.distribute_dataset(loader())
     strategy.run(lambda x, y: loss_of(model, x, y).backward(), args=batch)
     optimizer.step()
 
 
-@refused(StrategyError, "strategy.mirror", "scope")
-def test_raw_tensors_trained_in_run(strategy):
+def raw_tensor(strategy, batch):
     weight = torch.zeros(3, 2, requires_grad=True)
-
-    def train(x, y):
-        loss = nn.functional.cross_entropy(x @ weight, y)
-        loss.backward()
-
-    (batch,) = strategy.distribute_dataset(loader())
-    strategy.run(train, args=batch)
+    strategy.run(lambda x, y: nn.functional.cross_entropy(x @ weight, y).backward(), args=batch)
 
 
-@refused(StrategyError, "strategy.mirror", "scope")
-def test_a_head_made_before_the_scope_beside_a_mirrored_body(strategy):
+def plain_head(strategy, batch):
     head = nn.Linear(2, 2)
-    model, _, batch = mirrored(strategy)
+    model, _, _ = mirrored(strategy)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
-
-    def train(x, y):
-        nn.functional.cross_entropy(head(model(x)), y).backward()
-
-    strategy.run(train, args=batch)
+    strategy.run(
+        lambda x, y: nn.functional.cross_entropy(head(model(x)), y).backward(), args=batch
+    )
     optimizer.step()
 
 
-@warned("strategy.mirror", "one device")
-def test_a_model_made_before_the_scope_and_an_optimizer_in_it(strategy):
+@pytest.mark.parametrize("program", [whole_step, backward_in_run, raw_tensor, plain_head])
+@refused(StrategyError, "strategy.mirror", "scope")
+def test_training_what_is_not_mirrored_in_run_is_refused(program, strategy):
+    (batch,) = strategy.distribute_dataset(loader())
+    program(strategy, batch)
+
+
+def optimizer_in_the_scope(strategy):
     model = net()
     with strategy.scope():
         optimizer = sgd(model)
     step(model, optimizer)
 
 
-@warned("strategy.mirror", "one device")
-def test_a_model_and_optimizer_made_before_the_scope(strategy):
+def step_in_the_scope(strategy):
     model = net()
     optimizer = sgd(model)
     with strategy.scope():
         step(model, optimizer)
 
 
-@warned("strategy.mirror", "one device")
-def test_a_scope_around_nothing(strategy):
+def nothing_in_the_scope(strategy):
     with strategy.scope():
         criterion = nn.CrossEntropyLoss()
     model = net()
@@ -94,8 +88,7 @@ def test_a_scope_around_nothing(strategy):
     optimizer.step()
 
 
-@warned("strategy.mirror", "one device")
-def test_a_plain_model_in_run_and_backward_outside(strategy):
+def forward_in_run(strategy):
     model = net()
     optimizer = sgd(model)
     (batch,) = strategy.distribute_dataset(loader())
@@ -104,114 +97,38 @@ def test_a_plain_model_in_run_and_backward_outside(strategy):
     optimizer.step()
 
 
-@warned("with strategy.scope():")
-def test_scope_called_without_with(strategy):
-    strategy.scope()
-    step(model := net(), sgd(model))
+@pytest.mark.parametrize(
+    "program", [optimizer_in_the_scope, step_in_the_scope, nothing_in_the_scope, forward_in_run]
+)
+@warned("strategy.mirror", "not mirrored", "one device")
+def test_training_what_is_not_mirrored_on_one_device_warns(program, strategy):
+    program(strategy)
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_step_beside_a_mirrored_layer_does_not_warn(is_used, strategy):
+    with strategy.scope(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = nn.Linear(1, 1)
+        if is_used:
+            layer(torch.ones(2, 1))
+        parameter = nn.Parameter(torch.ones(1))
+        parameter.sum().backward()
+        torch.optim.SGD([parameter], lr=0.1).step()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
 @warned("with strategy.scope():")
-def test_scope_kept_and_never_entered(strategy):
+def test_a_scope_that_is_never_entered_warns(is_kept, strategy):
     scope = strategy.scope()
+    if not is_kept:
+        del scope
     model = net()
     step(model, sgd(model))
-    del scope
-
-
-@refused(TypeError, "context manager")
-def test_scope_without_parentheses(strategy):
-    with strategy.scope:
-        net()
-
-
-@refused(TypeError, "context manager")
-def test_the_strategy_itself_as_a_scope(strategy):
-    with mirror.MirroredStrategy as s:
-        s.scope()
-
-
-def test_an_optimizer_made_before_the_model_is_mirrored(strategy):
-    model = net()
-    optimizer = sgd(model)
-    strategy.mirror(model)
-    for _ in range(2):
-        step(model, optimizer)
-    assert same(model, plain())
-
-
-def test_an_optimizer_made_outside_the_scope(strategy):
-    with strategy.scope():
-        model = net()
-    optimizer = sgd(model)
-    for _ in range(2):
-        step(model, optimizer)
-    assert same(model, plain())
-
-
-def test_a_model_mirrored_twice(strategy):
-    with strategy.scope():
-        model = net()
-    strategy.mirror(strategy.mirror(model))
-    optimizer = sgd(model)
-    for _ in range(2):
-        step(model, optimizer)
-    assert same(model, plain())
-
-
-@refused(StrategyError, "another strategy", "deepcopy")
-def test_a_model_of_another_strategy_mirrored(strategy):
-    model, _, _ = mirrored(strategy)
-    with mirror.MirroredStrategy(["cpu"] * 3) as other:
-        other.mirror(model)
-
-
-@refused(StrategyError, "another strategy")
-def test_scopes_of_two_strategies(strategy):
-    with mirror.MirroredStrategy(["cpu"] * 3) as other, strategy.scope(), other.scope():
-        net()
-
-
-@refused(StrategyError, "inside run")
-def test_a_scope_inside_run(strategy):
-    def fn():
-        with strategy.scope():
-            net()
-
-    strategy.run(fn)
-
-
-@refused(StrategyError, "inside run")
-def test_mirror_inside_run(strategy):
-    strategy.run(lambda: strategy.mirror(net()))
-
-
-@refused(TypeError, "torch.nn.Module", "list")
-def test_mirror_of_a_list_of_modules(strategy):
-    strategy.mirror([net(), net()])
-
-
-@refused(TypeError, "torch.nn.Module", "SGD")
-def test_mirror_of_an_optimizer(strategy):
-    strategy.mirror(sgd(net()))
-
-
-@refused(TypeError, "torch.nn.Module")
-def test_mirror_of_a_class(strategy):
-    strategy.mirror(nn.Linear)
-
-
-@refused(TypeError, "torch.nn.Module")
-def test_mirror_of_a_state_dict(strategy):
-    strategy.mirror(net().state_dict())
-
-
-@refused(TypeError, "torch.nn.Module")
-def test_mirror_of_parameters(strategy):
-    strategy.mirror(net().parameters())
 
 
 @warned("mirror", "inside strategy.run")
-def test_a_model_made_inside_run(strategy):
+def test_a_model_made_inside_run_warns(strategy):
     def train(x, y):
         model = net()
         return step(model, sgd(model), x, y)
@@ -220,189 +137,228 @@ def test_a_model_made_inside_run(strategy):
     strategy.run(train, args=batch)
 
 
-def test_a_submodule_made_by_the_first_forward(strategy):
-    class Late(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(3, 2)
-            self.head = None
+@refused(TypeError, "context manager")
+def test_a_scope_without_parentheses_is_refused(strategy):
+    with strategy.scope:
+        net()
 
-        def forward(self, x):
-            if self.head is None:
-                with torch.random.fork_rng():
-                    torch.manual_seed(3)
-                    self.head = nn.Linear(2, 2)
-            return self.head(self.body(x))
 
-    def build():
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            return Late()
+@refused(TypeError, "context manager")
+def test_the_class_as_a_scope_is_refused(strategy):
+    with mirror.MirroredStrategy as s:
+        s.scope()
 
-    def train(model):
-        model(X)
-        optimizer = sgd(model)
-        for _ in range(2):
-            step(model, optimizer)
 
-    expected, model = build(), strategy.mirror(build())
-    train(expected)
-    train(model)
-    assert same(model, expected)
+NO_MODULES = {
+    "a list": (lambda: [net(), net()], "list"),
+    "an optimizer": (lambda: sgd(net()), "SGD"),
+    "a class": (lambda: nn.Linear,),
+    "a state_dict": (lambda: net().state_dict(),),
+    "parameters": (lambda: net().parameters(),),
+}
+
+
+@each(NO_MODULES)
+def test_what_is_no_module_cannot_be_mirrored(case, strategy):
+    make, *words = case
+    check_refusal((strategy.mirror, TypeError, "torch.nn.Module", *words), make())
+
+
+# Where and when a model and its optimizer are made
+
+
+def optimizer_before_mirror(strategy):
+    model = net()
+    optimizer = sgd(model)
+    strategy.mirror(model)
+    return model, optimizer
+
+
+def optimizer_after_the_scope(strategy):
+    with strategy.scope():
+        model = net()
+    return model, sgd(model)
+
+
+def mirrored_twice(strategy):
+    with strategy.scope():
+        model = net()
+    strategy.mirror(strategy.mirror(model))
+    return model, sgd(model)
+
+
+def copy_of_another_strategys(strategy):
+    """A cell that is run again makes a new strategy."""
+    with mirror.MirroredStrategy(["cpu"] * 3) as first:
+        model, _, _ = mirrored(first)
+    model = strategy.mirror(copy.deepcopy(model))
+    return model, sgd(model)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        optimizer_before_mirror,
+        optimizer_after_the_scope,
+        mirrored_twice,
+        copy_of_another_strategys,
+    ],
+)
+def test_a_model_trains_as_on_one_device_wherever_it_is_made(make, strategy):
+    model, optimizer = make(strategy)
+    for _ in range(2):
+        step(model, optimizer)
+    assert same(model, plain())
     strategy.check_replicas()
 
 
-@refused(StrategyError, "strateg")
-def test_a_model_of_another_strategy_trained_in_run(strategy):
-    with mirror.MirroredStrategy(["cpu"] * 2) as other:
-        model, _, _ = mirrored(other)
-        (batch,) = strategy.distribute_dataset(loader())
-        strategy.run(lambda x, y: loss_of(model, x, y).backward(), args=batch)
+# Two strategies
 
 
-@refused(StrategyError, "strateg")
-def test_a_model_of_another_strategy_trained_by_run_with_its_optimizer(strategy):
-    with mirror.MirroredStrategy(["cpu"] * 3) as other:
-        model, optimizer, _ = mirrored(other)
-        (batch,) = strategy.distribute_dataset(loader())
-        strategy.run(step, args=(model, optimizer, *batch))
+def scope_in_scope(strategy, other):
+    with strategy.scope(), other.scope():
+        net()
 
 
-@refused(StrategyError, "strateg")
-def test_run_of_another_strategy_inside_run(strategy):
-    with mirror.MirroredStrategy(["cpu"] * 2) as other:
-        model, optimizer, batch = mirrored(other)
-        strategy.run(lambda: other.run(step, args=(model, optimizer, *batch)))
+def backward_of_the_others_model(strategy, other):
+    model, _, _ = mirrored(other)
+    (batch,) = strategy.distribute_dataset(loader())
+    strategy.run(lambda x, y: loss_of(model, x, y).backward(), args=batch)
 
 
-@refused(StrategyError, "merge_call")
-def test_run_inside_run(strategy):
-    strategy.run(lambda: strategy.run(lambda: 1))
+def step_of_the_others_model(strategy, other):
+    model, optimizer, _ = mirrored(other)
+    (batch,) = strategy.distribute_dataset(loader())
+    strategy.run(step, args=(model, optimizer, *batch))
 
 
-@refused(StrategyError, "two strategies")
-def test_an_optimizer_over_models_of_two_strategies(strategy):
-    with mirror.MirroredStrategy(["cpu"] * 2) as other:
-        (a, _, _), (b, _, _) = mirrored(strategy), mirrored(other)
-        optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
-        loss_of(a).backward()
-        optimizer.step()
+def run_in_run(strategy, other):
+    model, optimizer, batch = mirrored(other)
+    strategy.run(lambda: other.run(step, args=(model, optimizer, *batch)))
 
 
-def trained():
-    parameter = nn.Parameter(torch.ones(1))
-    parameter.sum().backward()
-    torch.optim.SGD([parameter], lr=0.1).step()
-
-
-def test_a_step_in_a_scope_in_which_nothing_was_made_is_told_of(make_strategy):
-    with make_strategy(2).scope(), pytest.warns(UserWarning, match="not mirrored"):
-        trained()
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-def test_a_step_beside_what_is_mirrored_or_about_to_be_is_not(is_used, make_strategy):
-    with make_strategy(2).scope(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer = nn.Linear(1, 1)
-        if is_used:
-            layer(torch.ones(2, 1))
-        trained()
-
-
-def test_a_cell_run_again_makes_a_new_strategy_over_a_copy(strategy):
-    model, _, _ = mirrored(strategy)
-    with mirror.MirroredStrategy(["cpu"] * 3) as again:
-        model = again.mirror(copy.deepcopy(model))
-        optimizer = sgd(model)
-        for _ in range(2):
-            step(model, optimizer)
-        assert same(model, plain())
-
-
-@refused(StrategyError, "closed", "new one")
-def test_a_cell_run_again_with_a_closed_strategy():
-    strategy = mirror.MirroredStrategy(["cpu"] * 2)
-    model, _, batch = mirrored(strategy)
-    strategy.close()
-    strategy.run(model, args=(batch[0],))
-
-
-@refused(StrategyError, "closed")
-def test_a_mirrored_model_called_after_close():
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
-        model, _, _ = mirrored(strategy)
-    model(X)
-
-
-@refused(StrategyError, "closed")
-def test_an_optimizer_stepped_after_close():
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
-        model, optimizer, _ = mirrored(strategy)
-        loss_of(model).backward()
+def one_optimizer(strategy, other):
+    (a, _, _), (b, _, _) = mirrored(strategy), mirrored(other)
+    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+    loss_of(a).backward()
     optimizer.step()
 
 
-@refused(StrategyError, "closed")
-def test_a_scope_after_close():
-    strategy = mirror.MirroredStrategy(["cpu"] * 2)
-    strategy.close()
+TWO_STRATEGIES = {
+    "mirror": (
+        *(lambda strategy, other: other.mirror(mirrored(strategy)[0]), "another strategy"),
+        "deepcopy",
+    ),
+    "scope in scope": (scope_in_scope, "another strategy"),
+    "backward": (backward_of_the_others_model, "strateg"),
+    "step": (step_of_the_others_model, "strateg"),
+    "run in run": (run_in_run, "strateg"),
+    "one optimizer": (one_optimizer, "two strategies"),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@each(TWO_STRATEGIES)
+def test_what_belongs_to_another_strategy_is_refused(case, num_replicas, strategy):
+    program, *words = case
+    with mirror.MirroredStrategy(["cpu"] * num_replicas) as other:
+        check_refusal((program, StrategyError, *words), strategy, other)
+
+
+# Inside run
+
+
+def enter_scope(strategy):
     with strategy.scope():
-        pass
+        net()
 
 
-@refused(StrategyError, "closed")
-def test_a_dataset_iterated_after_close():
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
-        batches = strategy.distribute_dataset(loader(4))
-    next(iter(batches))
+IN_RUN = {
+    "scope": (enter_scope, "inside run"),
+    "mirror": (lambda strategy: strategy.mirror(net()), "inside run"),
+    "check_replicas": (lambda strategy: strategy.check_replicas(), "inside run"),
+    "close": (lambda strategy: strategy.close(), "inside run"),
+    "run": (lambda strategy: strategy.run(lambda: 1), "merge_call"),
+}
+
+
+@each(IN_RUN)
+def test_what_belongs_outside_is_refused_inside_run(case, strategy):
+    program, *words = case
+    check_refusal((strategy.run, StrategyError, *words), program, (strategy,))
 
 
 @refused(StrategyError, "inside run")
-def test_close_inside_run(strategy):
-    strategy.run(strategy.close)
+def test_close_is_refused_in_merge_call(strategy):
+    strategy.run(lambda: context().merge_call(lambda strategy: strategy.close()))
 
 
-def test_close_twice(strategy):
-    strategy.close()
-    strategy.close()
+def set_weight(context):
+    context.weight = 3.0
 
 
-def test_a_model_stays_readable_after_close():
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
-        model, _, _ = mirrored(strategy)
-    assert same(copy.deepcopy(model), net())
+CONTEXT_USES = {
+    "all_reduce": lambda context: context.all_reduce("sum", torch.ones(1)),
+    "merge_call": lambda context: context.merge_call(lambda strategy: None),
+    "weight": set_weight,
+}
 
 
-@refused(StrategyError, "ended")
-def test_a_context_kept_after_its_run_reduces(strategy):
-    contexts = []
-    strategy.run(lambda: contexts.append(mirror.get_replica_context()))
-    contexts[0].all_reduce("sum", torch.ones(1))
-
-
-@refused(StrategyError, "ended")
-def test_a_contexts_weight_set_after_its_run(strategy):
-    contexts = []
-    strategy.run(lambda: contexts.append(mirror.get_replica_context()))
-    contexts[0].weight = 3.0
+@each(CONTEXT_USES)
+def test_a_context_is_refused_after_its_run(case, strategy):
+    kept, _ = strategy.local_results(strategy.run(context))
+    check_refusal((case, StrategyError, "a run that has ended"), kept)
 
 
 @refused(StrategyError, "replica")
-def test_another_replicas_weight_set(strategy):
+def test_a_weight_of_another_replica_cannot_be_set(strategy):
     contexts = {}
 
     def fn():
-        contexts[replica_id()] = mirror.get_replica_context()
-        mirror.get_replica_context().all_reduce("sum", 1)
-        contexts[1 - replica_id()].weight = 2.0
+        contexts[replica_id()] = context()
+        context().all_reduce("sum", 1)
+        set_weight(contexts[1 - replica_id()])
 
     strategy.run(fn)
 
 
 @refused(ValueError, "weight", "finite")
-def test_a_negative_weight(strategy):
+def test_a_negative_weight_is_refused(strategy):
     def fn():
-        mirror.get_replica_context().weight = -1
+        context().weight = -1
 
     strategy.run(fn)
+
+
+# After close
+
+AFTER_CLOSE = {
+    "run": (lambda s, m, o, b: s.run(m, args=b[:1]), "new one"),
+    "reduce": (lambda s, m, o, b: s.reduce("sum", mirror.PerReplica([1.0, 2.0])),),
+    "mirror": (lambda s, m, o, b: s.mirror(net()),),
+    "scope": (lambda s, m, o, b: s.scope().__enter__(),),
+    "a call of the model": (lambda s, m, o, b: m(X),),
+    "a step": (lambda s, m, o, b: o.step(),),
+    "values from a function": (
+        lambda s, m, o, b: s.distribute_values_from_function(lambda context: 1),
+        "copy.deepcopy(model)",
+    ),
+}
+
+
+@each(AFTER_CLOSE)
+def test_a_closed_strategy_refuses(case, strategy):
+    program, *words = case
+    model, optimizer, batch = mirrored(strategy)
+    loss_of(model).backward()
+    strategy.close()
+    strategy.close()
+    check_refusal((program, StrategyError, "closed", *words), strategy, model, optimizer, batch)
+    assert not mirror.has_strategy()
+
+
+def test_a_model_is_a_plain_value_after_close(strategy):
+    model, _, _ = mirrored(strategy)
+    strategy.close()
+    assert same(model, net())
+    assert torch.equal(copy.deepcopy(model)(X), net()(X))

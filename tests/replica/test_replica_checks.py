@@ -6,9 +6,9 @@ from torch import nn
 
 import mirror
 from mirror.errors import ReplicaMismatchError
-from mirror.replica.params import bitwise
-from mirror.replica.params.bitwise import sum_of_bits
-from mirror.replica.params.param_paths import path_of
+from mirror.replica import replica_checks as bitwise
+from mirror.replica.params.mirrored_tensor import path_of
+from mirror.replica.replica_checks import sum_of_bits
 from tests.gpu.fake import FakeGpus
 from tests.oracle import train
 
@@ -90,6 +90,15 @@ class Unchecked:
 
     def check_replicas(self):
         pass
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+def test_a_differing_parameter_is_named_beside_a_script_module():
+    """Its ``_modules`` and ``_parameters`` are no dicts."""
+    script_module = torch.jit.trace(nn.Linear(1, 1), torch.ones(1, 1))
+    layer = nn.Sequential(nn.Linear(1, 1))
+    assert path_of(layer[0].weight, "") == "0.weight"
+    del script_module
 
 
 @pytest.mark.parametrize("drift", [spoil_parameter, spoil_state])

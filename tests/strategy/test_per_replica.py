@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import mirror
 from mirror.values import ABSENT
@@ -11,59 +10,9 @@ from tests.strategy.programs import Box, Pair, ids, values
 from tests.toy_models import replica_id
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda v: v + 1,
-        lambda v: 1 + v,
-        lambda v: v * v,
-        lambda v: v - torch.ones(()),
-        lambda v: torch.ones(()) - v,
-        lambda v: v @ torch.ones(1, 1),
-        lambda v: -v,
-        lambda v: v > 0,
-        lambda v: torch.add(v, 1),
-        lambda v: torch.relu(v),
-        lambda v: F.relu(v),
-        lambda v: torch.stack([v, v]),
-        lambda v: float(v),
-        lambda v: abs(v),
-        lambda v: v / 2,
-        lambda v: 2**v,
-    ],
-)
-def test_a_per_replica_used_as_a_tensor_is_a_type_error_with_advice(use, make_strategy):
-    value = ids(make_strategy(2))
-    with pytest.raises(TypeError) as error:
-        use(value)
-    for advice in ("run", "reduce", "local_results"):
-        assert advice in str(error.value)
-
-
 def test_values_is_a_tuple():
     assert mirror.PerReplica([1, 2]).values == (1, 2)
     assert mirror.PerReplica(i for i in range(2)).values == (0, 1)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda loss: loss == 0,
-        lambda loss: loss != torch.ones(()),
-        lambda loss: divmod(loss, 2),
-        lambda loss: divmod(2, loss),
-    ],
-)
-def test_per_replica_values_refuse_numbers_business_with_advice(make_strategy, use):
-    # `loss == 0` was False in silence.
-    strategy = make_strategy(2)
-    loss = strategy.run(lambda: torch.ones(()))
-    with pytest.raises(TypeError, match="holds one value per replica"):
-        use(loss)
-    assert loss == loss
-    assert loss != "loss"
-    assert loss in {loss}
-    assert f"{loss}" == repr(loss)
 
 
 # What works on every part by itself, with what it leaves of a part.
@@ -166,15 +115,6 @@ def test_reduce_takes_the_enum(make_strategy):
     assert strategy.reduce(mirror.ReduceOp.MEAN, ids(strategy)).item() == 1.0
 
 
-@pytest.mark.parametrize("op", ["average", "xor"])
-def test_an_unknown_op_is_a_value_error(op, make_strategy):
-    strategy = make_strategy(2)
-    with pytest.raises(ValueError, match=op):
-        strategy.reduce(op, ids(strategy))
-    with pytest.raises(ValueError, match=op):
-        strategy.run(lambda: mirror.get_replica_context().all_reduce(op, torch.ones(1)))
-
-
 def test_reduce_keeps_structures(make_strategy):
     strategy = make_strategy(2)
 
@@ -238,13 +178,6 @@ def test_reduce_over_another_axis(make_strategy):
         assert_same(strategy.reduce("sum", value, axis=axis), whole.sum(1))
 
 
-def test_shapes_must_agree_without_an_axis(make_strategy):
-    strategy = make_strategy(2)
-    value = strategy.run(lambda: torch.ones(2 + replica_id()))
-    with pytest.raises(ValueError, match="shape"):
-        strategy.reduce("sum", value)
-
-
 def test_reduce_of_numbers(make_strategy):
     strategy = make_strategy(3)
     result = strategy.reduce("sum", strategy.run(lambda: replica_id() + 1))
@@ -295,16 +228,6 @@ def test_gather_concatenates_in_replica_order(axis, make_strategy):
     value = strategy.run(lambda: make(replica_id()))
     expected = torch.cat([make(r) for r in range(3)], dim=axis)
     assert torch.equal(strategy.gather(value, axis=axis), expected)
-
-
-def test_gather_refuses_scalars_and_shapes_that_do_not_fit(make_strategy):
-    strategy = make_strategy(2)
-    with pytest.raises(ValueError, match=r"0-d|scalar|dimension"):
-        strategy.gather(ids(strategy))
-    value = strategy.run(lambda: torch.ones(2, 3 + replica_id()))
-    with pytest.raises(ValueError, match=r"3.*4"):
-        strategy.gather(value)
-    assert strategy.gather(value, axis=1).shape == (2, 7)
 
 
 def test_gather_is_differentiable(make_strategy):
@@ -380,12 +303,3 @@ def test_a_list_per_example_of_an_uneven_batch_is_pointed_to_the_batch(make_stra
 
 
 # Values
-
-
-def test_reduce_of_nothing_says_so(make_strategy):
-    # "reduce() of empty iterable with no initial value" came from the standard library.
-    strategy = make_strategy(2)
-    with pytest.raises(ValueError, match="without parts"):
-        strategy.reduce("max", mirror.PerReplica([]))
-    with pytest.raises(ValueError, match="no elements"):
-        strategy.reduce("max", strategy.run(lambda: torch.zeros(0)), axis=0)

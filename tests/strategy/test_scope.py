@@ -140,23 +140,6 @@ def test_close_is_idempotent_and_ends_the_strategy():
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
         assert not thread.is_alive()
-    for use in (
-        lambda: strategy.run(lambda: 1),
-        lambda: strategy.reduce("sum", mirror.PerReplica([1.0, 2.0, 3.0])),
-        lambda: strategy.mirror(nn.Linear(1, 1)),
-        lambda: strategy.scope().__enter__(),
-    ):
-        with pytest.raises(mirror.StrategyError):
-            use()
-    assert not mirror.has_strategy()
-
-
-def test_a_model_outlives_its_closed_strategy_as_a_plain_value():
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
-        model = strategy.mirror(nn.Linear(2, 2))
-        state = copy.deepcopy(model.state_dict())
-    assert_same(model.state_dict(), state)
-    assert_same(copy.deepcopy(model).state_dict(), state)
 
 
 def test_strategies_over_the_same_devices_train_in_turn(make_strategy):

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mirror.base.atomic_file import replace_atomically
-from mirror.data.tfrecord.checksum import masked_crc32c
-from mirror.data.tfrecord.record_reader import RecordReader, read_record
+from mirror.data.tfrecord.record_reader import RecordReader, masked_crc32c, read_record
 from mirror.errors import RecordError
 
 SUFFIX = ".index.npy"

@@ -1,14 +1,42 @@
-"""TFRecordWriter: writes records to a TFRecord file."""
+"""TFRecordWriter: writes records to a TFRecord file, which may be compressed."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from types import TracebackType
 from typing import Protocol
 
-from mirror.data.tfrecord.checksum import crc32c_function, masked_crc32c
-from mirror.data.tfrecord.compressed import DeflatingFile, check_compression
-from mirror.data.tfrecord.record_reader import FOOTER, HEADER
+from mirror.data.tfrecord.record_reader import (
+    FOOTER,
+    HEADER,
+    WINDOW_BITS,
+    check_compression,
+    crc32c_function,
+    masked_crc32c,
+)
+
+
+class DeflatingFile:
+    """A file that compresses the bytes written to it."""
+
+    def __init__(self, path: str, compression: str) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115  # closed by close
+        self._deflate = zlib.compressobj(wbits=WINDOW_BITS[compression])
+
+    def write(self, data: bytes, /) -> int:
+        self._file.write(self._deflate.compress(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Makes all written bytes readable, at the cost of some bytes."""
+        self._file.write(self._deflate.flush(zlib.Z_SYNC_FLUSH))
+        self._file.flush()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.write(self._deflate.flush())
+            self._file.close()
 
 
 class _Output(Protocol):

@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from mirror.data.input_options import is_int
-from mirror.data.tfrecord.checksum import crc32c_function
-from mirror.data.tfrecord.compressed import check_compression
-from mirror.data.tfrecord.example import parse_example
-from mirror.data.tfrecord.features import FixedLenFeature, VarLenFeature
+from mirror.data.tfrecord.example import FixedLenFeature, VarLenFeature, parse_example
 from mirror.data.tfrecord.record_index import (
     MAX_DAMAGE,
     Numbering,
@@ -25,7 +22,7 @@ from mirror.data.tfrecord.record_index import (
     scan,
     too_damaged,
 )
-from mirror.data.tfrecord.record_reader import RecordReader
+from mirror.data.tfrecord.record_reader import RecordReader, check_compression, crc32c_function
 from mirror.errors import RecordError
 
 

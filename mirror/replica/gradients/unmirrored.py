@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from mirror.base.torch_private import ACCUMULATES
+from mirror.base.weak_registry import WeakRegistry
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -119,7 +120,7 @@ class UnmirroredParams:
             )
 
 
-_used: weakref.WeakSet[UnmirroredParams] = weakref.WeakSet()  # used with nothing mirrored
+_used: WeakRegistry[UnmirroredParams] = WeakRegistry()  # used with nothing mirrored
 _by_replicas: WeakReplicaMap[UnmirroredParams] = WeakReplicaMap()
 _unmirrored_of = _by_replicas.get
 
@@ -227,7 +228,7 @@ def _idle_strategy() -> object:
         for unmirrored in _by_replicas.all():
             if unmirrored.replicas.strategy is strategy:
                 return strategy if unmirrored.has_nothing else None
-    for unmirrored in list(_used):
+    for unmirrored in _used:
         if unmirrored.is_over:
             _used.discard(unmirrored)
         elif unmirrored.has_nothing:

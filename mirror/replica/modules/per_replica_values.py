@@ -29,6 +29,7 @@ An attribute that replicas have set goes through these states:
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,13 +43,14 @@ from mirror.execution.replicas import Replica, RunView
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import weighted_mean
-from mirror.replica.gradients.graph_boundary import mark_boundary
+from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.scatter_gather.gather import join_outputs
 from mirror.replica.scatter_gather.scatter import SplitPlan
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 
 MISSING: Any = object()
+_beginning = threading.Lock()  # held while the first replica to use an attribute begins its run
 
 
 class ModuleAttributes:
@@ -163,12 +165,14 @@ class PerReplicaAttribute:
 
     def _in(self, run: RunView) -> _InRun:
         if self._now.run is not run:
-            self._now = _InRun(run)
-            joined, versions = self._joined
-            value = self._ordinary().get(self._name, MISSING)
-            if value is not joined or versions != _versions(joined):
-                self._left = {}  # the cross-replica context has set it
-            self._attributes.record(run, self)
+            with _beginning:  # replicas that run at once come here at once
+                if self._now.run is not run:
+                    joined, versions = self._joined
+                    value = self._ordinary().get(self._name, MISSING)
+                    if value is not joined or versions != _versions(joined):
+                        self._left = {}  # the cross-replica context has set it
+                    self._attributes.record(run, self)
+                    self._now = _InRun(run)
         return self._now
 
     def _first(self, replica: Replica) -> Any:

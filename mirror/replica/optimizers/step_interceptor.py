@@ -40,20 +40,21 @@ from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.backward_interceptor import lane_here
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step
-from mirror.replica.optimizers.created_in_run import watch_making
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
-from mirror.replica.optimizers.group_options import options_of, refuse_different
-from mirror.replica.optimizers.lr_schedulers import watch_schedulers
 from mirror.replica.optimizers.merge_call_shared import (
     is_watched,
     mark_watched,
     merge_call_shared,
+    watch_making,
+    watch_schedulers,
     wrap_in_subclasses,
 )
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
+    options_of,
+    refuse_different,
     refuse_what_is_not_mirrored,
     replicas_in,
     replicas_reached,
@@ -187,7 +188,7 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
     # Torch's constructor puts hooks around the step. A wrapper of another optimizer that does not
     # call it steps that one, which is found there.
     has_hooks_around = getattr(step, "__code__", None) is _Installed.hooked_code
-    # While a step is traced, the tracer has swapped in the parameters, and gradients have no values.
+    # While a step is traced, the tracer has swapped in the parameters; gradients have no values.
     is_traced = replica is not None and replica.tracing is not None
     if only_replicas and has_hooks_around and not is_traced:
         refuse_step(optimizer)
@@ -227,6 +228,8 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and (replica is None or replica.lent):
         mirror.recover()
+    if mirror is not None and replica is not None and mirror.has_met(replica):
+        return mirror  # another replica may have its groups swapped in, so they tell nothing
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
         replicas = replicas_in(optimizer)
         if replicas is None:

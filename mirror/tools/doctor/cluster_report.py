@@ -7,9 +7,8 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import asdict, dataclass
 
 from mirror.cluster.launchers import launchers, resolver_of
-from mirror.cluster.rendezvous import Rendezvous
+from mirror.cluster.rendezvous import EnvironmentVariables, Rendezvous
 from mirror.cluster.spec import ClusterSpec
-from mirror.cluster.variables import EnvironmentVariables
 from mirror.errors import ClusterError
 
 

@@ -20,7 +20,7 @@ from mirror.comm import registry, self_test, subprocess_probe
 from mirror.comm.nccl import libnccl
 from mirror.comm.selection import Choice, Facts, facts_of, pick
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
-from mirror.integrations.tpu import torchax_library
+from mirror.integrations import torchax_library
 from mirror.tools.doctor.cluster_report import ONE_PROCESS, ClusterReport, examine_cluster
 from mirror.tools.doctor.link_report import LinkReport, measure_links
 

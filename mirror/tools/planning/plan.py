@@ -44,45 +44,57 @@ def plan(
         print(mirror.plan(strategy, model=model, batch_size=64))  # from the steps it has taken
         print(mirror.plan(step_seconds=0.35, parameters=25.6e6, tensors=161, batch_size=128))
 
-    The model is that of docs/planning.md, which has its limits, and its errors against published
-    figures. It knows no stragglers and no slow input, so think of it as an upper bound.
+    docs/planning.md describes the model, its limits, and its errors against published figures. It
+    has no stragglers and no slow input, so the predicted throughput is an upper bound.
 
     Args:
-        measured: where the step is measured: a strategy that has taken steps, or a function that
-            takes one on one device and is called up to 33 times. Without it, ``step_seconds``.
-        model: whose gradients are reduced. Without it, ``parameters``.
-        parameters: how many elements: of each tensor, in order of registration, or of all.
-        tensors: how many tensors, if only their sum is known; 100 unless told.
-        step_seconds: of one device alone, on its whole batch.
-        batch_size: examples in that step.
-        host_seconds: how long the host takes to launch it. Unless given, or measured on a GPU, it
-            is 60 us for each tensor, at most the whole step.
-        forward_share: the share of the forward pass in forward and backward; 1/3 unless seen.
-        update_seconds: how much of the step the optimizer takes; 0 unless seen.
-        link: between the devices of a machine: "nvlink1" to "nvlink5", "pcie3" to "pcie5", or
-            (gigabytes per second, microseconds per hop).
-        network: between machines: adapters x Gbit/s as in "8x400g", or two numbers likewise.
-        devices_per_machine: what one process can drive.
+        measured: the source of the step: a strategy that has taken steps, or a function that runs
+            one on one device and is called up to 33 times. Without it, ``step_seconds``.
+        model: the model with the gradients to reduce. Without it, ``parameters``.
+        parameters: the number of elements of each tensor, in order of registration, or of all.
+        tensors: the number of tensors, if ``parameters`` is a sum; 100 by default.
+        step_seconds: the step of one device alone, on its whole batch.
+        batch_size: the examples of that step.
+        host_seconds: the time in which the host launches it. Unless given, or measured on a GPU,
+            it is 60 us for each tensor, at most the whole step.
+        forward_share: the share of the forward pass in forward and backward; by default the
+            measured one, or 1/3.
+        update_seconds: the part of the step that the optimizer takes; by default the measured one,
+            or 0.
+        link: the link between the devices of a machine: "nvlink1" to "nvlink5", "pcie3" to
+            "pcie5", or (gigabytes per second, microseconds per hop).
+        network: the network between machines: adapters x Gbit/s as in "8x400g", or two numbers as
+            for ``link``.
+        devices_per_machine: the number of devices that one process can drive.
         max_devices: the largest number of devices.
-        scaling: "weak": every device has ``batch_size`` examples; "strong": all together have, and
-            forward and backward take as much less time.
-        algorithm: of the reductions: "ring", "tree", "hierarchical", or "auto", the quicker one of
-            the first two.
-        bucket_bytes: what is reduced at once at most.
-        wire_dtype: what gradients are sent as; the parameters' own unless told.
+        scaling: "weak": every device has ``batch_size`` examples; "strong": the devices share
+            them, and forward and backward shrink in proportion.
+        algorithm: "ring", "tree", "hierarchical", or "auto", the faster one of ring and tree.
+        bucket_bytes: the capacity of a bucket, which is reduced at once.
+        wire_dtype: the dtype of gradients on the wire; by default that of the parameters.
 
     Raises:
-        PlanError: a ``ValueError`` that says which argument, and what came.
+        PlanError: a ``ValueError`` that names the argument and its value.
     """
-    # Here, so that importing mirror does not import them.
-    from mirror.tools.planning.advice import advice
-    from mirror.tools.planning.all_reduce_cost import ALGORITHMS, Cluster
-    from mirror.tools.planning.bandwidths import link_between_devices, link_between_machines
-    from mirror.tools.planning.measured_step import measure
-    from mirror.tools.planning.plan_error import PlanError, one_of, positive, whole
-    from mirror.tools.planning.plan_result import Plan
+    # Imported here: importing mirror does not import the planner.
+    from mirror.tools.planning.all_reduce_cost import (
+        ALGORITHMS,
+        Cluster,
+        link_between_devices,
+        link_between_machines,
+    )
+    from mirror.tools.planning.plan_result import Plan, advice
     from mirror.tools.planning.prediction import SCALINGS, Predictor
-    from mirror.tools.planning.workload import make_workload, sizes_of_model, sizes_of_numbers
+    from mirror.tools.planning.workload import (
+        PlanError,
+        make_workload,
+        measure,
+        one_of,
+        positive,
+        sizes_of_model,
+        sizes_of_numbers,
+        whole,
+    )
 
     if model is not None and (parameters is not None or tensors is not None):
         raise PlanError("model has its parameters: leave out parameters= and tensors=")
@@ -93,7 +105,7 @@ def plan(
     elif parameters is not None:
         sizes = sizes_of_numbers(parameters, tensors, wire_dtype)
     else:
-        raise PlanError("pass model=, or parameters=: how many elements are reduced")
+        raise PlanError("pass model=, or parameters=: the number of elements to reduce")
     cluster = Cluster(
         link=link_between_devices(link),
         network=link_between_machines(network),

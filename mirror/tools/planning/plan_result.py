@@ -1,7 +1,4 @@
-"""A picture of a plan: step time and efficiency over the number of devices.
-
-Plan: what a step would be on more devices, as rows, a table, JSON and a picture.
-"""
+"""Plan: the predicted steps as rows, a table with advice, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -12,18 +9,17 @@ from dataclasses import asdict, dataclass
 
 from mirror.base.atomic_file import replace_atomically
 from mirror.tools.planning.all_reduce_cost import Cluster
-from mirror.tools.planning.plan_error import PlanError
-from mirror.tools.planning.prediction import WAYS, Row
-from mirror.tools.planning.workload import Workload
+from mirror.tools.planning.prediction import COMPILED, ONE_PROCESS, PROCESS_PER_DEVICE, WAYS, Row
+from mirror.tools.planning.workload import PlanError, Workload
 
 _KINDS = (".pdf", ".png", ".svg")
 
 
 def draw(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
-    """Draws the rows of a plan; wants matplotlib, which the extra "bench" brings.
+    """Draws the rows of a plan with matplotlib, which the extra "bench" installs.
 
     Raises:
-        PlanError: there is no matplotlib, or the path ends in none of .pdf, .png, .svg.
+        PlanError: matplotlib is not installed, or the path does not end in .pdf, .png or .svg.
         OSError: the file cannot be written.
     """
     kind = os.path.splitext(path)[1]
@@ -38,7 +34,7 @@ def draw(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     steps, shares = (figure.add_subplot(1, 2, i) for i in (1, 2))
     devices = [row.devices for row in rows]
-    for way, style in zip(WAYS, ("-", "--", ":"), strict=True):  # lines may lie on each other
+    for way, style in zip(WAYS, ("-", "--", ":"), strict=True):  # lines may coincide
         times = [1e3 * row.seconds_by_way[way] for row in rows]
         steps.plot(devices, times, style, marker=".", label=way)
     steps.set(xlabel="devices", ylabel="ms per step", xscale="log")
@@ -63,14 +59,15 @@ _HEADINGS = ("devices", "step ms", "examples/s", "efficiency", "hidden", "bound 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step would be on more devices; ``str(plan)`` is a table, with advice below.
+    """The predicted steps; ``str(plan)`` is a table, with advice below.
 
     Attributes:
-        rows: one for each number of devices.
+        rows: the prediction for each number of devices.
         workload: the step of one device.
-        cluster: what the devices are connected by.
+        cluster: the machines, with their links and network.
         scaling: "weak" or "strong".
-        advice: up to how many devices one process is enough, what to use then, and what limits.
+        advice: sentences: how many devices one process can drive, what to use beyond that, and
+            what limits the step.
     """
 
     rows: tuple[Row, ...]
@@ -88,10 +85,10 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws step time and efficiency; wants matplotlib (``mirror-strategy[bench]``).
+        """Draws step time and efficiency with matplotlib (``mirror-strategy[bench]``).
 
         Raises:
-            PlanError: there is no matplotlib, or the path ends in none of .pdf, .png, .svg.
+            PlanError: matplotlib is not installed, or the path does not end in .pdf, .png or .svg.
             OSError: the file cannot be written.
         """
         draw(path, self.rows)
@@ -122,7 +119,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _speed(name: str) -> str:
-    return "" if " " in name else f"{name}, "  # one that was given is called by its numbers
+    return "" if " " in name else f"{name}, "  # a link given by numbers has them as its name
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -142,3 +139,90 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}"
+
+
+_PER_DEVICE = (
+    "one process per device: torchrun with mirror.MultiWorkerMirroredStrategy, or PyTorch's "
+    "DistributedDataParallel"
+)
+_SEVERAL = (
+    "Beyond the {most} of a machine, one process per machine: torchrun with "
+    "mirror.MultiWorkerMirroredStrategy."
+)
+
+
+def advice(rows: Sequence[Row], devices_per_machine: int) -> tuple[str, ...]:
+    """Returns sentences about processes, then about communication.
+
+    Args:
+        rows: the predictions for rising numbers of devices, from 1 on.
+        devices_per_machine: the devices that one process can drive.
+    """
+    inside = [row for row in rows if row.devices <= devices_per_machine]
+    sentences = [_on_processes(inside)]
+    if len(inside) < len(rows):
+        sentences.append(_on_machines(rows[len(inside) :], devices_per_machine))
+    return (*sentences, *_on_communication(rows))
+
+
+def _on_processes(rows: Sequence[Row]) -> str:
+    number = next((i for i, row in enumerate(rows) if row.way != ONE_PROCESS), len(rows))
+    if number == len(rows):
+        return (
+            f"One process is enough for {_devices(rows[-1].devices)}: it launches a step in "
+            f"{_milliseconds(rows[-1].host_seconds)} of {_milliseconds(rows[-1].step_seconds)}."
+        )
+    enough, first = rows[number - 1], rows[number]
+    sentence = (
+        f"One process is enough up to {_devices(enough.devices)}; for {first.devices} its "
+        f"launches alone make a step of {_milliseconds(first.seconds_by_way[ONE_PROCESS])} out of "
+        f"{_milliseconds(first.step_seconds)}."
+    )
+    instead = {row.way for row in rows[number:]}
+    if COMPILED in instead:
+        compiled = [row.devices for row in rows[number:] if row.way == COMPILED]
+        sentence += f" Use compiled steps then (strategy.compile), for {_range(compiled)}."
+    if PROCESS_PER_DEVICE in instead:
+        processes = [row.devices for row in rows[number:] if row.way == PROCESS_PER_DEVICE]
+        sentence += f" Use {_PER_DEVICE}, for {_range(processes)}."
+    return sentence
+
+
+def _on_machines(rows: Sequence[Row], devices_per_machine: int) -> str:
+    ways = {row.way for row in rows}
+    if ways == {PROCESS_PER_DEVICE}:
+        return f"Beyond the {devices_per_machine} of a machine, {_PER_DEVICE}."
+    sentence = _SEVERAL.format(most=devices_per_machine)
+    if ways != {ONE_PROCESS}:
+        first = next(row for row in rows if row.way != ONE_PROCESS)
+        compiled = "its steps compiled" if first.way == COMPILED else "one process per device"
+        sentence += f" From {first.devices} devices on: {compiled}."
+    return sentence
+
+
+def _on_communication(rows: Sequence[Row]) -> tuple[str, ...]:
+    bound = [row for row in rows if row.bound_by == "communication"]
+    if not bound:
+        return ()
+    first = bound[0]
+    hidden = first.hidden_share or 0.0
+    return (
+        f"From {first.devices} devices on communication holds the step up: it takes "
+        f"{_milliseconds(first.communication_seconds)}, and backward hides {hidden:.0%} of it. "
+        "Larger batches, strategy.no_sync() between updates, or "
+        "CommunicationOptions(wire_dtype=torch.bfloat16) make it matter less.",
+    )
+
+
+def _devices(number: int) -> str:
+    return f"{number} device{'' if number == 1 else 's'}"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return _devices(numbers[0])
+    return f"{numbers[0]} to {numbers[-1]} devices"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,47 +1,117 @@
-"""Prediction: the step of N devices, in each way of driving them.
+"""Prediction of the step of N devices, in each way of driving them.
 
 [Note: Three ways]
-What differs is who launches, and whether the reduction overlaps with the backward pass.
+The ways differ in the process that launches, and in the overlap of reduction and backward pass.
 
     way                 a process launches         reduction
-    one process         each replica's step        in buckets, beside the backward pass
+    one process         the step of each replica   in buckets, overlapped with the backward pass
     compiled            2 N + 1 graphs             one, between the two graphs of each device
-    process per device  one device's step          in buckets, beside the backward pass
+    process per device  the step of one device     in buckets, overlapped with the backward pass
 
-A process drives the devices of one machine, so "one process" is one per machine where there are
-several. The host runs ahead of its devices: the step takes as long as the slower of the two.
+A process drives the devices of one machine; on several machines "one process" means one per
+machine. The host runs ahead of its devices: a step takes as long as the slower of the two.
+
+Buckets are reduced while the backward pass produces the next ones::
+
+    forward  | backward 1   2     3      4 | update
+    channel  |          [ 1  ][ 2 ][ 3 ]   [ 4 ]
+                                           exposed
+
+Gradients arrive in reverse order of registration, each after an equal share of the backward pass.
+A bucket is closed when the next gradient does not fit; a gradient larger than a bucket has its
+own. There is one channel: it reduces one bucket at a time, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
 from mirror.tools.planning.all_reduce_cost import Cluster
-from mirror.tools.planning.overlap import (
-    Communication,
-    after_backward,
-    beside_backward,
-    buckets_of,
-)
 from mirror.tools.planning.workload import Workload
+
+AllReduce = Callable[[float], float]
+"""Returns the time of an all-reduce of a number of bytes."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The time of the reductions of one step.
+
+    Attributes:
+        seconds: the time of all of them.
+        exposed_seconds: the time that remains after the backward pass.
+    """
+
+    seconds: float
+    exposed_seconds: float
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share that the backward pass hides; ``None`` where nothing is reduced."""
+        return 1 - self.exposed_seconds / self.seconds if self.seconds else None
+
+
+def buckets_of(sizes_bytes: Sequence[float], bucket_bytes: float) -> list[tuple[float, float]]:
+    """Returns the buckets in the order of their reduction.
+
+    Args:
+        sizes_bytes: the bytes of each gradient, in order of registration.
+        bucket_bytes: the capacity of a bucket.
+
+    Returns:
+        The time when each is complete, as a share of the backward pass, and its bytes.
+    """
+    buckets: list[tuple[float, float]] = []
+    held = 0.0
+    for number, size in enumerate(reversed(sizes_bytes)):
+        if held and held + size > bucket_bytes:
+            buckets.append((number / len(sizes_bytes), held))
+            held = 0.0
+        held += size
+    if held:
+        buckets.append((1.0, held))
+    return buckets
+
+
+def reduce_during_backward(
+    buckets: Sequence[tuple[float, float]], backward_seconds: float, all_reduce: AllReduce
+) -> Communication:
+    """Returns the communication of buckets that are reduced as soon as they are complete."""
+    free = total = 0.0
+    for arrived, num_bytes in buckets:
+        seconds = all_reduce(num_bytes)
+        free = max(free, arrived * backward_seconds) + seconds
+        total += seconds
+    return _communication(total, free - backward_seconds)
+
+
+def reduce_after_backward(num_bytes: float, all_reduce: AllReduce) -> Communication:
+    """Returns the communication of one reduction after the backward pass."""
+    seconds = all_reduce(num_bytes) if num_bytes else 0.0
+    return _communication(seconds, seconds)
+
+
+def _communication(seconds: float, exposed: float) -> Communication:
+    return Communication(seconds, min(seconds, max(0.0, exposed)))
+
 
 ONE_PROCESS = "one process"
 COMPILED = "compiled"
 PROCESS_PER_DEVICE = "process per device"
 WAYS = (ONE_PROCESS, COMPILED, PROCESS_PER_DEVICE)
-"""From the simplest on."""
+"""The ways, the simplest first."""
 
 SCALINGS = ("weak", "strong")
 
 GRAPH_LAUNCH_SECONDS = 10e-6
-"""Of one graph or one grouped reduction in a compiled step. An assumption, not yet measured."""
+"""The launch of a graph or grouped reduction of a compiled step; assumed, not measured."""
 
 ENOUGH = 1.05
-"""A simpler way is enough if its step is at most this much of the best way's."""
+"""A simpler way is chosen if its step takes at most this multiple of the fastest step."""
 
-_MUCH = 0.1  # of a step: so much exposed communication bounds it, and so little idle host
+_MUCH = 0.1  # the share of a step from which communication or launches bound it
 
 
 @dataclass(frozen=True)
@@ -49,17 +119,16 @@ class Row:
     """The prediction for one number of devices, in the simplest way that is enough.
 
     Attributes:
-        devices: how many.
-        machines: on how many machines.
-        step_seconds: how long a step takes.
-        examples_per_second: of all devices.
-        efficiency: examples per second, as a share of ``devices`` times those of one alone.
-        communication_seconds: of all reductions of the step.
-        hidden_share: the share of them that the backward pass hides; ``None`` for one device.
-        host_seconds: how long the busiest process takes to launch a step.
+        devices, machines: the numbers of devices and machines.
+        step_seconds: the time of a step.
+        examples_per_second: the throughput of all devices.
+        efficiency: the throughput as a share of ``devices`` times that of one device.
+        communication_seconds: the time of all reductions of the step.
+        hidden_share: the share of it that the backward pass hides; ``None`` for one device.
+        host_seconds: the time in which the busiest process launches a step.
         bound_by: "compute", "communication" or "launches".
         way: one of ``WAYS``, see [Note: Three ways].
-        seconds_by_way: the step in each of them.
+        seconds_by_way: the time of a step in each way.
     """
 
     devices: int
@@ -105,9 +174,9 @@ class Predictor:
 
     Attributes:
         workload: the step of one device.
-        cluster: what the devices are connected by.
-        scaling: "weak": every device has the batch of ``workload``; "strong": all together have.
-        bucket_bytes: what a bucket holds at most.
+        cluster: the machines, with their links and network.
+        scaling: "weak": every device has the batch of ``workload``; "strong": they share it.
+        bucket_bytes: the capacity of a bucket.
     """
 
     workload: Workload
@@ -116,9 +185,9 @@ class Predictor:
     bucket_bytes: float
 
     def rows(self, max_devices: int) -> Iterator[Row]:
-        """Yields the rows for 1, 2, 4, ... devices; with a batch to be shared, one example each.
+        """Yields the rows for 1, 2, 4, ... and ``max_devices`` devices.
 
-        The largest number is there also where it is no power of two.
+        Devices that share a batch have at least one example each.
         """
         most = max_devices
         if self.scaling == "strong":
@@ -130,7 +199,7 @@ class Predictor:
         yield self.row(most)
 
     def row(self, devices: int) -> Row:
-        """Returns the prediction for so many devices."""
+        """Returns the prediction for a number of devices."""
         steps = {way: self._step(devices, way) for way in WAYS}
         best = min(step.seconds for step in steps.values())
         way = next(way for way in WAYS if steps[way].seconds <= ENOUGH * best)
@@ -157,10 +226,10 @@ class Predictor:
         backward = work.backward_seconds(part)
         all_reduce = partial(self.cluster.all_reduce_seconds, num_devices=devices)
         if way == COMPILED:
-            communication = after_backward(work.num_bytes, all_reduce)
+            communication = reduce_after_backward(work.num_bytes, all_reduce)
         else:
             buckets = buckets_of(work.sizes_bytes, self.bucket_bytes)
-            communication = beside_backward(buckets, backward, all_reduce)
+            communication = reduce_during_backward(buckets, backward, all_reduce)
         busy = work.busy_seconds(part)
         return _Step(
             busy + communication.exposed_seconds, self._host_seconds(devices, way), communication

@@ -1,20 +1,93 @@
-"""Published figures, which the model's predictions are checked against.
+"""``mirror plan``: its arguments, the published steps, and the errors against published figures.
 
-The model is given what one device does alone, the sizes of the gradients, and the links by their
-names; never what several devices did. Nothing in it was fitted to these figures.
+The model gets the step of one device, the sizes of the gradients, and the links by their names,
+never a figure of several devices. None of its numbers is fitted to these figures.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import inf, prod
 from statistics import median
+from typing import Any
 
-from mirror.tools.planning.all_reduce_cost import Cluster
-from mirror.tools.planning.bandwidths import link_between_devices, link_between_machines
+import torch
+
+from mirror.tools.planning.all_reduce_cost import (
+    LINKS,
+    NETWORKS,
+    Cluster,
+    link_between_devices,
+    link_between_machines,
+)
+from mirror.tools.planning.plan import plan
+from mirror.tools.planning.plan_result import Plan
 from mirror.tools.planning.prediction import PROCESS_PER_DEVICE, Predictor
-from mirror.tools.planning.workload import Workload, make_workload
+from mirror.tools.planning.workload import PlanError, Workload, make_workload, one_of
+
+_WIRE_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def make_plan(given: Mapping[str, Any], case: str | None) -> Plan:
+    """Returns the plan for a command line.
+
+    Args:
+        given: the arguments of ``plan`` by name, ``wire_dtype`` as a string; ``None``: not given.
+        case: a published step, which provides the arguments that are not given.
+
+    Raises:
+        PlanError: there is no such case, or ``plan`` raises it.
+    """
+    arguments = {} if case is None else _of_case(one_of("case", case, tuple(CASES)))
+    arguments |= {name: value for name, value in given.items() if value is not None}
+    if "wire_dtype" in arguments:
+        arguments["wire_dtype"] = _WIRE_DTYPES[arguments["wire_dtype"]]
+    for option, name in (("--host-ms", "host_seconds"), ("--update-ms", "update_seconds")):
+        part, whole = arguments.get(name, 0.0), arguments.get("step_seconds", math.inf)
+        if part > whole or (
+            part == whole and name == "update_seconds"
+        ):  # the error of plan would be in seconds
+            raise PlanError(
+                f"{option} is a part of the step of {1e3 * whole:g} ms (--step-ms, or that of "
+                f"--case); got {1e3 * part:g}"
+            )
+    return plan(**arguments)
+
+
+def table_of_links() -> str:
+    """Returns the named links, with the sources of their numbers."""
+    rows = [("link", "GB/s", "us a hop", "source")]
+    for link in (*LINKS.values(), *map(link_between_machines, NETWORKS)):
+        speed = f"{link.bytes_per_second / 1e9:g}"
+        rows.append((link.name, speed, f"{1e6 * link.hop_seconds:g}", link.source))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:3]
+    lines = [
+        f"{name:{widths[0]}}  {speed:>{widths[1]}}  {hop:>{widths[2]}}  {source}"
+        for name, speed, hop, source in rows
+    ]
+    return "\n".join([*lines, "", *(f"{name:{widths[0]}}  {NETWORKS[name]}" for name in NETWORKS)])
+
+
+def _of_case(name: str) -> dict[str, Any]:
+    case = CASES[name]
+    return {
+        "step_seconds": case.batch_size / case.alone,
+        "batch_size": case.batch_size,
+        "parameters": [size / 4 for size in case.sizes_bytes],
+        "link": case.machine[0],
+        "network": case.machine[1],
+        "devices_per_machine": case.machine[2],
+        "algorithm": case.algorithm,
+        "bucket_bytes": min(case.bucket_bytes, sum(case.sizes_bytes)),
+    }
+
 
 _MEGABYTE = 1e6
 _MEBIBYTE = 2**20
@@ -35,29 +108,17 @@ def _layers(*shapes: tuple[int, ...]) -> tuple[float, ...]:
 _RESNET_50 = _even(25_557_032, 161)
 _BERT_BASE = _even(110e6, 199)
 _INCEPTION_V3 = _even(23.9e6, 95)
+# fmt: off
 _VGG_16 = _layers(
-    (64, 3, 3, 3),
-    (64, 64, 3, 3),
-    (128, 64, 3, 3),
-    (128, 128, 3, 3),
-    (256, 128, 3, 3),
-    *([(256, 256, 3, 3)] * 2),
-    (512, 256, 3, 3),
-    *([(512, 512, 3, 3)] * 5),
-    (4096, 512 * 7 * 7),
-    (4096, 4096),
-    (1000, 4096),
+    (64, 3, 3, 3), (64, 64, 3, 3), (128, 64, 3, 3), (128, 128, 3, 3), (256, 128, 3, 3),
+    *([(256, 256, 3, 3)] * 2), (512, 256, 3, 3), *([(512, 512, 3, 3)] * 5),
+    (4096, 512 * 7 * 7), (4096, 4096), (1000, 4096),
 )
 _ALEXNET = _layers(
-    (64, 3, 11, 11),
-    (192, 64, 5, 5),
-    (384, 192, 3, 3),
-    (256, 384, 3, 3),
-    (256, 256, 3, 3),
-    (4096, 256 * 6 * 6),
-    (4096, 4096),
-    (1000, 4096),
+    (64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3),
+    (4096, 256 * 6 * 6), (4096, 4096), (1000, 4096),
 )
+# fmt: on
 
 _DLPERF = (
     "DLPerf test report v1.0 (Oneflow-Inc/DLPerf, 2020): 8 x V100-SXM2-16GB a machine, one "
@@ -82,35 +143,30 @@ class Case:
     """A step that was published for one device and for several.
 
     Attributes:
-        name: how ``mirror plan --case`` calls it.
-        title: what was trained with what.
-        source: where it was published.
+        title: the model, the library and the batch size.
+        source: the publication, and the machines.
+        machine: the link, the network, and the number of devices of a machine.
         alone: examples per second of one device.
-        batch_size: its examples.
-        sizes_bytes: of the gradients, in order of registration.
-        link: inside a machine; ``network``: between machines.
-        devices_per_machine: of the cluster.
-        bucket_bytes: what was reduced at once; infinite where nothing began before the end of the
-            backward pass.
-        algorithm: "ring" for NCCL before 2.4, which had no trees.
+        batch_size: the examples of one device.
+        sizes_bytes: the bytes of each gradient, in order of registration.
+        bucket_bytes: the bytes of one reduction; infinite where nothing is reduced before the end
+            of the backward pass.
         published: examples per second, by the number of devices.
+        algorithm: "ring" for NCCL before 2.4, which had no trees.
     """
 
-    name: str
     title: str
     source: str
+    machine: tuple[str, str, int]
     alone: float
     batch_size: int
     sizes_bytes: tuple[float, ...]
-    link: str
-    network: str
-    devices_per_machine: int
     bucket_bytes: float
-    published: dict[int, float]
+    published: Mapping[int, float]
     algorithm: str = "auto"
 
     def workload(self) -> Workload:
-        """Returns the step of one device; its launches are taken to cost nothing."""
+        """Returns the step of one device; its launches are assumed to cost nothing."""
         return make_workload(
             step_seconds=self.batch_size / self.alone,
             batch_size=self.batch_size,
@@ -120,155 +176,78 @@ class Case:
 
     def cluster(self) -> Cluster:
         """Returns the machines."""
-        return Cluster(
-            link_between_devices(self.link),
-            link_between_machines(self.network),
-            self.devices_per_machine,
-            self.algorithm,
-        )
+        link, network, devices = self.machine
+        links = link_between_devices(link), link_between_machines(network)
+        return Cluster(*links, devices, self.algorithm)
 
 
-def _dlperf(
-    name: str,
-    title: str,
-    rates: tuple[float, float, float, float],
-    batch_size: int,
-    sizes_bytes: tuple[float, ...],
-    bucket_bytes: float,
-) -> Case:
-    alone, *others = rates
-    return Case(
-        name=name,
-        title=title,
-        source=f"{_DLPERF}; {title}",
-        alone=alone,
-        batch_size=batch_size,
-        sizes_bytes=sizes_bytes,
-        link="nvlink2",
-        network="100g",
-        devices_per_machine=8,
-        bucket_bytes=bucket_bytes,
-        published=dict(zip((8, 16, 32), others, strict=True)),
-    )
+_V100 = ("nvlink2", "100g", 8)
+_A100 = ("nvlink3", "100g", 8)
+_DGX_P100 = ("nvlink1", "100g", 8)
+_PASCAL = ("pcie3", "25g", 4)
+_FUSION = 64 * _MEGABYTE  # docs/tensor-fusion.rst of Horovod
 
-
-def _tensorflow(
-    name: str,
-    model: str,
-    rates: tuple[float, float],
-    batch_size: int,
-    sizes_bytes: tuple[float, ...],
-) -> Case:
-    title = f"{model}, TensorFlow 1 with NCCL, batch {batch_size}"
-    return Case(
-        name=name,
-        title=title,
-        source=f"{_TENSORFLOW}; {title}",
-        alone=rates[0],
-        batch_size=batch_size,
-        sizes_bytes=sizes_bytes,
-        link="nvlink1",
-        network="100g",
-        devices_per_machine=8,
-        bucket_bytes=1,  # every gradient by itself
-        published={8: rates[1]},
-        algorithm="ring",
-    )
-
-
-def _horovod(
-    name: str, model: str, alone: float, efficiency: float, sizes_bytes: tuple[float, ...]
-) -> Case:
-    return Case(
-        name=name,
-        title=f"{model}, Horovod",
-        source=_HOROVOD,
-        alone=alone,
-        batch_size=64,
-        sizes_bytes=sizes_bytes,
-        link="pcie3",
-        network="25g",
-        devices_per_machine=4,
-        bucket_bytes=64 * _MEGABYTE,  # docs/tensor-fusion.rst
-        published={512: 512 * efficiency * alone},
-        algorithm="ring",
-    )
-
-
-def _nvidia(name: str, machine: str, rates: tuple[float, float]) -> Case:
-    return Case(
-        name=name,
-        title=f"ResNet-50, PyTorch, {machine}",
-        source=f"{_NVIDIA}; {machine}",
-        alone=rates[0],
-        batch_size=256,
-        sizes_bytes=_RESNET_50,
-        link="nvlink3",
-        network="100g",
-        devices_per_machine=8,
-        bucket_bytes=25 * _MEBIBYTE,
-        published={8: rates[1]},
-    )
-
-
+# fmt: off
 CASES = {
-    case.name: case
-    for case in (
-        _dlperf(
-            "resnet50-v100",
-            "ResNet-50 FP32, PyTorch with apex, batch 128",
-            (367.29, 2887.65, 5716.79, 10917.09),
-            128,
-            _RESNET_50,
-            40 * _MEGABYTE,  # apex's message_size: 10 million elements
-        ),
-        _dlperf(
-            "bert-base-v100",
-            "BERT-base FP32, PyTorch with apex, batch 32",
-            (119.60, 921.32, 1499.40, 2885.81),
-            32,
-            _BERT_BASE,
-            inf,  # run_pretraining.py sets message_size to 250 million elements
-        ),
-        _dlperf(
-            "mirrored-v100",
-            "ResNet-50 FP32, TensorFlow 2.3 MirroredStrategy, batch 128",
-            (321.80, 2458.74, 4849.68, 9418.44),
-            128,
-            _RESNET_50,
-            inf,  # num_packs=1: one reduction of everything
-        ),
-        _dlperf(
-            "mirrored-fp16-v100",
-            "ResNet-50 FP16, TensorFlow 2.3 MirroredStrategy, batch 128",
-            (938.09, 5734.83, 8418.20, 16250.19),
-            128,
-            _RESNET_50,
-            inf,
-        ),
-        _nvidia("resnet50-a100", "TF32, 8 x A100", (938, 7248)),
-        _nvidia("resnet50-amp-a100", "AMP, 8 x A100", (2470, 16621)),
-        _tensorflow("vgg16-p100", "VGG-16", (154, 1081), 64, _VGG_16),
-        _tensorflow("alexnet-p100", "AlexNet", (2987, 17822), 512, _ALEXNET),
-        _horovod("inception3-p100", "Inception v3", 142, 0.90, _INCEPTION_V3),
-        _horovod("vgg16-horovod", "VGG-16", 154, 0.68, _VGG_16),
-    )
+    "resnet50-v100": Case(
+        "ResNet-50 FP32, PyTorch with apex, batch 128", _DLPERF, _V100, 367.29, 128, _RESNET_50,
+        40 * _MEGABYTE,  # apex's message_size: 10 million elements
+        {8: 2887.65, 16: 5716.79, 32: 10917.09},
+    ),
+    "bert-base-v100": Case(
+        "BERT-base FP32, PyTorch with apex, batch 32", _DLPERF, _V100, 119.60, 32, _BERT_BASE,
+        inf,  # run_pretraining.py sets message_size to 250 million elements
+        {8: 921.32, 16: 1499.40, 32: 2885.81},
+    ),
+    "mirrored-v100": Case(
+        "ResNet-50 FP32, TensorFlow 2.3 MirroredStrategy, batch 128", _DLPERF, _V100, 321.80, 128,
+        _RESNET_50,
+        inf,  # num_packs=1: one reduction of everything
+        {8: 2458.74, 16: 4849.68, 32: 9418.44},
+    ),
+    "mirrored-fp16-v100": Case(
+        "ResNet-50 FP16, TensorFlow 2.3 MirroredStrategy, batch 128", _DLPERF, _V100, 938.09, 128,
+        _RESNET_50, inf, {8: 5734.83, 16: 8418.20, 32: 16250.19},
+    ),
+    "resnet50-a100": Case(
+        "ResNet-50, PyTorch, TF32, 8 x A100", _NVIDIA, _A100, 938, 256, _RESNET_50,
+        25 * _MEBIBYTE, {8: 7248},
+    ),
+    "resnet50-amp-a100": Case(
+        "ResNet-50, PyTorch, AMP, 8 x A100", _NVIDIA, _A100, 2470, 256, _RESNET_50,
+        25 * _MEBIBYTE, {8: 16621},
+    ),
+    "vgg16-p100": Case(
+        "VGG-16, TensorFlow 1 with NCCL, batch 64", _TENSORFLOW, _DGX_P100, 154, 64, _VGG_16,
+        1,  # every gradient by itself
+        {8: 1081}, "ring",
+    ),
+    "alexnet-p100": Case(
+        "AlexNet, TensorFlow 1 with NCCL, batch 512", _TENSORFLOW, _DGX_P100, 2987, 512, _ALEXNET,
+        1, {8: 17822}, "ring",
+    ),
+    "inception3-p100": Case(
+        "Inception v3, Horovod", _HOROVOD, _PASCAL, 142, 64, _INCEPTION_V3, _FUSION,
+        {512: 512 * 0.90 * 142}, "ring",
+    ),
+    "vgg16-horovod": Case(
+        "VGG-16, Horovod", _HOROVOD, _PASCAL, 154, 64, _VGG_16, _FUSION,
+        {512: 512 * 0.68 * 154}, "ring",
+    ),
 }
-"""By name."""
+# fmt: on
 
 _ALL_REDUCES = {1: 22.82, 16: 125.65, 64: 198.01, 1024: 264.90}  # MiB: GB/s, bytes by time
 
 
 @dataclass(frozen=True)
 class Check:
-    """A published figure and what the model says.
+    """A published figure, and the prediction of it.
 
     Attributes:
-        what: what was measured, and on how many devices.
-        predicted: in ``unit``.
-        published: in ``unit``.
-        unit: of both.
-        source: where it was published.
+        what: the measured step or collective, and the number of devices.
+        predicted, published: the two figures, in ``unit``.
+        source: the publication.
     """
 
     what: str
@@ -279,13 +258,13 @@ class Check:
 
     @property
     def error(self) -> float:
-        """How much the prediction is above the published figure, as a share of that."""
+        """The relative error of the prediction."""
         return self.predicted / self.published - 1
 
 
 @cache
 def checks() -> tuple[Check, ...]:
-    """Returns all of them."""
+    """Returns all checks."""
     steps = [
         Check(f"{case.title}, N = {n}", _rate(case, n), rate, "examples/s", case.source)
         for case in CASES.values()
@@ -306,7 +285,7 @@ def checks() -> tuple[Check, ...]:
 
 
 def table_of_checks() -> str:
-    """Returns the checks as text, with their errors and the median of these."""
+    """Returns the checks as a table, with their errors and the median error."""
     rows = [("figure", "predicted", "published", "error")]
     errors = []
     for check in checks():

@@ -1,21 +1,95 @@
-"""Workload: the step of one device, from which all others are predicted."""
+"""The step of one device: measured or given, and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import mean, median
+from time import perf_counter
 
 import torch
 from torch import nn
 
-from mirror.errors import short_repr
-from mirror.tools.planning.plan_error import PlanError, not_negative, positive, share, whole
+from mirror.devices import is_simulated, synchronize
+from mirror.errors import MirrorError, short_repr
+from mirror.strategy.strategy_base import Strategy
+
+
+class PlanError(MirrorError, ValueError):
+    """An argument of a plan is no step, no link, or no number of devices."""
+
+
+def positive(name: str, value: object) -> float:
+    """Returns a number above 0 as a float.
+
+    Raises:
+        PlanError: it is not; the message has the value.
+    """
+    number = _number(name, value)
+    if number <= 0:
+        raise PlanError(f"{name} must be above 0, got {short_repr(value)}")
+    return number
+
+
+def not_negative(name: str, value: object) -> float:
+    """Returns a number of at least 0 as a float.
+
+    Raises:
+        PlanError: it is not; the message has the value.
+    """
+    number = _number(name, value)
+    if number < 0:
+        raise PlanError(f"{name} must not be below 0, got {short_repr(value)}")
+    return number
+
+
+def share(name: str, value: object) -> float:
+    """Returns a number from 0 to 1 as a float.
+
+    Raises:
+        PlanError: it is not; the message has the value.
+    """
+    number = _number(name, value)
+    if not 0 <= number <= 1:
+        raise PlanError(f"{name} must be a share from 0 to 1, got {short_repr(value)}")
+    return number
+
+
+def whole(name: str, value: object) -> int:
+    """Returns a whole number of at least 1, of any numeric type.
+
+    Raises:
+        PlanError: it is not; the message has the value.
+    """
+    number = _number(name, value)
+    if number < 1 or number != int(number):
+        raise PlanError(f"{name} must be a whole number of at least 1, got {short_repr(value)}")
+    return int(number)
+
+
+def one_of(name: str, value: object, choices: Collection[str]) -> str:
+    """Returns a name that is one of the choices.
+
+    Raises:
+        PlanError: it is not; the message lists the choices.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise PlanError(f"{name} must be one of {', '.join(choices)}; got {short_repr(value)}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise PlanError(f"{name} must be a finite number, got {short_repr(value)}")
+    return float(value)
+
 
 FORWARD_SHARE = 1 / 3
-"""Of forward and backward: a backward pass has about twice the operations of its forward pass."""
+"""The default share of the forward pass: a backward pass has about twice its operations."""
 
 LAUNCHES_PER_TENSOR = 6
-"""What a step launches per parameter, where nothing else is known.
+"""Operators launched per parameter and step, where nothing else is known.
 
 Counted by a ``TorchDispatchMode``, without views, in torch 2.13: 3.5 and 5.8 for an MLP of 18
 parameters with SGD and AdamW, 3.0 and 5.0 for 16 bottlenecks of a ResNet, 6.0 and 8.0 for a
@@ -23,7 +97,7 @@ transformer of 6 layers.
 """
 
 LAUNCH_SECONDS = 10e-6
-"""What the host pays for one operator in eager PyTorch, where nothing else is known.
+"""The host time of one operator in eager PyTorch, where nothing else is known.
 
 An assumption: 5 to 25 us are said to be usual on a server ("From PyTorch op to kernel launch",
 jiahuanglin.xyz); some 25 us were measured on a shared virtual core. Give ``host_seconds``.
@@ -38,13 +112,13 @@ class Workload:
     """A step on one device alone.
 
     Attributes:
-        step_seconds: how long it takes.
+        step_seconds: the time of the step.
         batch_size: its examples.
-        sizes_bytes: of the gradients as they are sent, in order of registration.
+        sizes_bytes: the bytes of each gradient as it is sent, in order of registration.
         forward_share: the share of the forward pass in forward and backward.
-        update_seconds: of the step, the optimizer's.
-        host_seconds: how long the host takes to launch it; at most ``step_seconds``.
-        host_is_known: whether that was measured or given, not estimated.
+        update_seconds: the part of the step that the optimizer takes.
+        host_seconds: the time in which the host launches it; at most ``step_seconds``.
+        host_is_known: whether ``host_seconds`` was measured or given, not estimated.
     """
 
     step_seconds: float
@@ -57,19 +131,19 @@ class Workload:
 
     @property
     def num_bytes(self) -> float:
-        """Of all gradients."""
+        """The bytes of all gradients."""
         return sum(self.sizes_bytes)
 
     def forward_seconds(self, part: float) -> float:
-        """Of a part of the batch, whose forward and backward take that part of the time."""
+        """The forward pass of a part of the batch, in proportion."""
         return (self.step_seconds - self.update_seconds) * part * self.forward_share
 
     def backward_seconds(self, part: float) -> float:
-        """Of a part of the batch."""
+        """The backward pass of a part of the batch, in proportion."""
         return (self.step_seconds - self.update_seconds) * part * (1 - self.forward_share)
 
     def busy_seconds(self, part: float) -> float:
-        """Of a step over a part of the batch: of the whole of it, exactly ``step_seconds``."""
+        """The step of a part of the batch; exactly ``step_seconds`` for the whole batch."""
         return self.step_seconds - (self.step_seconds - self.update_seconds) * (1 - part)
 
 
@@ -82,10 +156,10 @@ def make_workload(
     update_seconds: float | None = None,
     host_seconds: float | None = None,
 ) -> Workload:
-    """Returns a workload whose numbers go together; what is ``None`` is assumed.
+    """Returns a consistent workload; numbers that are ``None`` are assumed.
 
     Raises:
-        PlanError: one of them is out of its range, or they contradict each other.
+        PlanError: a number is out of its range, or two numbers contradict each other.
     """
     step = positive("step_seconds", step_seconds)
     update = not_negative("update_seconds", 0.0 if update_seconds is None else update_seconds)
@@ -119,7 +193,7 @@ def sizes_of_model(model: nn.Module, wire_dtype: torch.dtype | None) -> tuple[fl
     """Returns the bytes of the gradients of a model, in order of registration.
 
     Raises:
-        PlanError: it is no module, or none of its parameters is trained.
+        PlanError: it is not a module, or has no trained parameter.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"model must be a torch.nn.Module, got {short_repr(model)}")
@@ -132,14 +206,14 @@ def sizes_of_model(model: nn.Module, wire_dtype: torch.dtype | None) -> tuple[fl
 def sizes_of_numbers(
     parameters: float | Sequence[float], tensors: int | None, wire_dtype: torch.dtype | None
 ) -> tuple[float, ...]:
-    """Returns the bytes of gradients of which only the numbers of elements are known.
+    """Returns the bytes of gradients from numbers of elements.
 
     Args:
-        parameters: of each tensor, in order of registration, or of all together.
-        tensors: how many there are, all equal, if only their sum is known.
+        parameters: the elements of each tensor, in order of registration, or of all together.
+        tensors: the number of equal tensors, if ``parameters`` is a sum.
 
     Raises:
-        PlanError: one of them is no positive whole number, or both say how many there are.
+        PlanError: one is not a positive whole number, or both give a number of tensors.
     """
     width = float(wire_dtype.itemsize if wire_dtype else _FLOAT_BYTES)
     if isinstance(parameters, (int, float)):
@@ -161,3 +235,107 @@ def sizes_of_numbers(
             f"got {short_repr(parameters)}"
         )
     return tuple(positive("parameters", number) * width for number in parameters)
+
+
+_WARM_UP = 3
+_MIN_STEPS = 5
+_MAX_STEPS = 30
+_ENOUGH_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The known times of a step; ``None``: not measured.
+
+    Attributes:
+        step_seconds: the step of one device alone, without waiting for input.
+        host_seconds: the time in which the host launches it.
+        forward_share: the share of the forward pass in forward and backward.
+        update_seconds: the time of the optimizer, and of other work that a step does once.
+    """
+
+    step_seconds: float
+    host_seconds: float | None = None
+    forward_share: float | None = None
+    update_seconds: float | None = None
+
+
+def measure(
+    measured: Strategy | Callable[[], object] | None,
+    model: nn.Module | None,
+    step_seconds: float | None,
+) -> Measured:
+    """Returns the step of a strategy, of a function that runs one, or the given step.
+
+    Raises:
+        PlanError: neither or both are given, or ``measured`` cannot be measured.
+    """
+    if (measured is None) == (step_seconds is None):
+        raise PlanError(
+            "pass either what is to be measured (a strategy that has taken steps, or a function "
+            "that takes one), or step_seconds="
+        )
+    if measured is None:
+        assert step_seconds is not None
+        return Measured(step_seconds)
+    if isinstance(measured, Strategy):
+        return measure_strategy(measured)
+    if not callable(measured):
+        raise PlanError(
+            "what is measured is a strategy, or a function that takes a step; "
+            f"got {short_repr(measured)}"
+        )
+    devices = {p.device for p in model.parameters()} if model is not None else set()
+    return measure_calls(measured, devices)
+
+
+def measure_strategy(strategy: Strategy) -> Measured:
+    """Returns the step of one of a strategy's devices, from the report of its last steps.
+
+    Simulated devices share the CPU, which runs the passes of all of them, but one update. There
+    the time of the launches is not known.
+
+    Raises:
+        PlanError: the strategy has not taken a step.
+    """
+    report = strategy.report()
+    if report.num_steps == 0:
+        raise PlanError("the strategy has not taken a step; take some, and plan then")
+    if not is_simulated(strategy.devices):
+        seconds = report.step - report.waiting_for_input - report.waiting_for_reduction
+        return Measured(seconds, min(seconds, mean(report.host_seconds)))
+    passes = report.forward + report.backward
+    once = report.optimizer + report.other
+    seconds = passes / report.num_replicas + once
+    if not report.forward:  # a call outside run with one replica is plain PyTorch
+        return Measured(seconds, update_seconds=report.optimizer)
+    return Measured(seconds, forward_share=report.forward / passes, update_seconds=once)
+
+
+def measure_calls(step: Callable[[], object], devices: Iterable[torch.device]) -> Measured:
+    """Calls a function that runs one step, several times; returns the median step.
+
+    Args:
+        step: runs a step on one device.
+        devices: the devices that it uses; on GPUs the launch ends when ``step`` returns.
+    """
+    places = tuple(devices)
+
+    def wait() -> None:
+        for device in places:
+            synchronize(device)
+
+    for _ in range(_WARM_UP):
+        step()
+    wait()
+    steps: list[float] = []
+    hosts: list[float] = []
+    while len(steps) < _MIN_STEPS or (sum(steps) < _ENOUGH_SECONDS and len(steps) < _MAX_STEPS):
+        begin = perf_counter()
+        step()
+        hosts.append(perf_counter() - begin)
+        wait()
+        steps.append(perf_counter() - begin)
+    if is_simulated(places):
+        return Measured(median(steps))
+    return Measured(median(steps), min(median(steps), median(hosts)))

@@ -1,15 +1,14 @@
-"""Checkpoints over several workers: the chief writes, all restore, and all agree on it.
+"""Checkpoints of several workers: the chief writes, all restore, and all agree.
 
 [Note: Checkpoints of workers]
-There is one logical copy of everything, and worker 0, the chief, writes it. What workers may have
-of their own (random generators, buffers that replicas keep apart) goes to the chief, where it is
-not the same on all, and into the same checkpoint. So every
-worker calls ``save`` and ``restore``, at the same place of the program; they return when the
-chief's files are on the disk, or raise on all workers.
+Worker 0, the chief, writes the state of the one logical model. Some states may differ between
+workers: random generators, and per-replica buffers. If they do, the chief receives them, and they
+go into the same checkpoint. So every worker calls ``save`` and ``restore``, at the same place of
+the program. The calls return when the chief's file is on the disk, or raise on all workers.
 
-On restoring, each worker reads the checkpoint, and what it has read is compared: one that sees
-another directory, as where it is not shared between machines, is named. A training of another
-number of workers goes on with what was the chief's.
+On restoring, each worker reads the checkpoint, and the workers compare what they have read. The
+error names a worker that sees another directory, for example because it is not shared between
+machines. With another number of workers, all continue with the chief's state.
 """
 
 from __future__ import annotations
@@ -24,104 +23,109 @@ from torch.optim import Optimizer
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import CheckpointError
 from mirror.strategy.group import all_groups
-from mirror.train.checkpoint.read_checkpoint import Contents, read_contents
-from mirror.train.checkpoint.snapshot import OwnState, Snapshot, pack, pack_own
+from mirror.train.checkpoint.snapshot import (
+    Contents,
+    Snapshot,
+    read_contents,
+    take_snapshot,
+    take_worker_snapshot,
+)
 
-_ALONE = LocalWorkerGroup(1)
-_FAILED, _DONE = b"!", b"."  # how what a worker says of itself begins
+_ONE_WORKER = LocalWorkerGroup(1)
+_SHARED = "; all workers must see the same directory, on a file system that their machines share"
+_FAILED, _DONE = b"!", b"."  # the first byte of a worker's message
 
 
 class WorkerAgreement:
     """The workers that save and restore together.
 
     Args:
-        workers: they.
-        can_talk: whether their strategy is still open.
+        workers: the group.
+        is_open: whether their strategy is still open.
     """
 
-    def __init__(self, workers: LocalWorkerGroup, *, can_talk: bool) -> None:
+    def __init__(self, workers: LocalWorkerGroup, *, is_open: bool) -> None:
         self._workers = workers
         self.rank, self.size = workers.rank, workers.size
         self.is_chief = workers.rank == 0
-        self.are_several = workers.is_multi_process and can_talk
+        self.is_multi_worker = workers.is_multi_process and is_open
 
-    def packed(self, what: str, objects: Mapping[str, Any], wait: Callable[[], None]) -> Snapshot:
-        """Takes the states of objects; what others have of their own beside the chief's.
+    def take(self, what: str, objects: Mapping[str, Any], wait: Callable[[], None]) -> Snapshot:
+        """Returns the states of objects; on the chief with the other workers' own states.
 
-        All workers take them, as some are put together from those of all.
+        All workers call it, as some states are combined from all workers.
 
         Args:
-            wait: for the save before, which may have gone wrong.
+            wait: waits for the save before; may raise its error.
 
         Raises:
-            CheckpointError: on all workers, one has what cannot be written.
+            CheckpointError: on all workers, a worker has a value that cannot be written.
         """
         found: list[Snapshot] = []
 
         def digest() -> bytes:
             wait()
-            found.append(pack(objects))
-            return pack_own(objects, "").digest() if self.are_several else b""
+            found.append(take_snapshot(objects))
+            return take_worker_snapshot(objects).digest() if self.is_multi_worker else b""
 
-        if not self.are_several:
+        if not self.is_multi_worker:
             digest()
             return found[0]
-        if len(set(self._receive(what, digest))) == 1:
+        if len(set(self._exchange(what, digest))) == 1:
             return found[0]
-        mine = pack_own(objects, f"worker {self.rank}/")
-        parcels = self._workers.exchange_tensors(what, "own", mine.as_tensors())
-        others = [OwnState.of_tensors(parcel.tensors) for parcel in parcels[1:]]
-        return found[0].with_others(OwnState.join(others))
+        mine = take_worker_snapshot(objects, f"worker {self.rank}/")
+        messages = self._workers.exchange_tensors(what, "own", mine.to_tensors())
+        return found[0].with_workers([Snapshot.from_tensors(m.tensors) for m in messages[1:]])
 
-    def done(self, what: str, do: Callable[[], None]) -> None:
-        """Has the chief do something, which the others wait for.
+    def run_on_chief(self, what: str, fn: Callable[[], None]) -> None:
+        """Calls a function on the chief; the other workers wait for it.
 
         Raises:
-            CheckpointError: on all workers, it went wrong.
+            CheckpointError: on all workers, it failed.
         """
-        if not self.are_several:
+        if not self.is_multi_worker:
             if self.is_chief:
-                do()
+                fn()
             return
 
-        def done() -> bytes:
+        def call() -> bytes:
             if self.is_chief:
-                do()
+                fn()
             return b""
 
-        self._receive(what, done)
+        self._exchange(what, call)
 
-    def choose(self, what: str, chosen: Callable[[], str]) -> str:
-        """Returns what the chief has chosen.
+    def choose(self, what: str, fn: Callable[[], str]) -> str:
+        """Returns what a function returns on the chief.
 
         Raises:
-            CheckpointError: on all workers, it could not.
+            CheckpointError: on all workers, it failed.
         """
-        if not self.are_several:
-            return chosen()
-        return self._receive(what, lambda: chosen().encode() if self.is_chief else b"")[0].decode()
+        if not self.is_multi_worker:
+            return fn()
+        return self._exchange(what, lambda: fn().encode() if self.is_chief else b"")[0].decode()
 
     def read(self, path: str | os.PathLike[str], known: Contents | None = None) -> Contents:
-        """Reads a checkpoint, of which all others read the same.
+        """Reads a checkpoint, and compares it with what the other workers read.
 
         Args:
-            known: what was read of it already.
+            known: the checkpoint, if it was read already.
 
         Raises:
-            CheckpointError: on all workers, one cannot read it, or has read another.
+            CheckpointError: on all workers, a worker cannot read it, or has read another one.
         """
         found = [] if known is None else [known]
 
         def digest() -> bytes:
             if not found:
                 found.append(read_contents(path, self.rank, self.size))
-            return found[0].digest
+            return found[0].snapshot.manifest.digest
 
-        if not self.are_several:
+        if not self.is_multi_worker:
             digest()
             return found[0]
 
-        digests = self._receive("what was read of a checkpoint", digest)
+        digests = self._exchange("what was read of a checkpoint", digest)
         others = [w for w, one in enumerate(digests) if one != digests[0]]
         if others:
             raise CheckpointError(
@@ -133,48 +137,46 @@ class WorkerAgreement:
 
     def agree(self, what: str, urgency: int) -> int:
         """Returns the highest urgency, from 0, of any worker."""
-        if not self.are_several:
+        if not self.is_multi_worker:
             return urgency
         return max(map(int, self._workers.exchange(what, payload=lambda: b"%d" % urgency)))
 
-    def broadcast_error(self, what: str, said: bytes) -> list[bytes]:
-        """Gives every worker what each has to say, in the order of their ranks."""
-        return self._workers.exchange(what, payload=lambda: said)
+    def all_gather_bytes(self, what: str, message: bytes) -> list[bytes]:
+        """Returns the messages of all workers, in the order of their ranks."""
+        return self._workers.exchange(what, payload=lambda: message)
 
-    def _receive(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
-        """Returns what every worker makes; raises on all if it fails on one."""
+    def _exchange(self, what: str, fn: Callable[[], bytes]) -> list[bytes]:
+        """Returns what a function returns on each worker; raises on all if it fails on one."""
         error: Exception | None = None
         try:
-            own = _DONE + make()
+            own = _DONE + fn()
         except Exception as failed:
             error, own = failed, _FAILED + str(failed).encode()
-        said = self._workers.exchange(what, payload=lambda: own)
+        messages = self._workers.exchange(what, payload=lambda: own)
         if error is not None:
             raise error
-        for rank, one in enumerate(said):
-            if one.startswith(_FAILED):
+        for rank, message in enumerate(messages):
+            if message.startswith(_FAILED):
                 raise CheckpointError(
-                    f"worker {rank} of {self.size}: {one[1:].decode()}; all workers must see the "
-                    "same directory, on a file system that their machines share"
-                    if rank
-                    else f"worker 0 of {self.size}: {one[1:].decode()}"
+                    f"worker {rank} of {self.size}: {message[1:].decode()}"
+                    + (_SHARED if rank else "")
                 )
-        return [one[1:] for one in said]
+        return [message[1:] for message in messages]
 
 
 def worker_agreement_of(objects: Mapping[str, Any]) -> WorkerAgreement:
-    """Returns the workers that train objects together; one, where there are no others."""
+    """Returns the workers that train these objects together; one worker by default."""
     groups = [group for group in all_groups() if group.replicas.workers.is_multi_process]
     if not groups:
-        return WorkerAgreement(_ALONE, can_talk=False)
+        return WorkerAgreement(_ONE_WORKER, is_open=False)
     for tensor in (tensor for obj in objects.values() for tensor in _tensors(obj)):
         for group in groups:
             if group.registry.owns(tensor):
-                return WorkerAgreement(group.replicas.workers, can_talk=not group.runner.is_closed)
-    going_on = [group for group in groups if not group.runner.is_closed]
-    if not going_on:
-        return WorkerAgreement(_ALONE, can_talk=False)
-    return WorkerAgreement(going_on[0].replicas.workers, can_talk=True)
+                return WorkerAgreement(group.replicas.workers, is_open=not group.runner.is_closed)
+    open_groups = [group for group in groups if not group.runner.is_closed]
+    if not open_groups:
+        return WorkerAgreement(_ONE_WORKER, is_open=False)
+    return WorkerAgreement(open_groups[0].replicas.workers, is_open=True)
 
 
 def _tensors(obj: object) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +15,23 @@ from mirror.base.migration_hints import call_with_hints
 from mirror.base.no_copy import NoCopy
 from mirror.errors import CheckpointError, short_repr
 from mirror.threads.user_frames import warn_user
-from mirror.train.checkpoint.atomic_checkpoint import (
-    has_manifest,
+from mirror.train.checkpoint.checkpoint import Checkpoint
+from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
+from mirror.train.checkpoint.checkpoint_directory import (
+    is_checkpoint,
     locked,
     make_directories,
     remove_checkpoint,
-    remove_leftovers,
+    remove_if_left_over,
 )
-from mirror.train.checkpoint.checkpoint import Checkpoint
-from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
-from mirror.train.checkpoint.read_checkpoint import Contents, read_contents
+from mirror.train.checkpoint.snapshot import Contents, read_contents
 
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}([0-9]{{1,18}})", re.ASCII)
 
 
 class SavedStep(int):
-    """The number of a step that was saved; as a path, its checkpoint: ``restore(latest)``.
+    """The number of a saved step; as a path, its checkpoint: ``restore(latest)``.
 
     Attributes:
         path: the directory of the checkpoint.
@@ -52,7 +52,7 @@ class SavedStep(int):
 
 @dataclass
 class TrainProgress:
-    """Counts steps, on from what was restored or saved.
+    """Counts steps, from the restored or saved number on.
 
     Attributes:
         done: the steps done.
@@ -64,7 +64,7 @@ class TrainProgress:
     is_pending: bool = False
 
     def step(self) -> None:
-        """Counts a step."""
+        """Counts one step."""
         self.done += 1
         self.is_pending = False
 
@@ -74,7 +74,7 @@ class TrainProgress:
         return self.done
 
     def count_from(self, number: int) -> None:
-        """Counts on from the number under which the program saved, if that is larger."""
+        """Counts from the number under which the program saved, if that is larger."""
         self.done = max(self.done, number - self.is_pending)
 
 
@@ -92,13 +92,13 @@ class CheckpointManager(NoCopy):
     Several processes may have managers of one directory: they save one after the other.
 
     Attributes:
-        checkpoint: what is saved.
-        directory: where; a checkpoint is ``step-`` and its number.
-        max_to_keep: how many of the newest are kept, ``None``: all.
-        progress: how far the training is, if somebody counts its steps.
+        checkpoint: the objects to save.
+        directory: the directory of the checkpoints; their names are ``step-`` and a number.
+        max_to_keep: the number of newest checkpoints to keep; ``None`` keeps all.
+        progress: the number of steps done, if a handler or loop counts them.
     """
 
-    _instead = "make one in the other process, over the same directory"
+    _instead = "create one in the other process, with the same directory"
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class CheckpointManager(NoCopy):
         directory: str | os.PathLike[str],
         max_to_keep: int | None = 5,
     ) -> None:
-        """Takes the checkpoint, and the directory, which is made with the first save.
+        """Takes the checkpoint, and the directory, which the first save creates.
 
         Raises:
-            TypeError: it is no Checkpoint.
+            TypeError: ``checkpoint`` is not a Checkpoint.
             ValueError: ``max_to_keep`` is below 1.
         """
         if not isinstance(checkpoint, Checkpoint):
@@ -121,8 +121,8 @@ class CheckpointManager(NoCopy):
             isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 1
         ):
             raise ValueError(
-                f"max_to_keep is how many checkpoints stay, at least 1, or None for all; got "
-                f"{short_repr(max_to_keep)}"
+                "max_to_keep must be the number of checkpoints to keep, at least 1, or None for "
+                f"all; got {short_repr(max_to_keep)}"
             )
         self.checkpoint = checkpoint
         self.directory = Path(os.path.abspath(directory))
@@ -131,18 +131,19 @@ class CheckpointManager(NoCopy):
 
     @property
     def steps(self) -> tuple[SavedStep, ...]:
-        """The steps that are saved, from the oldest on, whole or damaged."""
-        found = {}
-        names = os.listdir(self.directory) if self.directory.is_dir() else []
-        for name in names:
-            match = _NAME.fullmatch(name)
-            if match and has_manifest(self.directory / name):
-                found[int(match[1])] = self.directory / name
+        """The saved steps, the oldest first, whole or damaged."""
+        found = {step: path for step, path in self._directories() if is_checkpoint(path)}
         return tuple(SavedStep.at_path(step, found[step]) for step in sorted(found))
+
+    def _directories(self) -> Iterator[tuple[int, Path]]:
+        """Yields the directories that a save may have written."""
+        for name in os.listdir(self.directory) if self.directory.is_dir() else ():
+            if match := _NAME.fullmatch(name):
+                yield int(match[1]), self.directory / name
 
     @property
     def latest(self) -> SavedStep | None:
-        """The newest step that is saved, ``None`` without any; also a path for ``restore``."""
+        """The newest saved step, which is also a path for ``restore``; ``None`` without any."""
         steps = self.steps
         return steps[-1] if steps else None
 
@@ -150,12 +151,12 @@ class CheckpointManager(NoCopy):
         """Saves under the number of a step, and removes the oldest checkpoints.
 
         Args:
-            step: from 0; a checkpoint that has it is replaced.
+            step: the number, from 0; a checkpoint with this number is replaced.
             wait: see ``Checkpoint.save``.
 
         Raises:
             CheckpointError: see ``Checkpoint.save``.
-            TypeError, ValueError: the step is no whole number, or below 0.
+            TypeError, ValueError: the step is not a whole number, or is negative.
         """
         number = operator.index(step)
         if isinstance(step, bool) or not 0 <= number < 10**18:
@@ -171,14 +172,14 @@ class CheckpointManager(NoCopy):
         return SavedStep.at_path(number, path)
 
     def restore_latest(self) -> int | None:
-        """Restores the newest checkpoint that is whole; returns its step, ``None`` without any.
+        """Restores the newest whole checkpoint; returns its step, or ``None`` without any.
 
-        Damaged ones are skipped, with a warning.
+        Damaged checkpoints are skipped with a warning.
 
         Raises:
-            CheckpointError: all are damaged; or the newest is whole, and of other objects.
+            CheckpointError: all are damaged; or the newest whole one has other objects.
         """
-        fellows = worker_agreement_of(self.checkpoint.objects)
+        workers = worker_agreement_of(self.checkpoint.objects)
         read: list[Contents] = []
 
         def newest() -> str:
@@ -187,17 +188,17 @@ class CheckpointManager(NoCopy):
             read.extend(found[:1])
             return found[0].path.name if found else ""
 
-        name = fellows.choose("CheckpointManager.restore_latest()", newest)
+        name = workers.choose("CheckpointManager.restore_latest()", newest)
         if not name:
             return None
         step = int(name.removeprefix(_PREFIX))
         known = read[0] if read else None
-        self.checkpoint.restore_contents(fellows.read(self.directory / name, known))
+        self.checkpoint.restore_contents(workers.read(self.directory / name, known))
         self.progress = TrainProgress(step)
         return step
 
     def _newest(self) -> list[Contents]:
-        """Returns the newest checkpoint that is whole; none without any."""
+        """Returns the newest whole checkpoint, or an empty list."""
         damaged: list[str] = []
         for step in reversed(self.steps):
             try:
@@ -211,12 +212,12 @@ class CheckpointManager(NoCopy):
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self.directory} is whole; {'; '.join(damaged)}; remove them "
-                "to begin anew"
+                "to start from scratch"
             )
         return []
 
     def wait(self) -> None:
-        """Waits for the save that goes on beside; see ``Checkpoint.wait``."""
+        """Waits for a save in flight; see ``Checkpoint.wait``."""
         self.checkpoint.wait()
 
     close = wait
@@ -231,14 +232,15 @@ class CheckpointManager(NoCopy):
         try:
             make_directories(self.directory)
             with locked(self.directory):
-                remove_leftovers(self.directory, _PREFIX)
+                for _, left in list(self._directories()):
+                    remove_if_left_over(left)
                 write()
                 self._remove_old(path)
         except OSError as error:
             raise CheckpointError(f"{path} could not be written ({error})") from error
 
     def _remove_old(self, written: Path) -> None:
-        """Removes all but the newest, and never what was just written."""
+        """Removes all but the newest checkpoints, and never the one just written."""
         if self.max_to_keep is None:
             return
         others = [step for step in self.steps if step.path != written]
@@ -247,7 +249,7 @@ class CheckpointManager(NoCopy):
                 remove_checkpoint(step.path)
 
     def _path(self, step: int) -> Path:
-        """Returns where a step is, or is to be."""
+        """Returns the directory of a step, saved or not."""
         for saved in self.steps:
             if saved == step:
                 return saved.path

@@ -1,39 +1,41 @@
 """PreemptionCheckpointHandler: saves between two steps when the machine is taken away.
 
 [Note: Between two steps]
-A signal may come at any moment, in a backward pass or in the middle of a save. It is only noted;
-what it asks for is done where a step ends, see [Note: Ends of steps]. What a loop does after that,
-as ``scheduler.step()``, ``scaler.update()`` and counting, belongs to the step: were it left out of
-the checkpoint, a resumed run would lack it once. No code runs at the end of a loop's body; but
-where the body takes its batches from a distributed dataset that is in the checkpoint, the next
-thing that happens is that it asks for another batch. So
+A signal may arrive at any moment, in a backward pass or during a save. The signal handler only
+records it, and the save happens where a step ends, see [Note: Ends of steps]. The calls of a loop
+after that (``scheduler.step()``, ``scaler.update()``, counting) belong to the step: without them
+in the checkpoint, a resumed run would lack them once. No code runs at the end of a loop's body.
+But if the loop iterates over a distributed dataset in the checkpoint, the next event is the
+request for another batch. So
 
     the checkpoint has                                    it is saved where
     modules that its one optimizer trains, and datasets   the step ends
-    anything else, and a dataset that is iterated over    the next batch is asked for, or the
+    anything else, and a dataset that is iterated over    the next batch is requested, or the
                                                           pass ends, or the handler is closed
-    anything else, and none                               the step ends
+    anything else, and no such dataset                    the step ends
 
-One of several workers may be asked alone. So with every step they tell each other, and all save
-at the same one, and exit.
+A signal may reach one worker only. So the workers exchange their states at every step, and all
+save and exit at the same step.
 
 [Note: Grace period]
-A platform may take the machine away long after the signal, and without asking again. So there are
-two saves: one at once, which is what remains if the machine goes early, and one near the end. The
-last save must be complete in time, and it can begin only where a step ends. So a handler leaves
-where another step, and a save, each as long as the longest one seen, might not fit twice into the
-seconds that are left. Only a worker that was asked knows its deadline: workers exchange what they
-have to do, and all do the most urgent of it.
+A platform may take the machine away long after the signal, without a second signal. So there are
+two saves: one at once, which remains if the machine goes early, and one near the end. The last
+save must finish in time, and can begin only where a step ends. So the handler exits when two more
+steps and two saves, each as long as the longest one seen, might not fit into the seconds left.
+Only a worker that got the signal knows its deadline: the workers exchange what they have to do,
+and all do the most urgent.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
 from types import FrameType
 from typing import Any
@@ -49,18 +51,78 @@ from mirror.execution.step_ends import step_ends
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
-from mirror.train.checkpoint.termination_config import TerminationConfig
 
 _open: list[PreemptionCheckpointHandler] = []
-_replaced: dict[int, Any] = {}  # the signals' handlers that are put back
-_ignored: dict[int, Any] = {}  # those of signals that an exit ignores
+_replaced: dict[int, Any] = {}  # the former handlers of signals
+_ignored: dict[int, Any] = {}  # the former handlers of signals that an exit ignores
 _clock = time.monotonic
 _DEFAULT_EXIT_CODE = 42
-_RESERVE = 2.0  # how many steps and saves must still fit before the deadline
+_RESERVE = 2.0  # the number of steps and saves that must fit before the deadline
+
+
+@call_with_hints
+@dataclass(frozen=True)
+class TerminationConfig:
+    """How a platform announces that it takes a machine away, and how a program exits there.
+
+    ::
+
+        config = mirror.train.TerminationConfig(
+            termination_watcher_fn=maintenance_is_announced,
+            exit_fn=lambda: sys.exit(143),
+            grace_period=3600,
+        )
+        with mirror.PreemptionCheckpointHandler(manager, termination_config=config):
+            ...
+
+    Attributes:
+        termination_watcher_fn: called without arguments where a step ends, until it returns a
+            true value: this machine will be taken away. It must return at once.
+        exit_fn: called without arguments on every worker after the last save and after the
+            handlers are closed, instead of raising ``SystemExit(42)``. If it returns, the program
+            goes on, and no handler listens any more.
+        grace_period: the seconds between the announcement and the end of the machine. If it is
+            above 0, the handler saves at once, training continues, and the handler saves again
+            and exits before the time is over. ``None`` and 0: it saves at once and exits.
+        save_fn: called without arguments on every worker instead of ``manager.save(step)``. It
+            may save with ``manager`` or with ``manager.checkpoint``; the handler waits for what
+            goes on beside.
+
+    Raises:
+        TypeError: a function is not callable, or the grace period is not a number.
+        ValueError: the grace period is negative or not finite.
+    """
+
+    termination_watcher_fn: Callable[[], object] | None = None
+    exit_fn: Callable[[], object] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[[], object] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            fn = getattr(self, name)
+            if fn is not None and not callable(fn):
+                raise TypeError(
+                    f"{name} must be a function without arguments, got {short_repr(fn)}; pass "
+                    "the function itself, not what it returns"
+                )
+        seconds = self.grace_period
+        if seconds is None:
+            return
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(
+                f"grace_period must be a number of seconds, got {short_repr(seconds)}; pass 30 or "
+                "0.5, or 0 to exit after the first save"
+            )
+        if not 0 <= seconds < math.inf:
+            raise ValueError(
+                f"grace_period must be finite and >= 0 seconds, got {seconds}; pass 0 to exit "
+                "after the first save"
+            )
 
 
 class Urgency(IntEnum):
-    """What a worker has to do where a step ends. Of several workers, the highest counts."""
+    """What a worker has to do where a step ends; the highest value of all workers counts."""
 
     NONE = 0
     SAVE_AND_CONTINUE = 1
@@ -69,7 +131,7 @@ class Urgency(IntEnum):
 
 @call_with_hints
 class PreemptionCheckpointHandler(NoCopy):
-    """Saves at the next end of a step after a signal has come, and exits.
+    """Saves and exits at the next end of a step after a signal.
 
     ::
 
@@ -78,22 +140,21 @@ class PreemptionCheckpointHandler(NoCopy):
             for batch in batches:
                 strategy.run(train_step, args=(batch,))
 
-    The checkpoint gets the number of steps done, counted on from ``restore_latest()``, and from
-    the number under which the program saved with the same manager, if that is larger. If the
-    directory has a checkpoint with a larger number, of another manager, it gets the next number:
-    ``restore_latest()`` finds what was saved last. Steps are outermost runs
-    with an optimizer's step in them, and optimizers' steps outside; where the checkpoint has a
-    distributed dataset with more than one optimizer, or schedulers and the like, batches with a
-    step. Where exactly it is saved: [Note: Between two steps] in
-    ``mirror/train/checkpoint/preemption.py``.
+    The checkpoint gets the number of steps done, counted from ``restore_latest()``, or from the
+    number under which the program saved with the same manager, if that is larger. If the directory
+    has a checkpoint with a larger number, of another manager, it gets the next number, so that
+    ``restore_latest()`` finds what was saved last. A step is an outermost run with an optimizer's step in it, or an optimizer's step outside run. If the
+    checkpoint has a distributed dataset and more than modules and one optimizer, a step is a batch
+    with an optimizer's step. [Note: Between two steps] in
+    ``mirror/train/checkpoint/preemption.py`` says where exactly it saves.
 
-    Several may be open: each saves, then the program exits as the first of them says.
+    Several handlers may be open: each saves, and the first decides how the program exits.
 
     Attributes:
-        is_due: whether a signal has come, or the watcher has said so.
+        is_due: whether a signal has arrived, or the watcher has returned a true value.
     """
 
-    _instead = "make one in the other process"
+    _instead = "create one in the other process"
 
     def __init__(
         self,
@@ -104,23 +165,23 @@ class PreemptionCheckpointHandler(NoCopy):
         *,
         termination_config: TerminationConfig | None = None,
     ) -> None:
-        """Begins to listen; ``close`` ends it and puts the signals' handlers back.
+        """Starts to listen for signals; ``close`` restores their former handlers.
 
         From the decision to exit, its signals are ignored until the process has ended. A program
-        that catches the ``SystemExit`` and goes on sets their handlers itself.
+        that catches the ``SystemExit`` and continues sets their handlers itself.
 
         Args:
-            signals: what asks for a checkpoint.
-            exit_code: that of the process, as ``SystemExit``; whoever starts it again knows by it
-                that there is more to do.
-            watcher: called where a step ends; what it returns, if true, asks for a checkpoint.
-            termination_config: how the platform takes machines away: its own watcher, exit and
-                save, and its grace period.
+            signals: the signals that request a checkpoint.
+            exit_code: the exit code of the process, as ``SystemExit``; it tells a launcher that
+                the training is not finished.
+            watcher: called where a step ends; a true value requests a checkpoint.
+            termination_config: how the platform takes machines away: a watcher, functions for
+                the save and the exit, and the grace period.
 
         Raises:
             StrategyError: there are signals, and this is not the main thread, where Python
                 handles them.
-            TypeError, ValueError: an argument is of another type, or no signal that can be
+            TypeError, ValueError: an argument has another type, or is not a signal that can be
                 handled; or ``watcher`` or ``exit_code`` is also in ``termination_config``.
         """
         _check(manager, exit_code, watcher)
@@ -134,16 +195,16 @@ class PreemptionCheckpointHandler(NoCopy):
         self._grace_seconds = config.grace_period or 0.0
         self._asked_at: float | None = None
         self._has_saved_early = False  # see [Note: Grace period]
-        self._is_ending = False  # the block of the handler ends
+        self._is_ending = False  # the with block is ending
         self._step_seconds = self._save_seconds = 0.0
         self._step_began = _clock()
         self._signals = _checked_signals(signals)
-        self._known: list[int] = []  # objects of the checkpoint, that _datasets were found in
+        self._known: list[int] = []  # ids of the objects that _datasets were found in
         self._datasets: list[DistributedDataset] = []
         self._is_simple = True
         self._has_stepped = False  # since the last batch, where that is counted
-        self._fellows = worker_agreement_of(manager.checkpoint.objects)
-        self._agreed = Urgency.NONE  # by several workers
+        self._workers = worker_agreement_of(manager.checkpoint.objects)
+        self._agreed = Urgency.NONE  # the workers' highest
         self._process = os.getpid()
         for number in self._signals:
             _listen(number)
@@ -153,7 +214,7 @@ class PreemptionCheckpointHandler(NoCopy):
         _open.append(self)
 
     def close(self) -> None:
-        """Stops listening, puts handlers of signals back; idempotent."""
+        """Restores the former handlers of the signals; idempotent."""
         if self not in _open:
             return
         _open.remove(self)
@@ -170,7 +231,7 @@ class PreemptionCheckpointHandler(NoCopy):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        """Closes it; saves and exits if a signal has come, grace period or not."""
+        """Closes it; saves and exits if a signal has arrived, also within a grace period."""
         try:
             if kind is None and self in _open:
                 self._is_ending = True
@@ -183,7 +244,7 @@ class PreemptionCheckpointHandler(NoCopy):
 
     def _end_step(self) -> None:
         """Counts a step that has ended."""
-        self._look_for_datasets()
+        self._find_datasets()
         self._has_stepped = self._manager.progress.is_pending = True
         if self._is_simple or not any(dataset.is_iterated for dataset in self._datasets):
             self._count()
@@ -200,24 +261,24 @@ class PreemptionCheckpointHandler(NoCopy):
         self._agree()
 
     def _ask(self) -> None:
-        """Notes that a checkpoint is asked for; called by the handler of signals, too."""
+        """Records a request for a checkpoint; safe in a signal handler."""
         if self._asked_at is None:
             self._asked_at = _clock()
         self.is_due = True
 
     def _agree(self) -> None:
-        """Exchanges with all workers, where there are several, what is to be done."""
-        if self._fellows.are_several:
+        """Exchanges the urgency with all workers, if there are several."""
+        if self._workers.is_multi_worker:
             own = self._own_urgency
-            self._agreed = Urgency(self._fellows.agree("the end of a step", own))
+            self._agreed = Urgency(self._workers.agree("the end of a step", own))
 
     @property
     def _urgency(self) -> Urgency:
-        return self._agreed if self._fellows.are_several else self._own_urgency
+        return self._agreed if self._workers.is_multi_worker else self._own_urgency
 
     @property
     def _own_urgency(self) -> Urgency:
-        """What this worker alone would do."""
+        """The urgency of this worker alone."""
         if not self.is_due:
             return Urgency.NONE
         if self._is_ending or not self._grace_seconds:
@@ -233,50 +294,50 @@ class PreemptionCheckpointHandler(NoCopy):
         return self._urgency is Urgency.SAVE_AND_EXIT
 
     def _save_early(self) -> None:
-        """Saves at the beginning of the grace period; that may have taken most of it."""
+        """Saves at the beginning of the grace period, and may use up most of it."""
         self._has_saved_early = True
         self.save()
         self._agree()
 
     def _is_requested(self) -> None:
-        """The loop asks for a batch: all that it does in a step is done."""
+        """Ends a step: the loop requests a batch, so it has finished the last one."""
         if self._has_stepped:
             self._count()
             _leave_if_due()
 
     def save(self) -> None:
-        """Saves under the number of steps done, or with ``save_fn``, asked for or not."""
+        """Saves under the number of steps done, or with ``save_fn``."""
         began = _clock()
-        with suppress(CheckpointError):  # of a save beside the training: it was logged
+        with suppress(CheckpointError):  # of a save in flight; it was logged
             self._manager.wait()
         if self._save_fn is None:
             self._manager.save(self._number())
         else:
             self._save_fn()
-            # It may have saved beside the training: no worker exits before the chief has written.
-            self._fellows.done("the save of save_fn", self._manager.wait)
+            # That save may be in flight: no worker exits before the chief has written.
+            self._workers.run_on_chief("the save of save_fn", self._manager.wait)
         self._step_began = _clock()
         self._save_seconds = max(self._save_seconds, self._step_began - began)
 
     def _number(self) -> int:
-        """Returns the number for a checkpoint that is newer than all in the directory."""
+        """Returns a number for a checkpoint that makes it the newest in the directory."""
         done = self._manager.progress.number
 
         def number() -> str:
             latest = self._manager.latest
             return str(done if latest is None or latest <= done else latest + 1)
 
-        return int(self._fellows.choose("the number of a checkpoint", number))
+        return int(self._workers.choose("the number of a checkpoint", number))
 
     def _exit(self) -> None:
         if self._exit_fn is None:
             raise SystemExit(self._exit_code)
         self._exit_fn()
 
-    def _look_for_datasets(self) -> None:
+    def _find_datasets(self) -> None:
         objects = self._manager.checkpoint.objects
-        if self._fellows.size == 1:  # their strategy may have been made since
-            self._fellows = worker_agreement_of(objects)
+        if self._workers.size == 1:  # the strategy may be newer than this handler
+            self._workers = worker_agreement_of(objects)
         known = [id(obj) for obj in objects.values()]
         if known == self._known:
             return
@@ -300,7 +361,7 @@ def _step_ended() -> None:
 
 
 def _leave_if_due() -> None:
-    """Saves and exits, once all handlers that are asked to have seen the end of the step."""
+    """Saves and exits, once all requested handlers have seen the end of the step."""
     due = [handler for handler in _open if handler._urgency]
     if not due or any(handler._has_stepped for handler in due):
         return
@@ -332,7 +393,7 @@ def _leave_if_due() -> None:
 
 
 def _ignore_signals() -> list[int]:
-    """Ignores the signals of all handlers, from the decision to leave on; returns them.
+    """Ignores the signals of all handlers from the decision to exit on, and returns them.
 
     A second signal must not end the process with another code than the handler's, or in the
     middle of the last save. The signals stay ignored after ``SystemExit`` is raised: Python keeps
@@ -348,15 +409,15 @@ def _ignore_signals() -> list[int]:
 
 
 def _is_trained(obj: object, trained: set[int]) -> bool:
-    """Whether it is a module that changes in optimizers' steps, not one of averages, say."""
+    """Returns whether an object is a module with trained parameters."""
     return isinstance(obj, nn.Module) and any(id(p) in trained for p in obj.parameters())
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Notes a signal, and no more: it may come anywhere."""
+    """Records a signal, and does no more: it may arrive anywhere."""
     asked = [handler for handler in _open if number in handler._signals]
     if asked and asked[0]._process != os.getpid():
-        # A child that was forked: a loader's worker that is to end, for one.
+        # A forked child, such as a loader's worker that is being terminated.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     for handler in asked:
@@ -373,26 +434,24 @@ def _stop_listening(number: int) -> None:
     before = _replaced.pop(number, None)
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(number) is _on_signal:
-        # None: a handler that Python did not install, and cannot.
+        # None: Python did not install that handler, and cannot restore it.
         signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 def _checked_signals(signals: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(signals, Iterable):
-        raise TypeError(
-            f"signals is a sequence of them, got {short_repr(signals)}; pass (signals,)"
-        )
+        raise TypeError(f"signals must be a sequence, got {short_repr(signals)}; pass (signals,)")
     numbers = tuple(signals)
     fixed = {signal.SIGKILL, signal.SIGSTOP}
     if wrong := [n for n in numbers if n not in signal.valid_signals() or n in fixed]:
         raise ValueError(
-            f"{short_repr(wrong[0])} is no signal that a program can handle; pass signal.SIGTERM, "
-            "signal.SIGUSR1 and the like"
+            f"{short_repr(wrong[0])} is no signal that a program can handle; pass "
+            "signal.SIGTERM or signal.SIGUSR1"
         )
     if numbers and threading.current_thread() is not threading.main_thread():
         raise StrategyError(
-            "signals are handled in the main thread; make the PreemptionCheckpointHandler there, "
-            "or pass signals=() and a watcher"
+            "signals are handled in the main thread; create the PreemptionCheckpointHandler "
+            "there, or pass signals=() and a watcher"
         )
     return numbers
 

@@ -1,202 +1,245 @@
-"""Packed: the states of some objects as a manifest has them, and the tensors apart."""
+"""Snapshot: the states of objects as a checkpoint holds them, and how they are taken and read.
+
+[Note: Stored once]
+Tied weights, and views that a state holds together with their base, are stored once. Of the
+tensors in one storage, a contiguous one that is no part of a larger one is stored. Any other
+tensor whose elements all lie within a stored one is a view: a shape, strides, an offset. Tensors
+that shared memory when they were saved share memory again after reading.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mirror.base.tree_json import Malformed, decode, encode
+from mirror.devices import is_simulated, synchronize
 from mirror.errors import CheckpointError
-from mirror.replica.params.bitwise import bytes_of
-from mirror.replica.params.buffers import local_buffers
-from mirror.train.checkpoint.aliasing import Tensors, View
-from mirror.train.checkpoint.generator_state import take_global
-from mirror.train.checkpoint.manifest import SavedTensor
+from mirror.replica.params.mirrored_buffer import local_buffers
+from mirror.replica.replica_checks import bytes_of
+from mirror.train.checkpoint.checkpoint_directory import file_of, write_directory
+from mirror.train.checkpoint.checkpoint_file import (
+    Manifest,
+    ObjectState,
+    TensorView,
+    WorkerStates,
+    describe_tensors,
+    parse_manifest,
+    read_file,
+    read_manifest,
+    span,
+    write_file,
+)
 from mirror.train.checkpoint.stateful_objects import (
     GENERATOR,
     VALUE,
+    capture_global_rng,
     keeps_device,
     kind_of,
     state_of,
 )
-from mirror.train.checkpoint.tree_json import Malformed, decode, encode
+
+_METADATA_NAME = "__metadata__"  # safetensors files have no tensor of this name
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """States of objects.
+    """The states of objects, with their tensors.
 
     Attributes:
-        objects: by the names that the user gave.
-        random: that of the global generators, a skeleton.
-        apart: what replicas keep apart in the buffers of modules, by their names, a skeleton.
-        stored: the tensors, which may be the objects' own.
-        views: of these.
-        others: what workers but the first have of their own, by rank: objects' states by name,
-            ``random``, ``apart``; none where that is the same on all.
+        manifest: everything but the tensors.
+        tensors: the stored tensors; before they are copied they may be the objects' own.
+        rank: the worker that restores it, an index of ``manifest.workers``.
     """
 
-    objects: dict[str, SavedTensor]
-    random: Any
-    apart: Any
-    stored: dict[str, Tensor]
-    views: dict[str, View]
-    others: list[dict[str, Any]] = field(default_factory=list)
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+    rank: int = 0
 
-    def with_others(self, own: OwnState) -> Snapshot:
-        """Returns the same with what other workers have of their own."""
-        if own.stored.keys() & (self.stored.keys() | self.views.keys()):
-            raise CheckpointError("no name of a checkpoint's objects may begin with 'worker 1/'")
-        stored = self.stored | own.stored
-        return replace(self, stored=stored, views=self.views | own.views, others=own.states)
+    @property
+    def objects(self) -> dict[str, ObjectState]:
+        """The states of the objects as JSON, by the names that the user gave."""
+        workers = self.manifest.workers
+        return workers[0].objects | workers[self.rank].objects
 
-    def of_worker(self, rank: int, size: int) -> Snapshot:
-        """Returns what one of so many workers is to restore."""
-        if not rank or len(self.others) != size - 1:
-            return self
-        own = self.others[rank - 1]
-        mine = {
-            name: replace(self.objects[name], state=own["objects"][name])
-            for name in own["objects"]
-        }
-        return replace(self, objects=self.objects | mine, random=own["random"], apart=own["apart"])
-
-    def with_tensors(self, stored: dict[str, Tensor]) -> Snapshot:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Snapshot:
         """Returns the same with copies of the tensors."""
-        return replace(self, stored=stored)
+        return replace(self, tensors=tensors)
+
+    def with_workers(self, others: Sequence[Snapshot]) -> Snapshot:
+        """Returns the same with the states of the other workers, which have other names."""
+        workers, tensors, views = [*self.manifest.workers], dict(self.tensors), self.manifest.views
+        for other in others:
+            new = other.tensors.keys() | other.manifest.views.keys()
+            if new & (tensors.keys() | views.keys()):
+                raise CheckpointError("the name of an object must not begin with 'worker 1/'")
+            workers += other.manifest.workers
+            tensors |= other.tensors
+            views = views | other.manifest.views
+        return Snapshot(replace(self.manifest, workers=workers, views=views), tensors)
 
     def states(self) -> dict[str, Any]:
-        """Returns the objects' states.
+        """Returns the states of the objects, by the names that the user gave.
 
         Raises:
-            CheckpointError: something is none of ours; names the entry.
+            CheckpointError: a state was not written by ``encode``; names the object.
         """
         return {
-            name: self._decoded(saved.state, f"{name!r}", keeps_device(saved.kind))
+            name: self._decode(saved.state, repr(name), keeps_device(saved.kind))
             for name, saved in self.objects.items()
         }
 
     def random_state(self) -> Any:
-        """Returns the state of the global generators."""
-        return self._decoded(self.random, "the random generators", False)
+        """Returns the state of the global random generators."""
+        return self._decode(self._own.random, "the random generators", False)
 
-    def kept_apart(self) -> Any:
-        """Returns what replicas keep apart in the buffers of modules, by their names."""
-        return self._decoded(self.apart, "the replicas' buffers", False)
+    def replica_buffers(self) -> Any:
+        """Returns the per-replica copies of buffers, by the names of modules."""
+        return self._decode(self._own.buffers, "the replicas' buffers", False)
 
-    def _decoded(self, skeleton: Any, what: str, is_placed: bool) -> Any:
+    @property
+    def _own(self) -> WorkerStates:
+        return self.manifest.workers[self.rank]
+
+    def _decode(self, node: Any, what: str, is_placed: bool) -> Any:
         def get(name: str, device: str) -> Tensor:
-            view = self.views.get(name)
-            tensor = self.stored[name] if view is None else view.same_memory(self.stored)
-            return _placed(tensor, device) if is_placed and device != "cpu" else tensor
+            view = self.manifest.views.get(name)
+            tensor = self.tensors[name] if view is None else view.of_tensors(self.tensors)
+            return _move(tensor, device) if is_placed and device != "cpu" else tensor
 
         try:
-            return decode(skeleton, get)
+            return decode(node, get)
         except (Malformed, RecursionError) as error:
             raise CheckpointError(
-                f"the state of {what} is damaged, or was written by something else: {error}"
+                f"the state of {what} is damaged, or mirror did not write it: {error}"
             ) from error
 
-
-@dataclass(frozen=True)
-class OwnState:
-    """What workers have of their own.
-
-    Attributes:
-        states: of each worker: objects' states by name, ``random``, ``apart``.
-        stored, views: as Packed has them.
-    """
-
-    states: list[dict[str, Any]]
-    stored: dict[str, Tensor]
-    views: dict[str, View]
+    def to_tensors(self) -> list[Tensor]:
+        """Returns the snapshot as tensors, to be sent to another worker."""
+        text = bytearray(self.manifest.to_text().encode())
+        return [torch.frombuffer(text, dtype=torch.uint8), *self.tensors.values()]
 
     @classmethod
-    def join(cls, every: Sequence[OwnState]) -> OwnState:
-        """Returns what several workers have, whose tensors have names of their own."""
-        states = [state for own in every for state in own.states]
-        stored = {name: tensor for own in every for name, tensor in own.stored.items()}
-        return cls(states, stored, {name: v for own in every for name, v in own.views.items()})
-
-    def as_tensors(self) -> list[Tensor]:
-        """Returns it as tensors alone."""
-        views = {name: [v.of, v.shape, v.strides, v.offset] for name, v in self.views.items()}
-        text = json.dumps([self.states, list(self.stored), views]).encode()
-        return [torch.frombuffer(bytearray(text), dtype=torch.uint8), *self.stored.values()]
-
-    @classmethod
-    def of_tensors(cls, tensors: Sequence[Tensor]) -> OwnState:
-        """Returns what ``as_tensors`` returned."""
-        states, names, views = json.loads(tensors[0].numpy().tobytes())
-        found = {n: View(of, tuple(a), tuple(b), at) for n, (of, a, b, at) in views.items()}
-        return cls(states, dict(zip(names, tensors[1:], strict=True)), found)
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> Snapshot:
+        """Returns the snapshot that ``to_tensors`` has written."""
+        manifest = parse_manifest(tensors[0].numpy().tobytes().decode())
+        names = [entry.name for entry in manifest.tensors]
+        return cls(manifest, dict(zip(names, tensors[1:], strict=True)))
 
     def digest(self) -> bytes:
-        """Returns a hash of all of it."""
+        """Returns a hash of the states and the tensors."""
         digest = hashlib.blake2b(digest_size=16)
-        for tensor in self.as_tensors():
+        for tensor in self.to_tensors():
             for raw in bytes_of(tensor):
                 digest.update(raw)
         return digest.digest()
 
 
-def pack_own(objects: Mapping[str, Any], prefix: str) -> OwnState:
-    """Takes what this worker may have of its own: it differs between workers that train alike.
+def take_snapshot(objects: Mapping[str, Any], *, values: bool = True) -> Snapshot:
+    """Returns the states of objects, without copying tensors.
 
     Args:
-        prefix: what the names of tensors begin with.
+        values: whether plain values are included.
 
     Raises:
-        CheckpointError: something cannot be written; names it.
+        CheckpointError: a value cannot be written; names it.
     """
-    tensors = Tensors()
-    states: dict[str, Any] = {}
-    with torch.no_grad():
-        for name, obj in objects.items():
-            kind = kind_of(name, obj)
-            if kind == GENERATOR:
-                states[name] = encode(state_of(name, kind, obj), prefix + name, tensors.put)
-        random, apart = _of_process(objects, prefix, tensors)
-    stored, views = tensors.parted()
-    return OwnState([{"objects": states, "random": random, "apart": apart}], stored, views)
+    kinds = {name: kind_of(name, obj) for name, obj in objects.items()}
+    chosen = {name: kind for name, kind in kinds.items() if values or kind != VALUE}
+    return _take(objects, chosen, "")
 
 
-def pack(objects: Mapping[str, Any], *, values: bool = True) -> Snapshot:
-    """Takes the states of objects, without copying tensors.
+def take_worker_snapshot(objects: Mapping[str, Any], prefix: str = "") -> Snapshot:
+    """Returns the states that may differ between workers that train together.
 
     Args:
-        values: whether plain values are among them.
+        prefix: the beginning of the names of tensors.
 
     Raises:
-        CheckpointError: something cannot be written; names it.
+        CheckpointError: a value cannot be written; names it.
     """
-    tensors = Tensors()
-    packed: dict[str, SavedTensor] = {}
+    kinds = {name: kind_of(name, obj) for name, obj in objects.items()}
+    chosen = {name: kind for name, kind in kinds.items() if kind == GENERATOR}
+    return _take(objects, chosen, prefix)
+
+
+def _take(objects: Mapping[str, Any], kinds: Mapping[str, str], prefix: str) -> Snapshot:
+    found = FoundTensors()
+    saved: dict[str, ObjectState] = {}
     with torch.no_grad():
-        for name, obj in objects.items():
-            kind = kind_of(name, obj)
-            if kind != VALUE or values:
-                state = encode(state_of(name, kind, obj), name, tensors.put)
-                packed[name] = SavedTensor(kind, type(obj).__name__, state)
-        random, apart = _of_process(objects, "", tensors)
-    return Snapshot(packed, random, apart, *tensors.parted())
+        for name, kind in kinds.items():
+            obj = objects[name]
+            state = encode(state_of(name, kind, obj), prefix + name, found.add)
+            saved[name] = ObjectState(kind, type(obj).__name__, state)
+        random = encode(capture_global_rng(), f"{prefix}random generators", found.add)
+        modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
+        copies = {name: local_buffers(module) for name, module in modules.items()}
+        buffers = {name: own for name, own in copies.items() if own}
+        states = WorkerStates(saved, random, encode(buffers, f"{prefix}replicas", found.add))
+    stored, views = found.split_aliases()
+    return Snapshot(Manifest(None, describe_tensors(stored), views, [states]), stored)
 
 
-def _of_process(objects: Mapping[str, Any], prefix: str, tensors: Tensors) -> tuple[Any, Any]:
-    """Returns the random generators, and what replicas keep apart."""
-    random = encode(take_global(), f"{prefix}random generators", tensors.put)
-    modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
-    found = {name: local_buffers(module) for name, module in modules.items()}
-    apart = {name: one for name, one in found.items() if one}
-    return random, encode(apart, f"{prefix}replicas", tensors.put)
+class FoundTensors:
+    """The tensors found in a state, by unique names."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, Tensor] = {}
+
+    def add(self, tensor: Tensor, name: str) -> str:
+        """Adds a tensor; returns its name, which differs if another tensor has that name."""
+        unique, count = name, 1
+        while unique in self._named or unique == _METADATA_NAME:
+            count += 1
+            unique = f"{name}#{count}"
+        self._named[unique] = tensor.resolve_conj().resolve_neg()
+        return unique
+
+    def split_aliases(self) -> tuple[dict[str, Tensor], dict[str, TensorView]]:
+        """Returns the tensors to store, widest elements first, and the views of them."""
+        stored: dict[str, Tensor] = {}
+        views: dict[str, TensorView] = {}
+        by_memory: dict[Any, list[tuple[str, Tensor]]] = {}
+        for name, tensor in self._named.items():
+            if tensor.numel() == 0:
+                stored[name] = tensor
+            else:
+                memory = tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device
+                by_memory.setdefault(memory, []).append((name, tensor))
+        for group in by_memory.values():
+            _split_group(group, stored, views)
+        order = sorted(stored, key=lambda name: -stored[name].element_size())
+        return {name: stored[name] for name in order}, views
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _split_group(
+    group: list[tuple[str, Tensor]], stored: dict[str, Tensor], views: dict[str, TensorView]
+) -> None:
+    """Splits the tensors of one storage into stored ones and views."""
+    bases: list[tuple[str, Tensor]] = []
+    # Contiguous ones first, the largest first among them; equal ones in the order found.
+    for name, tensor in sorted(group, key=lambda g: (not g[1].is_contiguous(), -g[1].numel())):
+        start, shape, strides = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+        for base_name, base in bases:
+            first = int(base.storage_offset())
+            if first <= start and start + span(shape, strides) <= first + base.numel():
+                views[name] = TensorView(base_name, shape, tuple(strides), start - first)
+                break
+        else:
+            stored[name] = tensor
+            if tensor.is_contiguous():
+                bases.append((name, tensor))
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns contiguous copies on the host."""
     return {
         name: torch.empty(t.shape, dtype=t.dtype, device="cpu").copy_(t)
@@ -205,13 +248,133 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors contiguous on the host: themselves, where they are that already."""
+    """Returns the tensors contiguous on the host, without a copy where they are already."""
     return {name: t.to("cpu").contiguous() for name, t in tensors.items()}
 
 
-def _placed(tensor: Tensor, device: str) -> Tensor:
-    """Returns a tensor on the device that it was on, or on the host where that is missing."""
+def _move(tensor: Tensor, device: str) -> Tensor:
+    """Returns a tensor on its former device, or on the host where that device is missing."""
     try:
         return tensor.to(device)
     except (RuntimeError, AssertionError):
         return tensor
+
+
+class StagingBuffers:
+    """Host memory for the copies of a save that does not wait; pinned for tensors of GPUs.
+
+    The next save reuses the memory: allocating or pinning its pages costs more than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._layout: list[Any] = []
+        self._copies: list[Tensor] = []
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns finished copies, which are valid until the next call."""
+        sources = list(tensors.values())
+        devices = {tensor.device for tensor in sources}
+        is_pinned = not is_simulated(list(devices))
+        layout = [is_pinned, *((tensor.shape, tensor.dtype) for tensor in sources)]
+        if layout != self._layout:
+            self._layout, self._copies = [], []  # frees the old memory first
+            self._copies = _allocate(sources, is_pinned=is_pinned)
+            self._layout = layout
+        if is_pinned:
+            for copy, tensor in zip(self._copies, sources, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            for device in devices:
+                synchronize(device)
+        elif sources:
+            torch._foreach_copy_(self._copies, sources)
+        return dict(zip(tensors, self._copies, strict=True))
+
+
+def _allocate(tensors: Sequence[Tensor], *, is_pinned: bool) -> list[Tensor]:
+    """Returns tensors of these shapes and dtypes, in one allocation."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    copies = []
+    for start, tensor in zip(starts, tensors, strict=True):
+        part = memory[start : start + tensor.numel() * tensor.element_size()]
+        copies.append(part.view(tensor.dtype).view(tensor.shape))
+    return copies
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint that was read from the disk, with every byte verified.
+
+    Attributes:
+        path: its directory.
+        snapshot: the states as JSON, and the tensors.
+        states: the states as they are given to objects.
+        random: the state of the global random generators.
+        buffers: the per-replica copies of buffers, by the names of modules.
+    """
+
+    path: Path
+    snapshot: Snapshot
+    states: dict[str, Any]
+    random: Any
+    buffers: Any
+
+
+def write_contents(path: Path, snapshot: Snapshot, step: int | None) -> None:
+    """Writes a checkpoint atomically; its tensors are contiguous on the host.
+
+    Raises:
+        CheckpointError: it cannot be written; an older one that is there stays.
+    """
+    manifest = replace(snapshot.manifest, step=step)
+    try:
+        write_directory(path, lambda file: write_file(file, manifest, snapshot.tensors))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written ({error}); what was there before is still there"
+        ) from error
+
+
+def read_contents(path: str | os.PathLike[str], rank: int = 0, size: int = 1) -> Contents:
+    """Reads and verifies a checkpoint.
+
+    Args:
+        rank, size: the worker that restores it, and the number of workers.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    found = Path(path)
+    with torch.inference_mode(False):
+        try:
+            manifest, tensors = read_file(file_of(found))
+        except OSError as error:
+            raise _unreadable(found, error) from error
+        has_own = len(manifest.workers) == size
+        snapshot = Snapshot(manifest, tensors, rank if has_own else 0)
+        states, random = snapshot.states(), snapshot.random_state()
+        return Contents(found, snapshot, states, random, snapshot.replica_buffers())
+
+
+def read_manifest_of(path: Path) -> Manifest:
+    """Returns the manifest of a checkpoint; its tensors are not read.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    try:
+        return read_manifest(file_of(path))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return CheckpointError(f"{path} cannot be read ({error})")
+    if not path.exists():
+        return CheckpointError(f"{path} does not exist")
+    return CheckpointError(f"{path} is no checkpoint: it has no {file_of(path).name}")

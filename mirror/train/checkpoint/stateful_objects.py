@@ -1,7 +1,16 @@
-"""The objects of a checkpoint: what each has to save, what it can be given, and giving it."""
+"""The objects of a checkpoint: their kinds, how their states are taken, checked and restored.
+
+Between runs the global random generators are the whole state of the replicas' random numbers: see
+[Note: Streams of replicas] in ``mirror/execution/replica_rng.py``. Replica 0 continues with the
+generator of the CPU. The numbers of any other replica follow from that state and its index. So
+training continues bit for bit with the same number of replicas. With another number, the old
+replicas draw what they would have drawn, and new ones get generators of their own. The generator
+of each GPU is saved, too; a GPU that is missing in the checkpoint keeps its state.
+"""
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
@@ -13,18 +22,21 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from mirror.data.rng_state import capture_rng, restore_rng
+from mirror.devices import cuda_devices_in_use, random_state, set_random_state
+from mirror.devices import state_of as generator_state_of
 from mirror.errors import CheckpointError, short_repr
-from mirror.train.checkpoint import generator_state
 
 MODULE, OPTIMIZER, SCHEDULER = "module", "optimizer", "scheduler"
 STATEFUL, GENERATOR, VALUE = "stateful", "generator", "value"
 
 _PLACED = {STATEFUL, VALUE}
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 
 
 def kind_of(name: str, obj: object) -> str:
-    """Returns what an object is to a checkpoint.
+    """Returns the kind of an object.
 
     Raises:
         CheckpointError: it is a class, or only half of what saves and restores itself.
@@ -35,7 +47,7 @@ def kind_of(name: str, obj: object) -> str:
         return OPTIMIZER
     if isinstance(obj, LRScheduler):
         return SCHEDULER
-    if generator_state.is_generator(obj):
+    if isinstance(obj, _GENERATORS):
         return GENERATOR
     has = [callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")]
     if isinstance(obj, type) or has[0] != has[1]:
@@ -48,7 +60,7 @@ def kind_of(name: str, obj: object) -> str:
 
 
 def keeps_device(kind: str) -> bool:
-    """Whether the tensors of a state go back to their device; others are copied where they go."""
+    """Returns whether tensors of this kind return to their device; others are copied."""
     return kind in _PLACED
 
 
@@ -59,7 +71,7 @@ def state_of(name: str, kind: str, obj: Any) -> Any:
         CheckpointError: it has parameters without a shape.
     """
     if kind == GENERATOR:
-        return generator_state.take(obj)
+        return _generator_state(obj)
     if kind == VALUE:
         return obj
     if kind == MODULE:
@@ -72,8 +84,36 @@ def state_of(name: str, kind: str, obj: Any) -> Any:
     return obj.state_dict()
 
 
-def check(name: str, kind: str, obj: Any, saved_type: str, state: Any) -> None:
-    """Raises CheckpointError unless an object can take a state, as far as that can be told."""
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator_state_of(generator)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def capture_global_rng() -> dict[str, Any]:
+    """Returns the states of torch's, Python's and numpy's global generators."""
+    cuda = {str(device): random_state(device) for device in cuda_devices_in_use()}
+    return {**capture_rng(), "cuda": cuda}
+
+
+def restore_global_rng(state: Mapping[str, Any]) -> None:
+    """Restores the global generators.
+
+    Raises:
+        Exception: of many types; the state is malformed, and some generators may have changed.
+    """
+    restore_rng(state)
+    for device in cuda_devices_in_use():
+        if str(device) in state["cuda"]:
+            set_random_state(device, state["cuda"][str(device)])
+
+
+def check_state(name: str, kind: str, obj: Any, saved_type: str, state: Any) -> None:
+    """Raises CheckpointError if an object is known to be unable to take a state."""
     own_type = type(obj).__name__
     if kind in (OPTIMIZER, SCHEDULER) and own_type != saved_type:
         raise CheckpointError(
@@ -86,18 +126,22 @@ def check(name: str, kind: str, obj: Any, saved_type: str, state: Any) -> None:
         _check_optimizer(name, obj.state_dict(), state)
 
 
-def give(kind: str, obj: Any, state: Any) -> None:
-    """Gives an object its state; it may raise whatever its class raises."""
-    if kind == GENERATOR:
-        generator_state.give(obj, state)
-    else:
+def restore_state(kind: str, obj: Any, state: Any) -> None:
+    """Restores the state of an object; raises any error of its class."""
+    if kind != GENERATOR:
         obj.load_state_dict(state)
+    elif isinstance(obj, random.Random):
+        obj.setstate(state)
+    elif isinstance(obj, np.random.Generator):
+        obj.bit_generator.state = state
+    else:
+        obj.set_state(state)
 
 
-def give_value(obj: Any, value: Any) -> Any:
-    """Writes a plain value into the one that the user holds, where that can be; returns it.
+def restore_value(obj: Any, value: Any) -> Any:
+    """Returns a restored plain value: the old object if it could be changed in place.
 
-    A container, array or tensor of the same type, shape and dtype is changed in place.
+    Containers are changed in place, and arrays and tensors of the same shape and dtype.
     """
     if type(obj) is not type(value):
         return value
@@ -153,9 +197,9 @@ def _check_optimizer(name: str, own: Mapping[str, Any], state: Any) -> None:
     try:
         saved = _group_sizes(state["param_groups"])
         unknown = state["state"].keys() - range(sum(saved))
-    except Exception as error:  # whatever looking into something unknown raises
+    except Exception as error:  # a state of any form
         raise CheckpointError(
-            f"the state of {name!r} is none of an optimizer: {error!r}"
+            f"the state of {name!r} is not that of an optimizer: {error!r}"
         ) from error
     if sizes != saved:
         raise CheckpointError(
@@ -163,7 +207,7 @@ def _check_optimizer(name: str, own: Mapping[str, Any], state: Any) -> None:
             f"{saved}; restore it into the optimizer that it was saved from"
         )
     if unknown:
-        raise CheckpointError(f"the state of {name!r} is of parameters that it has not: {unknown}")
+        raise CheckpointError(f"the state of {name!r} has unknown parameters: {unknown}")
 
 
 def _group_sizes(groups: Any) -> list[int]:

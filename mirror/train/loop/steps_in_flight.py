@@ -1,14 +1,14 @@
-"""StepsInFlight: the steps of a loop that workers of parameter servers run meanwhile.
+"""StepsInFlight: scheduled steps of a loop that workers of parameter servers still run.
 
 [Note: Steps in flight]
 Problem: a loop that waits for each step before it schedules the next one keeps one worker busy.
-Rule: the loop may be some steps ahead of the workers. A step is what one pass of the loop has
-scheduled. It ends when all of that has ended; then its values are there, and hooks see it, in the
-order of the passes. All steps in flight end before something is saved, before a pass whose step a
-hook waits for (``Hook.waits_for``), and before the training ends.
-Consequence: a checkpoint of step k has the updates of k steps, and of no others. A step whose
-worker is lost is run again by the dispatch and stays one step. A step that raised, or that was
-not run since another one raised, raises here: it is never counted.
+Rule: the loop may be some steps ahead of the workers. A step is everything that one pass of the
+loop has scheduled. It ends when all of that has ended; then its values have arrived, and hooks see
+it, in the order of the passes. All steps in flight end before a checkpoint is saved, before the
+next pass if a hook waits for this step (``Hook.waits_for``), and before the training ends.
+Consequence: a checkpoint of step k has the updates of exactly k steps. The closure queue runs a
+step of a lost worker again, and it stays one step. A step that raised, or that was not run because
+another one raised, raises here and is never counted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from mirror.server.roles.remote_value import RemoteValue
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.threads.user_frames import warn_user
 
-_STEPS_PER_WORKER = 2  # one runs, one waits for the worker
+_STEPS_PER_WORKER = 2  # one runs, one is queued
 
 
 @dataclass
 class LoopStep:
-    """What one pass of the loop has scheduled, and logged under a name."""
+    """The closures that one pass of the loop has scheduled, and the values it has logged."""
 
     scheduled: list[Closure] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
@@ -40,10 +40,10 @@ class LoopStep:
 class StepsInFlight:
     """The steps of a training that have begun and not ended, the oldest first.
 
-    Making it starts servers and workers, unless a ``ClusterCoordinator`` has.
+    The constructor starts servers and workers, unless a ``ClusterCoordinator`` has done so.
 
     Attributes:
-        now: the pass of the loop that goes on, if one does.
+        now: the current pass of the loop, if there is one.
     """
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
@@ -54,19 +54,19 @@ class StepsInFlight:
         self._is_warned = False
         self.now: LoopStep | None = None
         self.num_datasets = self._session.num_datasets
-        """How many per-worker datasets were made before the training began."""
+        """The number of per-worker datasets that were created before the training began."""
 
     def listen(self) -> None:
-        """Notes from now on what the passes of the loop schedule."""
-        self._session.queue.listeners.append(self._note)
+        """Starts to record the closures that the passes of the loop schedule."""
+        self._session.queue.listeners.append(self._record)
 
     def close(self) -> None:
-        """Notes no more; idempotent."""
+        """Stops recording; idempotent."""
         self.now = None
-        if self._note in self._session.queue.listeners:
-            self._session.queue.listeners.remove(self._note)
+        if self._record in self._session.queue.listeners:
+            self._session.queue.listeners.remove(self._record)
 
-    def _note(self, step: Closure) -> None:
+    def _record(self, step: Closure) -> None:
         now = self.now
         if now is not None:
             now.scheduled.append(step)
@@ -76,7 +76,7 @@ class StepsInFlight:
         self.now = LoopStep()
 
     def leave(self) -> None:
-        """Ends the pass of the loop; what it has scheduled may go on."""
+        """Ends the pass of the loop; its closures may still run."""
         assert self.now is not None
         self._left.append(self.now)
         self.now = None
@@ -86,7 +86,7 @@ class StepsInFlight:
 
     @property
     def is_full(self) -> bool:
-        """Whether the loop is far enough ahead of the workers."""
+        """Whether the loop must not get further ahead of the workers."""
         return len(self._left) >= self._limit
 
     @property
@@ -95,12 +95,12 @@ class StepsInFlight:
         return bool(self._left) and all(step.ended.is_set() for step in self._left[0].scheduled)
 
     def take(self) -> dict[str, Any]:
-        """Waits for the oldest step, and returns what its pass has logged.
+        """Waits for the oldest step, and returns the values that its pass has logged.
 
         Raises:
-            BaseException: what one of its steps has raised.
-            ServerLostError: a server is gone.
-            StrategyError: a worker's dataset has ended; or a step was not run.
+            BaseException: the error of one of its closures.
+            ServerLostError: a server is lost.
+            StrategyError: the dataset of a worker has ended; or a closure was not run.
         """
         first = self._left.popleft()
         for step in first.scheduled:
@@ -108,7 +108,7 @@ class StepsInFlight:
         return {name: self.fetch(value) for name, value in first.values.items()}
 
     def fetch(self, value: Any) -> Any:
-        """Returns a value; that of a RemoteValue, for which it waits. Raises as ``take``."""
+        """Returns a value; waits for a RemoteValue. Raises as ``take``."""
         if not isinstance(value, RemoteValue):
             return value
         try:
@@ -124,7 +124,7 @@ class StepsInFlight:
         raise error
 
     def join(self) -> None:
-        """Waits for all that was scheduled, by the loop or beside it. Raises as ``take``."""
+        """Waits for all scheduled closures. Raises as ``take``."""
         try:
             with self.named_losses():
                 self._coordinator.join()
@@ -132,7 +132,7 @@ class StepsInFlight:
             raise dataset_ended() from error
 
     def settle(self, step: int) -> None:
-        """Waits as ``join``, and warns if a checkpoint of now lacks gradients."""
+        """Waits as ``join``, and warns if a checkpoint would lack gradients."""
         self.join()
         with self.named_losses():
             num_lacking, to_aggregate = self._session.num_held_back()
@@ -146,7 +146,7 @@ class StepsInFlight:
 
     @contextmanager
     def named_losses(self) -> Iterator[None]:
-        """Raises ServerLostError for what a lost server has made fail inside."""
+        """Raises ServerLostError if the block fails because a server is lost."""
         try:
             yield
         except ActorDied:
@@ -155,7 +155,7 @@ class StepsInFlight:
 
 
 def dataset_ended() -> StrategyError:
-    """Returns what is raised for the StopIteration of a step."""
+    """Returns the error for the StopIteration of a closure."""
     return StrategyError(
         "a worker's dataset has ended in a step, while others may have batches left; let the "
         "function of create_per_worker_dataset begin again (while True: yield from loader), and "

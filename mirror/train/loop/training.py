@@ -1,11 +1,11 @@
 """Training: a loop that resumes by itself, counts its steps, and has hooks.
 
 [Note: Where a step ends]
-A step begins when ``batches`` hands out a batch and ends when the loop asks for the next one; that
-of a loop that is left by ``break``, with the next loop, or with the training. What is asked for
-meanwhile (to save, to stop) is done then, in this order: hooks, a checkpoint, the end. Of several
-workers, what one asks for all do, at the same step: they tell each other at the end of each.
-Over parameter servers a step may end later: [Note: Steps in flight] in ``in_flight.py``.
+A step begins when ``batches`` yields a batch, and ends when the loop requests the next one. If the
+loop is left by ``break``, its last step ends with the next loop, or with the training. Requests to
+save or to stop are handled there, in this order: hooks, a checkpoint, the end. The workers
+exchange their requests at the end of each step, and all of them act at the same step. With
+parameter servers a step may end later: [Note: Steps in flight] in ``steps_in_flight.py``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.threads.user_frames import warn_user
 from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement, worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
-from mirror.train.loop.hook import Hook, check_count
+from mirror.train.loop.hook import AnyStrategy, Hook, TrainingState, check_count
 from mirror.train.loop.hooks import SaveEvery
 from mirror.train.loop.steps_in_flight import StepsInFlight, dataset_ended
-from mirror.train.loop.training_state import AnyStrategy, TrainingState
 
 T = TypeVar("T")
 
 
 class Training(TrainingState):
-    """What goes on around a training loop, which stays the user's own.
+    """Runs hooks, checkpoints and the end of a training around the user's own loop.
 
     ::
 
@@ -43,11 +42,10 @@ class Training(TrainingState):
                 loss = train_step(batch)
                 training.log(loss=loss)
 
-    Goes on from the newest checkpoint, and saves one at the end, and, unless a hook decides
-    otherwise, every ten minutes. After an error nothing is saved: what is there may be half a
-    step.
+    It resumes from the newest checkpoint, and saves one at the end and, without a ``SaveEvery``
+    hook, every ten minutes. After an error nothing is saved, because a step may be half done.
 
-    Over a ``ParameterServerStrategy`` the loop schedules its steps, and logs their RemoteValues::
+    With a ``ParameterServerStrategy`` the loop schedules its steps, and logs their RemoteValues::
 
         with mirror.train.Training(strategy, checkpoint=manager, hooks=hooks) as training:
             data = coordinator.create_per_worker_dataset(make_loader)
@@ -55,12 +53,12 @@ class Training(TrainingState):
                 training.log(loss=coordinator.schedule(train_step, args=(batch,)))
 
     Args:
-        strategy: the one that trains. Entering the training starts its servers and workers.
-        checkpoint: saves and restores; ``None``: nothing is.
-        hooks: called in this order.
+        strategy: the strategy that trains. Entering the training starts its servers and workers.
+        checkpoint: saves and restores; ``None``: nothing is saved.
+        hooks: the hooks, called in this order.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has another type.
     """
 
     def __init__(
@@ -74,15 +72,15 @@ class Training(TrainingState):
         super().__init__(strategy, checkpoint)
         self._asked = tuple(hooks)
         self._hooks: tuple[Hook, ...] = ()
-        self._fellows: WorkerAgreement | None = None
+        self._workers: WorkerAgreement | None = None
         self._saved_at = -1
         self._is_in_step = False
 
     def __enter__(self) -> Training:
-        if self._fellows is not None:
-            raise StrategyError("a Training is entered once; make another one")
+        if self._workers is not None:
+            raise StrategyError("a Training is entered once; create another one")
         objects = {} if self.manager is None else self.manager.checkpoint.objects
-        self._fellows = worker_agreement_of(objects)
+        self._workers = worker_agreement_of(objects)
         if isinstance(self.strategy, ParameterServerStrategy):
             self._flight = StepsInFlight(self.strategy)
             self._flight.join()
@@ -90,7 +88,7 @@ class Training(TrainingState):
             restored = self.manager.restore_latest()
             if restored is not None:
                 self.step = self.first_step = self._saved_at = restored
-        is_chief = self._fellows.is_chief
+        is_chief = self._workers.is_chief
         self._hooks = tuple(h for h in self._with_saving() if is_chief or not h.chief_only)
         self._is_open = True
         begun: list[Hook] = []
@@ -126,27 +124,28 @@ class Training(TrainingState):
             self._end(failure)
 
     def batches(self, dataset: Iterable[T], *, epochs: int = 1) -> Iterator[T]:
-        """Hands out batches, each for a step, until they or the training end.
+        """Yields batches, one for each step, until the dataset or the training ends.
 
-        A distributed dataset that is part of the checkpoint goes on where it was; anything else
-        begins anew after a restart, with a warning.
+        A distributed dataset in the checkpoint resumes at its position; any other dataset starts
+        from the beginning after a restart, with a warning.
 
-        Of a per-worker dataset, a batch is what a scheduled step takes for the worker's next one.
-        It has no end here, and begins anew after a restart: with a warning, unless it was made
-        inside the with statement, where its function can know ``first_step``.
+        A batch of a per-worker dataset stands for the next batch of the worker that runs the
+        scheduled step. Such a dataset has no end here, and starts from the beginning after a
+        restart: with a warning, unless it was created inside the with statement, where its
+        function can read ``first_step``.
 
         Args:
-            epochs: so many passes from the training's first beginning: one that goes on makes
-                those that are left, which takes a dataset that has a length.
+            epochs: the number of passes, counted over all restarts. A resumed training makes the
+                remaining passes, and needs a dataset with a length.
 
         Raises:
-            StrategyError: the training has not begun, or is over; or it goes on, and nobody knows
-                how many passes were made; or several passes of a per-worker dataset.
+            StrategyError: the training has not begun, or is over; or it is resumed, and the number
+                of finished passes is unknown; or several passes of a per-worker dataset.
             ValueError: ``epochs`` is below 1.
         """
         check_count("batches", "epochs", epochs)
         self._check_open()
-        self._end_step(is_last=True)  # of a loop before, that was left
+        self._end_step(is_last=True)  # of a previous loop that was left
         of_workers = isinstance(dataset, (PerWorkerDataset, PerWorkerIterator))
         self.reads_input = not of_workers
         if of_workers and epochs > 1:
@@ -155,16 +154,16 @@ class Training(TrainingState):
                 "; leave it out, and end the training by StopAtStep(last_step)"
             )
         num_batches = _num_batches(dataset)
-        goes_on = 0 < self.first_step == self.step
-        self.num_steps = num_batches and num_batches * epochs + (0 if goes_on else self.step)
-        if goes_on:
+        is_resumed = 0 < self.first_step == self.step
+        self.num_steps = num_batches and num_batches * epochs + (0 if is_resumed else self.step)
+        if is_resumed:
             epochs -= self._passes_before(dataset, num_batches, epochs)
         if self.last_step is not None and self.step >= self.last_step:
             self.stop(f"step {self.step} was the last one")
-        return self._batches(dataset, epochs, goes_on)
+        return self._batches(dataset, epochs, is_resumed)
 
     def _passes_before(self, dataset: Iterable[T], num_batches: int | None, epochs: int) -> int:
-        """Returns how many whole passes were made before this process began."""
+        """Returns the number of whole passes before this process began."""
         assert self.manager is not None
         if isinstance(dataset, PerWorkerIterator):
             dataset = dataset.dataset
@@ -172,25 +171,25 @@ class Training(TrainingState):
             if self._flight is not None and dataset.index < self._flight.num_datasets:
                 warn_user(
                     f"the training goes on after step {self.step}, and each worker's dataset "
-                    "begins anew; make it inside the training's with statement, by a function "
-                    "that begins elsewhere: a seed with training.first_step in it, say"
+                    "begins anew; create it inside the training's with statement, by a function "
+                    "that begins elsewhere: for example with training.first_step in its seed"
                 )
             return 0
         if all(dataset is not obj for obj in self.manager.checkpoint.objects.values()):
             warn_user(
                 f"the training goes on after step {self.step}, and its dataset begins anew, as it "
-                "is no part of the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"
+                "is not in the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"
             )
         if num_batches:
             return min(self.step // num_batches, epochs)
         if epochs == 1:
             return 0
         raise StrategyError(
-            f"the training goes on after step {self.step} of {epochs} epochs, and nobody knows in "
-            "which that is, as the dataset has no length; end it by StopAtStep(last_step) instead"
+            f"the training goes on after step {self.step} of {epochs} epochs, but its dataset has "
+            "no length; end it by StopAtStep(last_step) instead"
         )
 
-    def _batches(self, dataset: Iterable[T], epochs: int, goes_on: bool) -> Iterator[T]:
+    def _batches(self, dataset: Iterable[T], epochs: int, is_resumed: bool) -> Iterator[T]:
         while epochs > 0 and not self.reason:
             num_before, source = self.step, self._source(dataset)
             while not self.reason:
@@ -209,14 +208,14 @@ class Training(TrainingState):
                 yield batch
                 self._end_step()
             self._end_step(is_last=True)
-            # What goes on may have been at the very end of a pass.
-            epochs -= 0 if goes_on and self.step == num_before else 1
-            goes_on = False
+            # A resumed training may have stopped at the very end of a pass.
+            epochs -= 0 if is_resumed and self.step == num_before else 1
+            is_resumed = False
 
     def _source(self, dataset: Iterable[T]) -> Iterator[T]:
         if self.reads_input:
             return iter(dataset)
-        batch: Any = dataset  # which a worker replaces by its next one
+        batch: Any = dataset  # a worker replaces it by its next batch
         return repeat(batch)
 
     def _with_saving(self) -> Iterator[Hook]:
@@ -225,10 +224,10 @@ class Training(TrainingState):
             yield SaveEvery(seconds=600)
 
     def _end_step(self, *, is_last: bool = False) -> None:
-        """Ends the step that goes on, if one does. See [Note: Where a step ends].
+        """Ends the current step, if there is one. See [Note: Where a step ends].
 
         Args:
-            is_last: whether all steps in flight are to end, too.
+            is_last: whether all steps in flight must end, too.
         """
         flight, was_in_step = self._flight, self._is_in_step
         self._is_in_step = False
@@ -243,7 +242,7 @@ class Training(TrainingState):
             self._save(wait=False)
 
     def _end_flight(self, flight: StepsInFlight, *, is_last: bool) -> None:
-        """Ends the steps that have to end, and those that have. See [Note: Steps in flight]."""
+        """Ends the steps that must end or have ended. See [Note: Steps in flight]."""
         last = self.step + len(flight)
         while len(flight) and (
             is_last
@@ -254,7 +253,7 @@ class Training(TrainingState):
             or any(hook.waits_for(last) for hook in self._hooks)
         ):
             for name, value in flight.take().items():
-                self._note(name, value)
+                self._record(name, value)
             self._count_step()
 
     def _count_step(self) -> None:
@@ -264,16 +263,16 @@ class Training(TrainingState):
         self._agree()
 
     def _agree(self) -> None:
-        """Does what any worker asks for. See [Note: Where a step ends]."""
-        fellows = self._fellows
-        assert fellows is not None
-        if not fellows.are_several:
+        """Combines the requests of all workers. See [Note: Where a step ends]."""
+        workers = self._workers
+        assert workers is not None
+        if not workers.is_multi_worker:
             return
         wants = b"%d%s" % (self._is_to_save, self.reason.encode())
-        for rank, said in enumerate(fellows.broadcast_error("the end of a step", wants)):
-            self._is_to_save |= said[:1] == b"1"
-            if said[1:] and not self.reason:
-                self.reason = f"worker {rank}: {said[1:].decode()}"
+        for rank, request in enumerate(workers.all_gather_bytes("the end of a step", wants)):
+            self._is_to_save |= request[:1] == b"1"
+            if request[1:] and not self.reason:
+                self.reason = f"worker {rank}: {request[1:].decode()}"
 
     def _save(self, *, wait: bool) -> None:
         assert self.manager is not None
@@ -326,7 +325,7 @@ def _check(strategy: Any, checkpoint: Any, hooks: Any) -> None:
 
 
 def _num_batches(dataset: object) -> int | None:
-    """Returns ``len(dataset)``; ``None`` where there is none, as for batches that never end."""
+    """Returns ``len(dataset)``; ``None`` without a length, as for endless batches."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

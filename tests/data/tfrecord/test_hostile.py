@@ -12,7 +12,6 @@ import pytest
 
 from mirror.data import RecordError, TFRecordDataset
 from mirror.data.tfrecord import record_index, record_reader
-from mirror.data.tfrecord.checksum import find_length, masked_crc32c
 from mirror.data.tfrecord.protobuf_wire import (
     DELIMITED,
     FIXED32,
@@ -25,7 +24,7 @@ from mirror.data.tfrecord.protobuf_wire import (
     packed_int64,
     varint,
 )
-from mirror.data.tfrecord.record_reader import FOOTER, HEADER
+from mirror.data.tfrecord.record_reader import FOOTER, HEADER, find_length, masked_crc32c
 from tests.data.tfrecord.records import ALL, COMPRESSIONS, write
 
 LENGTHS = [2**20, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1]

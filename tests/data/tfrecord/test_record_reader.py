@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.data.tfrecord.checksum import masked_crc32c
-from mirror.data.tfrecord.record_reader import RecordReader, read_record
+from mirror.data.tfrecord.record_reader import RecordReader, masked_crc32c, read_record
 from mirror.errors import MirrorError, RecordError
 from tests.data.tfrecord.files.values import RECORDS
 

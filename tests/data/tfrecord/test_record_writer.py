@@ -14,7 +14,7 @@ from mirror.data import (
     TFRecordWriter,
     serialize_example,
 )
-from mirror.data.tfrecord.checksum import crc32c_function, masked_crc32c
+from mirror.data.tfrecord.record_reader import crc32c_function, masked_crc32c
 from tests.data.tfrecord.files.values import RECORDS
 from tests.data.tfrecord.records import ALL, RECORD_BYTES, flip, write
 

@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError, StructureError
-from mirror.integrations.tpu.tpu_arguments import TpuArguments, is_static, make_arguments
-from mirror.integrations.tpu.tpu_copies import TpuCopies, from_numpy, to_numpy
-from mirror.integrations.tpu.tpu_results import ProgramOutput, regroup_outputs
+from mirror.integrations.tpu_arguments import (
+    ProgramOutput,
+    TpuArguments,
+    TpuCopies,
+    from_numpy,
+    is_static,
+    make_arguments,
+    regroup_outputs,
+    to_numpy,
+)
 from mirror.values import ABSENT, PerReplica
 
 

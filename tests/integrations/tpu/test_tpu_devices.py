@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from mirror.errors import BackendError, DeviceError
-from mirror.integrations.tpu import torchax_library
-from mirror.integrations.tpu.torchax_library import PINS, load_jax, unavailable_reason
-from mirror.integrations.tpu.tpu_devices import resolve_jax_devices, to_torch_device
+from mirror.integrations import torchax_library
+from mirror.integrations.torchax_library import (
+    PINS,
+    load_jax,
+    resolve_jax_devices,
+    to_torch_device,
+    unavailable_reason,
+)
 
 
 class Device:

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from mirror.errors import StrategyError, StructureError
-from mirror.integrations.tpu.tpu_arguments import make_arguments
-from mirror.integrations.tpu.tpu_programs import tpu_program_key
-from mirror.integrations.tpu.tpu_results import ProgramOutput, find_widest
-from mirror.integrations.tpu.traced_call import make_traced_replica
+from mirror.integrations.tpu_arguments import ProgramOutput, find_widest, make_arguments
+from mirror.integrations.tpu_programs import tpu_program_key
+from mirror.integrations.tpu_trace import make_traced_replica
 from mirror.server.recorded_model import Model
 
 SCALE = 1.0

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mirror.errors import StrategyError
-from mirror.integrations.tpu.tpu_refusals import (
+from mirror.integrations.tpu_refusals import (
     check_function,
     check_model,
     refuse_backward,

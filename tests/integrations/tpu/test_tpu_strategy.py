@@ -10,7 +10,7 @@ from torch import nn
 import mirror
 from mirror import cli
 from mirror.errors import StrategyError
-from mirror.integrations.tpu import torchax_library
+from mirror.integrations import torchax_library
 
 
 def test_without_the_extra_it_says_how_to_install_it(monkeypatch, capsys):

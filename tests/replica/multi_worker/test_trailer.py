@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mirror.replica.multi_worker.trailer import UsualTrailers, read_trailer, write_trailer
+from mirror.replica.multi_worker.worker_bucket import UsualTrailers, read_trailer, write_trailer
 
 
 def summed(*trailers):

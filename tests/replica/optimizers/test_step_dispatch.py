@@ -1,11 +1,15 @@
 """A step that cannot be taken once for all is refused, and one that fails leaves no trace."""
 
+import copy
+import threading
 import weakref
 
 import pytest
 import torch
+from torch import nn
 
 import mirror
+from mirror.replica.optimizers.optimizer_state import ParamGroupSwap
 from tests.oracle import assert_same, in_run
 from tests.toy_models import ONES, collect, mirrored_layer, ones_layer
 
@@ -139,3 +143,48 @@ def test_step_that_raised_keeps_nothing_alive(failure):
     alive = make()
     collect()
     assert [ref() for ref in alive] == [None, None, None]
+
+
+def test_a_follower_steps_its_own_parameters_while_another_one_steps(monkeypatch):
+    """Replicas 1 and 2 make their steps at once; one has swapped in its groups when one comes."""
+    arrived = {1: threading.Event(), 2: threading.Event()}
+    swap_in = ParamGroupSwap.swap_in
+
+    def announce(self, r):
+        if r in arrived:
+            arrived[r].set()
+        swap_in(self, r)
+
+    class Waiting(torch.optim.SGD):
+        def step(self, closure=None):
+            context = mirror.get_replica_context()
+            r = None if context is None else context.replica_id_in_sync_group
+            if is_racing and r in arrived:
+                assert arrived[3 - r].wait(20), "the other one made another step"
+            return super().step(closure)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    is_racing = False
+    strategy = mirror.MirroredStrategy(["cpu"] * 3, "naive", schedule="parallel")
+    plain = nn.Linear(3, 1)
+    with strategy.scope():
+        model = strategy.mirror(copy.deepcopy(plain))
+        optimizer = Waiting(model.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    monkeypatch.setattr(ParamGroupSwap, "swap_in", announce)
+    data = [torch.arange(18.0).view(6, 3) / (10 + i) for i in range(4)]
+    for x, batch in zip(data, strategy.distribute_dataset(data), strict=True):
+        for event in arrived.values():
+            event.clear()
+        strategy.run(step, args=(batch,))
+        is_racing = True  # the first run takes turns
+        plain_optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        plain_optimizer.step()
+    strategy.check_replicas()
+    assert_same(model.state_dict(), plain.state_dict())
+    strategy.close()

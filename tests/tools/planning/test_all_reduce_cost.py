@@ -4,16 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.tools.planning.all_reduce_cost import ALGORITHMS, COLLECTIVE_SECONDS, Cluster
-from mirror.tools.planning.bandwidths import (
+from mirror.tools.planning.all_reduce_cost import (
+    ALGORITHMS,
+    COLLECTIVE_SECONDS,
     LINKS,
     NETWORKS,
     Bandwidth,
+    Cluster,
     link_between_devices,
     link_between_machines,
 )
-from mirror.tools.planning.overlap import after_backward, beside_backward, buckets_of
-from mirror.tools.planning.plan_error import PlanError
+from mirror.tools.planning.prediction import (
+    buckets_of,
+    reduce_after_backward,
+    reduce_during_backward,
+)
+from mirror.tools.planning.workload import PlanError
 
 C = COLLECTIVE_SECONDS
 INSIDE = Bandwidth("inside", 100e9, 2e-6, "given")
@@ -196,7 +202,7 @@ def test_buckets_hold_every_gradient_once_and_at_most_so_much(sizes_bytes, most)
 def test_what_fits_into_the_backward_pass_is_hidden_but_for_the_last():
     # 8 seconds of backward, a bucket every 2, each reduced in 1: |..[1]..[1]..[1]..|[1]
     buckets = buckets_of([1, 1, 1, 1], 1)
-    taken = beside_backward(buckets, 8.0, one_second_each)
+    taken = reduce_during_backward(buckets, 8.0, one_second_each)
     assert (taken.seconds, taken.exposed_seconds) == (4, 1)
     assert taken.hidden_share == 0.75
 
@@ -204,17 +210,17 @@ def test_what_fits_into_the_backward_pass_is_hidden_but_for_the_last():
 def test_a_channel_that_cannot_keep_up_is_never_idle():
     # The first arrives after 1 of 4 seconds, and four of 3 seconds follow each other: to 13.
     buckets = buckets_of([3, 3, 3, 3], 3)
-    taken = beside_backward(buckets, 4.0, a_second_a_byte)
+    taken = reduce_during_backward(buckets, 4.0, a_second_a_byte)
     assert (taken.seconds, taken.exposed_seconds) == (12, 9)
 
 
 def test_one_reduction_behind_hides_nothing():
-    taken = after_backward(7, a_second_a_byte)
+    taken = reduce_after_backward(7, a_second_a_byte)
     assert (taken.seconds, taken.exposed_seconds, taken.hidden_share) == (7, 7, 0)
 
 
 def test_without_a_reduction_nothing_is_said_to_be_hidden():
-    assert beside_backward([(1.0, 5)], 1.0, lambda _: 0.0).hidden_share is None
+    assert reduce_during_backward([(1.0, 5)], 1.0, lambda _: 0.0).hidden_share is None
 
 
 @given(bucket_sizes, st.floats(1, 1e9), st.floats(0, 10), st.floats(1e-12, 1e-3))
@@ -222,8 +228,8 @@ def test_buckets_never_take_longer_than_the_same_behind(sizes_bytes, most, backw
     def all_reduce(num_bytes):
         return slope * num_bytes  # without a latency, which every bucket pays
 
-    beside = beside_backward(buckets_of(sizes_bytes, most), backward, all_reduce)
-    behind = after_backward(sum(sizes_bytes), all_reduce)
+    beside = reduce_during_backward(buckets_of(sizes_bytes, most), backward, all_reduce)
+    behind = reduce_after_backward(sum(sizes_bytes), all_reduce)
     assert 0 <= beside.exposed_seconds <= behind.exposed_seconds * (1 + 1e-9)
     assert -1e-9 <= beside.hidden_share <= 1
 
@@ -234,6 +240,6 @@ def test_a_longer_backward_pass_hides_no_less(sizes_bytes, one, other):
     short, long = sorted((one, other))
 
     def exposed(backward):
-        return beside_backward(buckets, backward, lambda size: 1e-9 * size).exposed_seconds
+        return reduce_during_backward(buckets, backward, lambda size: 1e-9 * size).exposed_seconds
 
     assert exposed(long) <= exposed(short) + 1e-9

@@ -12,10 +12,9 @@ from torch import nn
 
 import mirror
 from mirror.cli import main
-from mirror.tools.planning.bandwidths import LINKS, NETWORKS
-from mirror.tools.planning.plan_command import make_plan, table_of_links
-from mirror.tools.planning.plan_error import PlanError
-from mirror.tools.planning.published_figures import CASES
+from mirror.tools.planning.all_reduce_cost import LINKS, NETWORKS
+from mirror.tools.planning.published_figures import CASES, make_plan, table_of_links
+from mirror.tools.planning.workload import PlanError
 
 RESNET = {"step_seconds": 0.3485, "parameters": 25.6e6, "tensors": 161, "batch_size": 128}
 

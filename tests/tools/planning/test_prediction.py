@@ -7,9 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mirror
-from mirror.tools.planning.advice import advice
-from mirror.tools.planning.all_reduce_cost import Cluster
-from mirror.tools.planning.bandwidths import Bandwidth, link_between_devices, link_between_machines
+from mirror.tools.planning.all_reduce_cost import (
+    Bandwidth,
+    Cluster,
+    link_between_devices,
+    link_between_machines,
+)
+from mirror.tools.planning.plan_result import advice
 from mirror.tools.planning.prediction import (
     COMPILED,
     ENOUGH,

@@ -7,12 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from mirror.tools.planning import measured_step
-from mirror.tools.planning.bandwidths import LINKS
-from mirror.tools.planning.measured_step import measure, of_calls, of_strategy
-from mirror.tools.planning.plan_error import PlanError, share, whole
+from mirror.tools.planning import workload as module
+from mirror.tools.planning.all_reduce_cost import LINKS
 from mirror.tools.planning.published_figures import CASES, checks, table_of_checks
-from mirror.tools.planning.workload import make_workload, sizes_of_model, sizes_of_numbers
+from mirror.tools.planning.workload import (
+    PlanError,
+    make_workload,
+    measure,
+    measure_calls,
+    measure_strategy,
+    share,
+    sizes_of_model,
+    sizes_of_numbers,
+    whole,
+)
 from tests.toy_models import ONES, mirrored_layer, sgd
 
 
@@ -135,7 +143,7 @@ def reported(devices, **changes):
 
 
 def test_of_simulated_devices_each_has_its_part_of_the_passes_and_the_whole_update():
-    seen = of_strategy(reported([CPU, CPU]))
+    seen = measure_strategy(reported([CPU, CPU]))
     assert seen.step_seconds == (2 + 6) / 2 + 4 + 1
     assert seen.forward_share == 0.25
     assert seen.update_seconds == 4 + 1
@@ -143,12 +151,12 @@ def test_of_simulated_devices_each_has_its_part_of_the_passes_and_the_whole_upda
 
 
 def test_a_forward_pass_that_was_not_seen_is_no_update():
-    seen = of_strategy(reported([CPU], num_replicas=1, forward=0.0))
+    seen = measure_strategy(reported([CPU], num_replicas=1, forward=0.0))
     assert (seen.step_seconds, seen.forward_share, seen.update_seconds) == (11, None, 4)
 
 
 def test_gpus_work_at_once_and_their_replicas_times_are_the_hosts():
-    seen = of_strategy(reported([GPU, GPU]))
+    seen = measure_strategy(reported([GPU, GPU]))
     assert seen.step_seconds == 13
     assert seen.host_seconds == 2
     assert (seen.forward_share, seen.update_seconds) == (None, None)
@@ -179,7 +187,7 @@ class Clock:
         self.now = 0.0
         self.calls = 0
         self.seconds = seconds
-        monkeypatch.setattr(measured_step, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(module, "perf_counter", lambda: self.now)
 
     def step(self):
         self.calls += 1
@@ -189,7 +197,7 @@ class Clock:
 @pytest.mark.parametrize(("seconds", "calls"), [(10.0, 3 + 5), (0.05, 3 + 10), (1e-6, 3 + 30)])
 def test_a_function_is_called_until_enough_is_seen(monkeypatch, seconds, calls):
     clock = Clock(monkeypatch, seconds)
-    assert of_calls(clock.step, [CPU]).step_seconds == pytest.approx(seconds)
+    assert measure_calls(clock.step, [CPU]).step_seconds == pytest.approx(seconds)
     assert clock.calls in (calls, calls + 1)  # ten times 0.05 may be less than a half
 
 
@@ -201,8 +209,8 @@ def test_on_a_gpu_the_host_is_done_when_the_function_returns(monkeypatch):
         waits.append(device)
         clock.now += 0.75
 
-    monkeypatch.setattr(measured_step, "synchronize", synchronize)
-    seen = of_calls(clock.step, [GPU])
+    monkeypatch.setattr(module, "synchronize", synchronize)
+    seen = measure_calls(clock.step, [GPU])
     assert (seen.step_seconds, seen.host_seconds) == (1, 0.25)
     assert set(waits) == {GPU}
 

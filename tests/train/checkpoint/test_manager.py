@@ -12,7 +12,7 @@ import torch
 
 import mirror
 from mirror.train.checkpoint import checkpoint as module
-from mirror.train.checkpoint.atomic_checkpoint import locked
+from mirror.train.checkpoint.checkpoint_directory import FILE_NAME, locked
 
 
 def manager(directory, value=0, **options):
@@ -73,31 +73,29 @@ def test_a_step_is_saved_again_in_its_place(tmp_path):
     save(tmp_path, 3)
     manager(tmp_path, "again").save(3)
     assert restored(tmp_path) == (3, "again")
-    assert len(os.listdir(manager(tmp_path).latest.path)) == 2
+    assert os.listdir(manager(tmp_path).latest.path) == [FILE_NAME]
 
 
 def damage(path, how):
-    (data,) = path.glob("*.safetensors")
-    name = path / "checkpoint.json"
-    if how == "no tensors":
-        data.unlink()
-    elif how == "no manifest":
-        name.unlink()
-    elif how == "cut":
-        os.truncate(data, data.stat().st_size - 1)
+    file = path / FILE_NAME
+    if how == "cut":
+        os.truncate(file, file.stat().st_size - 1)
     else:
-        name.write_bytes(name.read_bytes().replace(b"tensors", b"Tensors", 1))
+        file.write_bytes(file.read_bytes().replace(b"tensors", b"Tensors", 1))
 
 
-@pytest.mark.parametrize("how", ["no tensors", "no manifest", "cut", "flipped"])
+@pytest.mark.parametrize("how", ["cut", "flipped"])
 def test_a_damaged_one_is_skipped_with_a_warning(tmp_path, how):
     save(tmp_path, 1, 2, 3)
     damage(manager(tmp_path).latest.path, how)
-    if how == "no manifest":  # to the manager, nothing at all
-        assert restored(tmp_path) == (2, 2)
-        return
     with pytest.warns(UserWarning, match="step 2 is restored: .*step-000000003"):
         assert restored(tmp_path) == (2, 2)
+
+
+def test_a_directory_without_the_file_is_not_a_checkpoint(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    (manager(tmp_path).latest.path / FILE_NAME).unlink()
+    assert restored(tmp_path) == (2, 2)
 
 
 def test_if_all_are_damaged_nothing_begins_anew_silently(tmp_path):
@@ -117,27 +115,37 @@ def test_one_of_other_objects_is_not_skipped(tmp_path):
 
 
 def test_other_files_stay_and_are_in_nobodys_way(tmp_path):
-    mine = [tmp_path / name for name in ("step-x", "step-1", ".step-notes", "step-0000")]
+    (tmp_path / "step-7").mkdir()
+    names = ("step-x", "step-1", ".step-notes", "step-0000", "step-7/notes")
+    mine = [tmp_path / name for name in names]
     for path in mine:
         path.write_text("mine")
-    (tmp_path / "step-7").mkdir()
     save(tmp_path, 2, 3, max_to_keep=1)
     assert steps(tmp_path) == [3]
     assert all(path.read_text() == "mine" for path in mine)
 
 
-def test_what_a_killed_save_has_left_is_removed(tmp_path):
-    left = tmp_path / ".step-000000001.tmp-0123"
-    left.mkdir()
-    (left / "tensors-0123456789abcdef.safetensors").write_text("half")
-    save(tmp_path, 2)
-    assert os.listdir(tmp_path) == ["step-000000002"]
+def write_half(directory):
+    """Leaves what a save leaves that is killed while it writes."""
+    directory.mkdir(exist_ok=True)
+    left = directory / f".{FILE_NAME}.tmp-0123"
+    left.write_text("half")
+    return left
+
+
+def test_leftovers_of_killed_saves_and_removals_are_removed(tmp_path):
+    save(tmp_path, 3)
+    for step in (1, 3):
+        write_half(tmp_path / f"step-{step:09d}")
+    (tmp_path / "step-000000002").mkdir()
+    save(tmp_path, 4)
+    assert sorted(os.listdir(tmp_path)) == ["step-000000003", "step-000000004"]
+    assert os.listdir(tmp_path / "step-000000003") == [FILE_NAME]
 
 
 def test_what_another_process_writes_is_left_alone(tmp_path):
-    writing = tmp_path / ".step-000000001.tmp-0123"
-    writing.mkdir()
-    with locked(writing):
+    writing = write_half(tmp_path / "step-000000001")
+    with locked(writing.parent):
         save(tmp_path, 2)
     assert writing.exists()
 
@@ -183,8 +191,7 @@ def test_saves_go_on_where_directories_can_be_neither_locked_nor_synced(tmp_path
     def impossible(*_):
         raise OSError(errno.EBADF, "as on NFS")
 
-    left = tmp_path / ".step-000000001.tmp-0123"
-    left.mkdir()
+    left = write_half(tmp_path / "step-000000003")
     monkeypatch.setattr(fcntl, "flock", impossible)
     save(tmp_path, 1, 2)
     assert restored(tmp_path) == (2, 2)
@@ -244,9 +251,9 @@ def test_one_save_is_in_flight(tmp_path, held):
     checkpoint.save(tmp_path / "a", wait=False)
     threading.Timer(0.05, held.set).start()
     checkpoint.save(tmp_path / "b", wait=False)  # waits for the first one
-    assert (tmp_path / "a" / "checkpoint.json").exists()
+    assert (tmp_path / "a" / FILE_NAME).exists()
     checkpoint.wait()
-    assert (tmp_path / "b" / "checkpoint.json").exists()
+    assert (tmp_path / "b" / FILE_NAME).exists()
 
 
 def test_memory_of_copies_is_used_again(tmp_path):

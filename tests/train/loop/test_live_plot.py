@@ -8,7 +8,7 @@ import torch
 
 import mirror
 from mirror.train import LivePlot, StopAtStep, Training
-from mirror.train.loop.live_plot import Line
+from mirror.train.loop.writers import Line
 
 pytest.importorskip("matplotlib")
 

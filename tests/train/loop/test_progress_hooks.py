@@ -20,7 +20,7 @@ from mirror.train import (
     TensorBoardWriter,
     Training,
 )
-from mirror.train.loop import progress_hooks
+from mirror.train.loop import hooks as module
 
 
 def train(*hooks, num_batches=9):
@@ -46,8 +46,8 @@ def test_lines_are_printed(capsys):
 
 def test_the_pace_is_that_since_the_last_look(monkeypatch):
     now = [10.0]
-    monkeypatch.setattr(progress_hooks.time, "perf_counter", lambda: now[0])
-    pace = progress_hooks.StepRate()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    pace = module.StepRate()
     training = SimpleNamespace(step=100, seconds_waiting=1.0)
     now[0] = 15.0
     assert pace.since(training) == (20.0, 0.2)
@@ -74,7 +74,7 @@ def test_tqdm_is_told_every_step(monkeypatch, hooks, total):
             told.append(self.n)
 
     monkeypatch.setitem(sys.modules, "tqdm.auto", SimpleNamespace(tqdm=Bar))
-    monkeypatch.setattr(progress_hooks.Interval, "is_due", lambda self, step: True)
+    monkeypatch.setattr(module.Interval, "is_due", lambda self, step: True)
     train(*hooks, ProgressBar())
     assert (told[0], told[-1]) == ((total, 0), total)
     assert re.fullmatch(r"loss 0, input \d+%, 2 replicas", told[1])
