@@ -10,35 +10,24 @@ between runs saves everything. If only other replicas have drawn, one extra numb
 that they do not repeat theirs. A run of one replica, and replicas that run at once, draw as is.
 Several workers: an outermost run draws one number, which with the rank seeds the worker's stream,
 and restores the state after that draw. So a shuffled loader has the same order on all workers.
+A lazy module's first values continue the stream of before the run, as on one device.
 
 Python's and numpy's generators stay shared: reading their states takes 20 and 80 us.
-
-Activation checkpointing saves the state before a part of a forward pass, and draws the same
-numbers when it recomputes that part. Simulated devices share the CPU's generator, so no other
-replica may draw between the save and the draws. Replicas that save the state take turns from then
-on.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from mirror.base.dynamo import disable_dynamo
-from mirror.base.torch_private import wrap_once
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.devices import state_of, stream_seed
-from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
-from mirror.threads.lockstep import Lockstep, NullLockstep
 
 T = TypeVar("T")
 
@@ -127,62 +116,35 @@ class ReplicaRng:
         return False
 
 
+_states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary()
+
+
 def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
     """Calls a run that draws from its worker's stream. See [Note: Streams of replicas]."""
+    before = _states_before[workers] = state_of(_generator)
     seed = int(torch.randint(2**62, (), generator=_generator))
     after = state_of(_generator)
     _generator.manual_seed(stream_seed(seed, 1 + workers.rank))
     try:
         return call()
     finally:
-        _generator.set_state(after)
+        drawn = _states_before.pop(workers)
+        _generator.set_state(after if torch.equal(drawn, before) else drawn)
 
 
 @contextmanager
-def same_seed(workers: LocalWorkerGroup) -> Iterator[None]:
-    """Seeds the draws inside, within a run, as on worker 0: for initial values."""
+def stream_of_caller(workers: LocalWorkerGroup) -> Iterator[None]:
+    """Within a run, draws continue worker 0's stream of before the run: for initial values."""
     if not workers.is_multi_process:
         yield
         return
-    seed = int(torch.randint(2**62, (), generator=_generator))
-    seeds = workers.exchange("the first values of a lazy module", None, lambda: b"%d" % seed)
-    before = state_of(_generator)
-    _generator.manual_seed(int(seeds[0]))
+    within = state_of(_generator)
+    own = _states_before.get(workers, within).numpy().tobytes()
+    states = workers.exchange("the first values of a lazy module", None, lambda: own)
+    _generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
     try:
         yield
     finally:
-        _generator.set_state(before)
-
-
-def watch_saved_draws() -> None:
-    """Wraps ``torch.get_rng_state``, under both of its names."""
-    for module in (torch, torch.random):
-        wrap_once(module, "get_rng_state", _taking_turns)
-
-
-def _taking_turns(original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    @disable_dynamo
-    @functools.wraps(original)
-    def get_rng_state() -> torch.Tensor:
-        replica = current.replica
-        if replica is not None and not _compiles(sys._getframe(1)):
-            _have_turns(replica.run.lockstep)
-        return original()
-
-    return get_rng_state
-
-
-def _compiles(caller: FrameType) -> bool:
-    """Whether the compiler saves the state around its own work, which draws nothing."""
-    return str(caller.f_globals.get("__name__")).startswith("torch._")
-
-
-def _have_turns(lockstep: Lockstep | NullLockstep) -> None:
-    is_eager = lockstep.is_eager
-    lockstep.pace.keep_turns()
-    if is_eager:
-        raise StrategyError(
-            "a replica saved the state of the random generator, as activation checkpointing does, "
-            "while others draw from it at the same time; they take turns from the next run on: "
-            "repeat this step, or pass schedule='lockstep'"
-        )
+        if workers in _states_before and states[0] == own:  # not of workers seeded differently
+            _states_before[workers] = state_of(_generator)
+        _generator.set_state(within)

@@ -31,7 +31,7 @@ from mirror.device.device_mesh import without_remap
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replica_rng import same_seed
+from mirror.execution.replica_rng import stream_of_caller
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.autograd_functions import watch_functions
@@ -203,7 +203,7 @@ class ModuleRegistry:
         def action(payloads: dict[int, Any]) -> dict[int, None]:
             args, kwargs = payloads[min(payloads)]
             replica.run.enter_first_stream()
-            with same_seed(self.replicas.workers), without_remap():
+            with stream_of_caller(self.replicas.workers), without_remap():
                 getattr(module, INFER)(module, args, kwargs)
                 if not self.replicas.mirrors:
                     self._move(module)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +66,7 @@ def run_command(script: Script, options: RunOptions) -> int:
         if options.report:
             stack.callback(_print_report, strategy, process)
         if options.trace is not None:
-            stack.enter_context(strategy.trace(options.trace))
+            stack.enter_context(_open_trace(strategy, options.trace))
 
         def task() -> None:
             with strategy.scope():
@@ -121,6 +121,20 @@ def _devices(options: RunOptions) -> Sequence[str] | None:
 
 def _is_one_of_several() -> bool:
     return bool(launchers())
+
+
+@contextmanager
+def _open_trace(strategy: Strategy, path: str) -> Iterator[None]:
+    """Records a trace of what happens inside; the script's own OSErrors pass."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(strategy.trace(path))
+        except OSError as error:
+            reason = error.strerror or error
+            raise StrategyError(
+                f"--trace {path}: cannot be written: {reason}; name another file"
+            ) from None
+        yield
 
 
 def _print_report(strategy: Strategy, process: int) -> None:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mirror.tools.check.causes import Finding, diagnose, diagnose_error
-from mirror.tools.check.compare import (
+from mirror.tools.check.causes import Cause, diagnose, diagnose_error
+from mirror.tools.check.check_result import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckResult
+from mirror.tools.check.differences import (
     Difference,
     Tolerances,
     aligned,
@@ -17,12 +18,11 @@ from mirror.tools.check.compare import (
     shallow,
 )
 from mirror.tools.check.fingerprint import relative
-from mirror.tools.check.record import ENTER, GRADIENT, PARAMETER, Record
-from mirror.tools.check.verdict import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckVerdict
+from mirror.tools.check.record import GRADIENT, INPUT, PARAMETER, Record
 
 _GROSS = 0.02  # a relative distance that rounding in float32 does not make in one step
 _CHAOTIC = 1e-3  # a spread of one device that is looked into
-_WARNED = re.compile(r"(?:UserWarning|WARNING).{0,400}?replica", re.DOTALL)
+_WARNED = re.compile(r"(?:UserWarning|WARNING).{0,600}?(?:replica|one device)", re.DOTALL)
 
 
 @dataclass
@@ -31,35 +31,33 @@ class Runs:
 
     Attributes:
         one, many: on one device, and under the strategy.
-        with_errors: makes a run on one device with rounding errors added, of so many steps.
+        with_noise: makes a run on one device with rounding errors added, of so many steps.
         again: repeats that on one device.
     """
 
     one: Record
     many: Record
-    with_errors: Callable[[int], Record]
+    with_noise: Callable[[int], Record]
     again: Callable[[int], Record]
 
 
-class Judge:
+class RunComparison:
     """Judges runs.
 
     Args:
         tolerance: the largest relative distance that counts as rounding; ``None``: measured.
-        messages: what the program has written under the strategy, warnings among it.
+        output: what the program has printed under the strategy, warnings included.
     """
 
-    def __init__(
-        self, runs: Runs, *, replicas: int, tolerance: float | None, messages: str
-    ) -> None:
+    def __init__(self, runs: Runs, *, replicas: int, tolerance: float | None, output: str) -> None:
         self._runs, self._replicas = runs, replicas
         self._tolerances = Tolerances(runs.one, tolerance)
         self._is_given = tolerance is not None
-        self._messages = messages
+        self._output = output
         self._spread: Record | None = None
 
-    def verdict(self) -> CheckVerdict:
-        """Returns the verdict."""
+    def result(self) -> CheckResult:
+        """Returns the result of the check."""
         one, many = self._runs.one, self._runs.many
         if many.ending == "error" and many.error is not None and one.ending != "error":
             return self._of_error()
@@ -71,7 +69,7 @@ class Judge:
                 return self._unrepeatable(step)
             return self._equal()
         if found is None:
-            return CheckVerdict(
+            return CheckResult(
                 DIFFERENT,
                 f"different: {one.num_steps} optimizer steps on one device, {many.num_steps} on "
                 f"{self._replicas} replicas",
@@ -93,7 +91,7 @@ class Judge:
         all_steps = self._runs.one.num_steps
         is_gross = first.distance > max(_GROSS, 8 * self._tolerances.unit)
         for steps in dict.fromkeys([first.event.step if is_gross else all_steps, all_steps]):
-            self._spread = self._runs.with_errors(steps)
+            self._spread = self._runs.with_noise(steps)
             noisy = shallow(self._spread)
             for suspect in suspects:
                 if suspect.event.step > steps:
@@ -108,7 +106,7 @@ class Judge:
         return None
 
     def _needs_repeat(self, found: Difference) -> bool:
-        if found.event.kind == ENTER or found.reason != "values":
+        if found.event.kind == INPUT or found.reason != "values":
             return True
         if self._spread is None or found.one is None:
             return self._is_given
@@ -124,7 +122,7 @@ class Judge:
         one = [event for event in shallow(self._runs.one) if event.step <= steps]
         other = [event for event in shallow(again) if event.step <= steps]
         for difference in differences(one, other, self._tolerances):
-            if difference.distance > 1e-2 or difference.event.kind == ENTER:
+            if difference.distance > 1e-2 or difference.event.kind == INPUT:
                 return difference.event.step
         return 0
 
@@ -139,7 +137,7 @@ class Judge:
 
     # Verdicts
 
-    def _equal(self) -> CheckVerdict:
+    def _equal(self) -> CheckResult:
         one, many = shallow(self._runs.one), shallow(self._runs.many)
         totals: dict[tuple[str, int], list[float]] = {}
         for _, a, c in aligned(one, many):
@@ -155,7 +153,7 @@ class Judge:
             total[1] += some.norm**2
         largest = max((relative(d**0.5, n**0.5) for d, n in totals.values()), default=0.0)
         steps, dtype = self._runs.one.num_steps, self._dtype()
-        verdict = CheckVerdict(
+        verdict = CheckResult(
             EQUAL,
             f"equal: {steps} step{'s' * (steps != 1)}, largest difference {largest:.0e} ({dtype})",
             steps=steps,
@@ -175,8 +173,8 @@ class Judge:
         order = ("bfloat16", "float16", "float32", "float64")
         return next((d for d in order if d in self._runs.one.dtypes), "float32")
 
-    def _unrepeatable(self, step: int) -> CheckVerdict:
-        return CheckVerdict(
+    def _unrepeatable(self, step: int) -> CheckResult:
+        return CheckResult(
             NOT_COMPARABLE,
             f"cannot be compared: two runs on one device differ already, from step {step} on",
             steps=step,
@@ -189,12 +187,12 @@ class Judge:
             remedy="seed that generator, or have the script begin anew",
         )
 
-    def _of_error(self) -> CheckVerdict:
+    def _of_error(self) -> CheckResult:
         many = self._runs.many
         assert many.error is not None
-        finding = diagnose_error(many.error)
+        cause = diagnose_error(many.error)
         where = f" at {many.error['line']}" if many.error.get("line") else ""
-        verdict = CheckVerdict(
+        verdict = CheckResult(
             DIFFERENT,
             f"different: trains on one device, and on {self._replicas} replicas raises "
             f"{many.error.get('type') or 'an error'} in step {many.num_steps + 1}{where}",
@@ -205,20 +203,20 @@ class Judge:
             quantity="error",
             name=many.error.get("type", ""),
         )
-        return self._filled(verdict, finding)
+        return self._filled(verdict, cause)
 
-    def _different(self, found: Difference) -> CheckVerdict:
+    def _different(self, found: Difference) -> CheckResult:
         one, many = self._runs.one, self._runs.many
         step = found.event.step
         difference, some, others = first_deep(one, many, self._spread, step, self._tolerances)
-        finding = diagnose(found, difference, some, others, one, many)
+        cause = diagnose(found, difference, some, others, one, many)
         event = found.event
         what = f"{event.kind} of {event.name}" if event.kind != "loss" else "the loss"
         size = f" by {found.distance:.0e}" if found.distance < float("inf") else ""
-        at = f", in module {finding.module}" if finding.module else ""
-        verdict = CheckVerdict(
+        at = f", in module {cause.module}" if cause.module else ""
+        verdict = CheckResult(
             DIFFERENT,
-            f"different: from step {step} on, first {what}{size}{at}: {finding.cause}",
+            f"different: from step {step} on, first {what}{size}{at}: {cause.kind}",
             steps=one.num_steps,
             replicas=self._replicas,
             largest_difference=found.distance,
@@ -227,11 +225,12 @@ class Judge:
             quantity=event.kind,
             name=event.name,
         )
-        return self._filled(verdict, finding)
+        return self._filled(verdict, cause)
 
-    def _filled(self, verdict: CheckVerdict, finding: Finding) -> CheckVerdict:
-        for name, value in vars(finding).items():
-            if value:
+    def _filled(self, verdict: CheckResult, cause: Cause) -> CheckResult:
+        verdict.cause = cause.kind
+        for name, value in vars(cause).items():
+            if value and name != "kind":
                 setattr(verdict, name, value)
-        verdict.reported = bool(_WARNED.search(self._messages)) or verdict.quantity == "error"
+        verdict.reported = bool(_WARNED.search(self._output)) or verdict.quantity == "error"
         return verdict

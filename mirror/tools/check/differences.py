@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from mirror.tools.check.fingerprint import Fingerprint, relative
 from mirror.tools.check.record import (
     BUFFER,
-    ENTER,
-    EXIT,
     GRADIENT,
+    INPUT,
     LOSS,
     OP,
+    OUTPUT,
     PARAMETER,
     PART,
     Record,
@@ -36,7 +36,7 @@ _UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat
 _TIGHT = 80.0  # units in the last place that need no explanation
 _SPREAD = 12.0  # times the spread of one device
 _FEW = 40.0  # more of it, divided by how many numbers there are
-_SHALLOW = (ENTER, EXIT, LOSS, GRADIENT, PARAMETER, BUFFER)
+_SHALLOW = (INPUT, OUTPUT, LOSS, GRADIENT, PARAMETER, BUFFER)
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class Tolerances:
         """Returns the absolute distance that needs no explanation."""
         a = event.prints[0]
         if self._given is not None:
-            return self._given * self._magnitude(event)
+            return self._given * self._reference_norm(event)
         unit = _UNITS.get(a.dtype, 2.0**-23)
-        return _TIGHT * unit * self._magnitude(event)
+        return _TIGHT * unit * self._reference_norm(event)
 
-    def _magnitude(self, event: RecordedEvent) -> float:
+    def _reference_norm(self, event: RecordedEvent) -> float:
         a = event.prints[0]
         own = a.norm
         if event.kind == GRADIENT:

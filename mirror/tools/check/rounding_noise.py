@@ -21,7 +21,7 @@ from torch import Tensor, nn
 _PERIOD = 65_521  # a prime, so that rows get different signs
 
 
-class Perturbation:
+class RoundingNoise:
     """Adds rounding errors.
 
     Attributes:
@@ -35,13 +35,13 @@ class Perturbation:
         self._factors: dict[Any, Tensor] = {}
         self.lowest = 0.0
 
-    def perturb_output(self, module: nn.Module, result: Any, *, is_root: bool) -> Any:
+    def change_output(self, module: nn.Module, result: Any, *, is_root: bool) -> Any:
         """Returns an output perturbed if the module has none inside, or is the outermost."""
         if is_root or not any(True for _ in module.children()):
-            return self._perturb(result)
+            return self._change(result)
         return result
 
-    def perturb_gradients(self, params: Iterable[Any]) -> None:
+    def change_gradients(self, params: Iterable[Any]) -> None:
         """Perturbs gradients in place, where layers have computed in half precision."""
         if self.lowest < 1e-4:
             return
@@ -51,7 +51,7 @@ class Perturbation:
                 if grad is not None and not grad.is_sparse and grad.is_floating_point():
                     grad.copy_(grad * self._factor(grad, self.lowest))
 
-    def _perturb(self, value: Any) -> Any:
+    def _change(self, value: Any) -> Any:
         if type(value) is Tensor:
             if not value.is_floating_point() or not value.numel():
                 return value
@@ -62,10 +62,10 @@ class Perturbation:
                 return value * factor
             return (value.float() * factor).to(value.dtype)
         if type(value) in (tuple, list):
-            return type(value)(self._perturb(child) for child in value)
+            return type(value)(self._change(child) for child in value)
         return value
 
-    def perturb_parameters(self, module: nn.Module) -> None:
+    def change_parameters(self, module: nn.Module) -> None:
         """Perturbs parameters in place, each once."""
         with torch.no_grad():
             for param in module.parameters():

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
-from mirror.tools.check.module_description import DROPOUT_LAYERS
+from mirror.tools.check.module_names import DROPOUT_LAYERS
 from mirror.tools.check.recorder import Recorder
 
 _DROPPING = {  # functions of F, and where p is among the arguments
@@ -32,7 +32,7 @@ _PROBABILITIES = ("dropout", "drop_prob", "drop_rate", "dropout_p", "attention_d
 
 
 @contextmanager
-def instrumented(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[None]:
+def patched_torch(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[None]:
     """Has a recorder note what happens inside.
 
     Args:
