@@ -20,7 +20,7 @@ from mirror.replica.collectives.collectives import all_reduce
 from mirror.replica.modules.call_interceptor import owner_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_forward_of_part = _BatchNorm.forward  # torch's own, whatever is wrapped around it later
+_forward_of_part = _BatchNorm.forward  # torch's own, also if it is wrapped later
 
 
 def wrap_torch_sync_batch_norm() -> None:
