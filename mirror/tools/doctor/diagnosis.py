@@ -22,6 +22,7 @@ from mirror.comm.selection import Choice, Facts, facts_of, pick
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
 from mirror.integrations import torchax_library
 from mirror.tools.doctor.cluster_report import ONE_PROCESS, ClusterReport, examine_cluster
+from mirror.tools.doctor.gil_report import ORDINARY, GilReport, examine_gil
 from mirror.tools.doctor.link_report import LinkReport, measure_links
 
 _SIMULATED = ("cpu",) * 4
@@ -56,6 +57,7 @@ class Diagnosis:
         lacking: the private names that this torch does not have.
         cluster: what the variables of launchers say.
         links: what was measured between workers; ``None`` where there are no others.
+        gil: whether replicas may run Python at once.
         tpu_reason: why ``TPUStrategy`` cannot be made; ``None`` if its extra is there.
     """
 
@@ -70,6 +72,7 @@ class Diagnosis:
     lacking: tuple[PrivateName, ...] = ()
     cluster: ClusterReport = ONE_PROCESS
     links: LinkReport | None = None
+    gil: GilReport = ORDINARY
     tpu_reason: str | None = None
 
     @property
@@ -108,6 +111,7 @@ class Diagnosis:
             "auto": asdict(self.auto),
             "cluster": self.cluster.to_dict(),
             "between_workers": None if self.links is None else self.links.to_dict(),
+            "gil": asdict(self.gil),
             "tpu": {"reason": self.tpu_reason},
             "healthy": self.healthy,
             "warnings": list(self.warnings),
@@ -120,6 +124,7 @@ class Diagnosis:
         paragraphs: list[tuple[str, Iterable[str]]] = [
             ("versions", self._versions()),
             ("WARNING", self.warnings),
+            ("GIL", [self.gil.render()]),
             ("this torch", self._lacks()),
             ("devices", self._devices()),
             ("topology", self._topology()),
@@ -231,6 +236,7 @@ def diagnose(
         nccl_reason=nccl_reason,
         backends=tuple(_report(name, resolved, tell) for name in registry.names()),
         auto=pick(facts, lambda name: registry.unavailable_reason(name, resolved)),
+        gil=examine_gil(),
         warnings=range_warnings(),
         lacking=tuple(name for name in private_names().values() if name.is_lacking),
         cluster=cluster,
