@@ -96,6 +96,15 @@ def no_modes_left():
 
 
 @pytest.fixture(autouse=True)
+def sigterm_listens():
+    """An exit for preemption ignores SIGTERM; processes of later tests would inherit that."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(autouse=True)
 def plain_layers():
     """Removes from torch's classes the descriptors of attributes that replicas have set.
 

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from mirror.device.openmp import release_thread_pool
+from mirror.device.host import release_thread_pool
 from mirror.errors import CollectiveTimeoutError, StrategyError
 from mirror.threads.baton import SIGNAL_SECONDS, Baton
 from mirror.threads.cancellation import cancel_and_join

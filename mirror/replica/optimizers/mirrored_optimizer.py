@@ -2,7 +2,7 @@
 
 [Note: Steps]
 Problem: a step needs one replica's parameters, and the optimizer holds the mirrored ones. So they
-are swapped: [Note: Lending an optimizer] in ``param_swap.py``.
+are swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
 
     context        what happens at optimizer.step()
     run            a merge, where the gradients are reduced. Then each replica steps, in its turn.
@@ -36,18 +36,17 @@ from mirror.base.torch_private import has_step_hooks
 from mirror.devices import using
 from mirror.execution.current_replica import replica_of
 from mirror.execution.replicas import Replica
-from mirror.replica.optimizers.created_in_run import Action, step_point
-from mirror.replica.optimizers.group_options import (
+from mirror.replica.optimizers.merge_call_shared import Action, step_point, whole_loss
+from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
+from mirror.replica.optimizers.optimizer_state import NO_REPLICA, ParamGroupSwap, ReplicaStates
+from mirror.replica.optimizers.param_groups import (
     Options,
+    StepOnce,
     keep_options,
     options_of,
     refuse_different,
+    refuse_what_is_not_mirrored,
 )
-from mirror.replica.optimizers.merge_call_shared import whole_loss
-from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
-from mirror.replica.optimizers.optimizer_state import ReplicaStates
-from mirror.replica.optimizers.param_groups import StepOnce, refuse_what_is_not_mirrored
-from mirror.replica.optimizers.param_swap import NO_REPLICA, ParamGroupSwap
 from mirror.replica.optimizers.step_dispatch import (
     is_torchs_own,
     kept_by,

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from mirror.tools.doctor import gil_report
-from mirror.tools.doctor.gil_report import examine_gil
+from mirror.tools import gil_report
+from mirror.tools.gil_report import examine_gil
 
 WARNING = (
     "<frozen>:1: RuntimeWarning: The global interpreter lock (GIL) has been enabled to load "
