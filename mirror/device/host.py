@@ -13,7 +13,7 @@ that wait for their turn. With more threads than CPUs, members of GNU OpenMP tea
 of spinning, so each operation wakes them, at tens of microseconds each. A step of many
 medium-sized operations takes up to twice as long.
 Rule: a thread that passes its turn on may end its team. That takes 1 us without a team, 50 us
-with one, and 50 us to create it again; so it is measured, [Note: Measured manners] in
+with one, and 50 us to create it again; so it is measured, [Note: Measured policies] in
 ``threads/policies.py``.
 Consequence: results have the same bits, which depend only on the number of threads.
 """
