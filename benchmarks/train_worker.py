@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from cases import CASES, LEARNING_RATE, MOMENTUM
+from cases import CASES, LEARNING_RATE, MOMENTUM, OF_PARALLEL_REPLICAS
 from contestants import COMPILED
 from models import batch_of, build, loss_of
 from resident import serve
@@ -58,7 +58,7 @@ class Contestant:
         self._steps.clear()
         self._stack.close()
         gc.collect()
-        case = CASES[name]
+        case = (CASES | OF_PARALLEL_REPLICAS)[name]
         makers = {
             "plain": self._plain,
             "plain+compile": self._plain,

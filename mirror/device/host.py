@@ -10,7 +10,7 @@ for their turn. With more threads than CPUs, members of GNU OpenMP teams sleep i
 so each operation wakes them, at tens of microseconds each. A step of many medium-sized operations
 takes up to twice as long. So a thread that passes its turn on may end its team. That takes 1 us
 without a team, 50 us with one, and 50 us to create it again; so it is measured, see
-[Note: Measured manners] in ``threads/policies.py``. Results have the same bits either way.
+[Note: Measured policies] in ``threads/policies.py``. Results have the same bits either way.
 """
 
 from __future__ import annotations

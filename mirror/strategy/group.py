@@ -11,10 +11,10 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
-from mirror.execution.checkpoint_rng import watch_saved_draws
 from mirror.execution.current_replica import current
 from mirror.execution.every_n_steps import EveryNSteps
 from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
+from mirror.execution.process_wide_calls import watch_process_wide_calls
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
@@ -41,7 +41,7 @@ from mirror.replica.params.replicated_params import (
 )
 from mirror.replica.replica_checks import ReplicaChecks, WorkerChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
-from mirror.threads.policies import CONCURRENT, PARALLEL
+from mirror.threads.policies import AUTO, LOCKSTEP
 
 _groups: WeakRegistry[Group] = WeakRegistry()
 
@@ -153,8 +153,8 @@ class Group:
             runner.on_outermost_end = buffers.combine_workers
         watch_backward()
         watch_optimizer_steps(are_mirrored=replicas.mirrors)
-        if schedule in (CONCURRENT, PARALLEL):
-            watch_saved_draws()
+        if schedule not in (AUTO, LOCKSTEP):
+            watch_process_wide_calls()
         if runner.parallel_runs is not None:
             runner.parallel_runs.watch(containers_of(self.modules))
         if self._simulates:

@@ -73,7 +73,7 @@ class MirroredStrategy(Strategy):
             backward passes outside ``run`` at once on spare CPUs. Staggered simulated devices
             share the intra-op threads, and run at once if that is measured to be faster: the
             order of random draws and the division of sums then vary. The choice is logged by
-            "mirror". See [Note: Measured manners].
+            "mirror". See [Note: Measured policies].
 
     **Layers on several devices.** With ``devices=[["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]`` a
     model is written for the first replica: ``self.top.to("cuda:1")`` at its creation, and

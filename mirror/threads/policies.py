@@ -1,6 +1,6 @@
 """Policies: how replicas move in a step, and the candidates from which each schedule chooses.
 
-[Note: Measured manners]
+[Note: Measured policies]
 Problem: the fastest policy depends on the program and on the machine. So on simulated devices two
 schedules measure their candidates with ``Autotuner``:
 
@@ -109,7 +109,7 @@ class Schedule:
         clock: in seconds.
 
     Attributes:
-        manner: the policy of the coming step.
+        policy: the policy of the coming step.
         may_move_at_once: whether replicas may start at once in it if ``of_turns`` allows that.
         of_turns: the schedule of the replicas' locksteps. See [Note: Turns].
         keeps_order: whether replicas draw, print and sum in the order of ``"lockstep"``.
@@ -132,24 +132,24 @@ class Schedule:
         """Records the end of a step; the next one may use another policy."""
         if torch.get_num_threads() != self._num_threads:
             self._begin()
-        self._contest.step_ended(sum(self.sizes))
-        if self._contest.now is not self.manner:
-            self._take(self._contest.now)
+        self._autotuner.step_ended(sum(self.sizes))
+        if self._autotuner.now is not self.policy:
+            self._take(self._autotuner.now)
 
     def may_go_backward_at_once(self) -> bool:
         """Whether a backward pass outside ``run`` may run at once: no hook may be in it."""
         if not self.keeps_order:
             return True
-        return self.manner.passes_at_once and num_hooks() == self.num_hooks != -1
+        return self.policy.passes_at_once and num_hooks() == self.num_hooks != -1
 
     def _begin(self) -> None:
         self._num_threads = torch.get_num_threads()
-        self._contest = Autotuner(self._candidates, self._clock)
-        self._take(self._contest.now)
+        self._autotuner = Autotuner(self._candidates, self._clock)
+        self._take(self._autotuner.now)
 
-    def _take(self, manner: Policy) -> None:
-        self.manner = manner
-        self.may_move_at_once = self._name != CONCURRENT or manner.moves_at_once
+    def _take(self, policy: Policy) -> None:
+        self.policy = policy
+        self.may_move_at_once = self._name != CONCURRENT or policy.moves_at_once
 
     def _candidates(self) -> tuple[Policy, ...]:
         self.num_hooks = num_hooks()

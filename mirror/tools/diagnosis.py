@@ -21,6 +21,7 @@ from mirror.comm.nccl import libnccl
 from mirror.comm.selection import Choice, Facts, facts_of, pick
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
 from mirror.integrations import torchax_library
+from mirror.tools.gil_report import ORDINARY, GilReport, examine_gil
 from mirror.tools.worker_report import (
     ONE_PROCESS,
     ClusterReport,
@@ -61,6 +62,7 @@ class Diagnosis:
         lacking: the private names that this torch lacks.
         cluster: the cluster by the variables of launchers.
         links: the links between workers; ``None`` for one process.
+        gil: whether replicas may run Python at once.
         tpu_reason: the reason why ``TPUStrategy`` cannot be created; ``None`` if it can.
     """
 
@@ -75,6 +77,7 @@ class Diagnosis:
     lacking: tuple[PrivateName, ...] = ()
     cluster: ClusterReport = ONE_PROCESS
     links: LinkReport | None = None
+    gil: GilReport = ORDINARY
     tpu_reason: str | None = None
 
     @property
@@ -113,6 +116,7 @@ class Diagnosis:
             "auto": asdict(self.auto),
             "cluster": self.cluster.to_dict(),
             "between_workers": None if self.links is None else self.links.to_dict(),
+            "gil": asdict(self.gil),
             "tpu": {"reason": self.tpu_reason},
             "healthy": self.healthy,
             "warnings": list(self.warnings),
@@ -125,6 +129,7 @@ class Diagnosis:
         paragraphs: list[tuple[str, Iterable[str]]] = [
             ("versions", self._versions()),
             ("WARNING", self.warnings),
+            ("GIL", [self.gil.render()]),
             ("this torch", self._lacks()),
             ("devices", self._devices()),
             ("topology", self._topology()),
@@ -236,6 +241,7 @@ def diagnose(
         nccl_reason=nccl_reason,
         backends=tuple(_report(name, resolved, tell) for name in registry.names()),
         auto=pick(facts, lambda name: registry.unavailable_reason(name, resolved)),
+        gil=examine_gil(),
         warnings=range_warnings(),
         lacking=tuple(name for name in private_names().values() if name.is_lacking),
         cluster=cluster,

@@ -231,14 +231,14 @@ def test_who_gives_the_turn_away_ends_its_team(
 
 
 def loosely(name, met):
-    """Notes who meets at a loose point, and who acts for them."""
+    """Notes who meets at a partial merge point, and who acts for them."""
     replica = current.replica
 
     def action(payloads):
         met.append((name, tuple(payloads), threading.current_thread()))
         return {r: sum(payloads.values()) for r in payloads}
 
-    point = MergePoint(name, name, replica.replica_id, action, "", is_loose=True)
+    point = MergePoint(name, name, replica.replica_id, action, "", is_partial=True)
     return replica.run.merge(replica.replica_id, point)
 
 

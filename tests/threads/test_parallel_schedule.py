@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import mirror
@@ -362,6 +363,48 @@ def test_checkpointed_segments_take_turns_from_the_first_run_on(make_strategy, r
                 strategy.run(step, (batch,))
         ends[schedule] = model.state_dict()
     assert_same(ends["parallel"], ends["lockstep"])
+
+
+def test_replicas_that_cache_parametrized_weights_take_turns(make_strategy):
+    # Torch has one cache: a replica would use the weights of another one, with its graph.
+    ends = {}
+    for schedule in ("lockstep", "parallel"):
+        strategy = make_strategy(2, schedule=schedule)
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, 3))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            with parametrize.cached():
+                F.cross_entropy(model(batch[0]) + model(-batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        said = nullcontext()
+        if schedule == "parallel":
+            said = pytest.warns(UserWarning, match=r"take turns.* entered parametrize\.cached")
+        with said:
+            for batch in strategy.distribute_dataset(batches()):
+                strategy.run(step, (batch,))
+        ends[schedule] = model.state_dict()
+    assert_same(ends["parallel"], ends["lockstep"])
+
+
+def test_the_cache_of_weights_is_refused_to_a_replica_among_others(make_strategy):
+    strategy = make_strategy(2, schedule="parallel")
+    strategy.run(lambda: None)
+
+    def enter():
+        with parametrize.cached():
+            pass
+
+    with (
+        pytest.warns(UserWarning, match="take turns"),
+        pytest.raises(mirror.StrategyError, match=r"whose cache they share.* repeat this step"),
+    ):
+        strategy.run(enter)
+    strategy.run(enter)
 
 
 def test_a_run_within_a_merge_is_parallel_as_the_run_around_it(make_strategy):

@@ -156,10 +156,10 @@ def test_steps_of_another_number_of_threads_begin_anew():
         schedule = Schedule("auto", clock=lambda: now[0])
         for _ in range(2 + 4):
             schedule.step_ended()
-        assert schedule.manner is not IN_TURN or policies.release_thread_pool is None
+        assert schedule.policy is not IN_TURN or policies.release_thread_pool is None
         torch.set_num_threads(3)
         schedule.step_ended()
-        assert schedule.manner is IN_TURN
+        assert schedule.policy is IN_TURN
     finally:
         torch.set_num_threads(before)
 

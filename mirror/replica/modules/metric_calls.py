@@ -68,7 +68,7 @@ def merge_call_joined(
     kwargs: dict[str, Any],
     joining: type[Join] | None = None,
     *,
-    is_loose: bool = False,
+    is_partial: bool = False,
 ) -> Any:
     """Calls once with the joined arguments of all replicas; returns the value on each replica.
 
@@ -76,11 +76,11 @@ def merge_call_joined(
 
     Args:
         joining: the class that joins the arguments; ``Join`` by default.
-        is_loose: whether only some of the replicas may call. See [Note: Loose points].
+        is_partial: whether only some of the replicas may call. See [Note: Partial merge points].
 
     Raises:
         StrategyError: the arguments cannot be joined.
-        DivergenceError: not all active replicas call it, and ``is_loose`` is false.
+        DivergenceError: not all active replicas call it, and ``is_partial`` is false.
     """
     name = type(metric).__name__
     places = replica.replicas.places
@@ -88,7 +88,7 @@ def merge_call_joined(
     def once(calls: dict[int, _Call]) -> dict[int, Any]:
         weights = replica.run.weights()
         first, *_ = calls.values()
-        join = (joining or Join)(first.metric, places, [weights[r] for r in calls], is_loose)
+        join = (joining or Join)(first.metric, places, [weights[r] for r in calls], is_partial)
         every = [(one.args, one.kwargs) for one in calls.values()]
         own_args = [join(*values) for values in zip(*(a for a, _ in every), strict=True)]
         own_kwargs = {key: join(*(k[key] for _, k in every)) for key in first.kwargs}
@@ -99,7 +99,7 @@ def merge_call_joined(
         calls_by_object: dict[int, dict[int, _Call]] = {}
         for r, one in calls.items():
             calls_by_object.setdefault(id(one.metric), {})[r] = one
-        if is_loose or len(calls_by_object) == 1:
+        if is_partial or len(calls_by_object) == 1:
             return {
                 r: result for same in calls_by_object.values() for r, result in once(same).items()
             }
@@ -108,7 +108,7 @@ def merge_call_joined(
     method = getattr(call, "func", call)  # of a partial one
     signature = name, getattr(method, "__name__", ""), len(args), tuple(sorted(kwargs))
     point = MergePoint(
-        f"a call of {name}", signature, _Call(metric, call, args, kwargs), action, "", is_loose
+        f"a call of {name}", signature, _Call(metric, call, args, kwargs), action, "", is_partial
     )
     result = replica.run.merge(replica.replica_id, point)
     return (
@@ -357,12 +357,14 @@ def _merged(method: Callable[..., Any], module: nn.Module | None = None) -> Call
         is_lone, is_kind = owner_of(metric) is not replica.replicas, is_metric(metric)
         if is_lone and not (is_kind and replica.replicas.num_replicas > 1):
             return method(*args, **kwargs)
-        is_loose = is_lone and not replica.run.is_split
+        is_partial = is_lone and not replica.run.is_split
         own, given = method, args
         if module is None:
             own, given = functools.partial(method, metric), args[1:]
         joining = Join if is_kind else _Logged
-        return merge_call_joined(replica, metric, own, given, kwargs, joining, is_loose=is_loose)
+        return merge_call_joined(
+            replica, metric, own, given, kwargs, joining, is_partial=is_partial
+        )
 
     setattr(call, _WRAPPED, True)
     return call

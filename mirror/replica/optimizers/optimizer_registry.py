@@ -87,13 +87,17 @@ class OptimizerRegistry:
 
     def check(self, look: ComparePair) -> None:
         """Calls ``look`` with the state of every replica and that of the first one."""
-        for optimizer in tuple(self._all):
+        for optimizer in self._in_use():
             optimizer.check(look)
 
     def show_first(self, see: VisitValue) -> None:
         """Calls ``see`` with the first replica's state of all optimizers."""
-        for optimizer in tuple(self._all):
+        for optimizer in self._in_use():
             optimizer.show_first(see)
+
+    def _in_use(self) -> list[OptimizerOfReplicas]:
+        """Returns the records of optimizers that live; without the GIL, some outlive theirs."""
+        return [mirrored for mirrored in tuple(self._all) if mirrored.optimizer is not None]
 
     # Gradients and values
 
