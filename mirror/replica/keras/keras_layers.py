@@ -1,4 +1,9 @@
-"""Records the variables that a replica's call of a Keras layer assigns, and merges the values.
+"""Layers and metrics of Keras on replicas: the variables that their calls assign, once for all.
+
+Keras is used only after the program has imported it; only ``mirror.keras`` imports it itself. A
+metric inside ``run`` is one object for all replicas, updated once for the whole batch, see
+[Note: Metrics] in ``modules/metric_calls.py``; inside the call of a Keras layer its variables are
+merged like any other variable.
 
 [Note: State of Keras layers]
 A Keras layer keeps moving statistics, seeds and counters in variables that its call assigns. On a
@@ -17,16 +22,86 @@ assigning them. After all replicas have called, each variable is assigned once:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mirror.base.dynamo import disable_dynamo
+from mirror.base.torch_private import wrap_once
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
 from mirror.replica.collectives.reduce_ops import weighted_mean
-from mirror.replica.keras.keras_library import library
+from mirror.replica.modules.metric_calls import Join, merge_call_joined
+from mirror.values import leaves_of
+
+# The module with Keras's state of a thread (training, dtype, names). It has no public name.
+_TRACKER = "keras.src.backend.common.global_state"
+
+
+def library() -> Any:
+    """Returns Keras if it is completely imported and computes with torch, else ``None``."""
+    keras = imported()
+    return keras if keras is not None and keras.config.backend() == "torch" else None
+
+
+def imported() -> Any:
+    """Returns Keras with any backend if it is completely imported, else ``None``."""
+    keras = sys.modules.get("keras")
+    is_whole = hasattr(keras, "StatelessScope") and hasattr(keras, "config")
+    return keras if is_whole else None
+
+
+def is_layer(module: object) -> bool:
+    """Returns whether a module is a Keras layer; False without importing Keras."""
+    keras = library()
+    return keras is not None and isinstance(module, keras.Layer)
+
+
+def keras_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Returns a context in which Keras computes on a device."""
+    context: AbstractContextManager[Any] = library().device(str(device))
+    return context
+
+
+def is_stateless() -> bool:
+    """Returns whether this thread is in a ``keras.StatelessScope``, which has its own values."""
+    return vars(_state_of_thread()).get("stateless_scope") is not None
+
+
+class KerasThreadState:
+    """Keras's state of the calling thread: training, dtype, names, masks.
+
+    Each replica gets a copy, since replicas run in their own threads and change the state.
+    """
+
+    def __init__(self) -> None:
+        self._held = dict(vars(_state_of_thread()))
+
+    def enter(self) -> dict[str, Any]:
+        """Copies the state to this thread; returns the thread's previous state."""
+        state = vars(_state_of_thread())
+        before = dict(state)
+        state.clear()
+        # Lists are stacks, which replicas must not share.
+        state.update({k: list(v) if type(v) is list else v for k, v in self._held.items()})
+        return before
+
+    def restore(self, before: dict[str, Any]) -> None:
+        """Gives this thread its previous state back."""
+        state = vars(_state_of_thread())
+        state.clear()
+        state.update(before)
+
+
+def _state_of_thread() -> Any:
+    return sys.modules[_TRACKER].GLOBAL_STATE_TRACKER
+
 
 _STRIDE = 0x1000003  # between replicas' seeds; larger than the counter that Keras adds to a seed
 _SEED = "seed_generator_state"
@@ -163,3 +238,68 @@ def _scope_class() -> Any:
             return self._written.read(variable, super().get_current_value(variable))
 
     return ReplicaScope
+
+
+_METHODS = ("update_state", "result", "reset_state")
+
+
+def wrap_metrics() -> None:
+    """Makes replicas' calls of Keras metrics happen once for all replicas. Idempotent."""
+    base = library().metrics.Metric
+    if not wrap_once(base, "__init__", _wrapping_init):
+        return
+    kinds = [base]
+    while kinds:
+        kind = kinds.pop()
+        kinds += type.__subclasses__(kind)
+        _wrap_kind(kind)
+
+
+def _wrapping_init(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for kind in type(self).__mro__[:-1]:
+            if issubclass(kind, library().metrics.Metric):  # a class that is newer than the wrap
+                _wrap_kind(kind)
+
+    return __init__
+
+
+def _wrap_kind(kind: type) -> None:
+    for name in _METHODS:
+        if callable(vars(kind).get(name)):
+            wrap_once(kind, name, _call_once_for_all)
+
+
+def _call_once_for_all(method: Callable[..., Any]) -> Callable[..., Any]:
+    @disable_dynamo
+    def call(metric: Any, *args: Any, **kwargs: Any) -> Any:
+        replica = current.replica
+        if replica is None or not replica.replicas.mirrors or is_stateless():
+            return method(metric, *args, **kwargs)
+        device = replica.replicas.devices[0]
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            with keras_device(device):
+                return method(metric, *args, **kwargs)
+
+        return merge_call_joined(replica, metric, once, args, kwargs, KerasJoin)
+
+    return call
+
+
+class KerasJoin(Join):
+    """Joins the replicas' arguments of a Keras metric; structures of tensors entry by entry."""
+
+    def __call__(self, *parts: Any) -> Any:
+        first = parts[0]
+        if isinstance(first, np.ndarray) and first.ndim:
+            return np.concatenate(parts)
+        if isinstance(first, (list, tuple)) and any(
+            isinstance(leaf, (Tensor, np.ndarray)) for leaf in leaves_of(first)
+        ):
+            return type(first)([self(*entries) for entries in zip(*parts, strict=True)])
+        return super().__call__(*parts)
+
+    def reduction(self) -> str:
+        return "sum" if isinstance(self.metric, library().metrics.Sum) else ""
