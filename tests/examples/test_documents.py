@@ -167,7 +167,8 @@ def subclasses(kind):
 
 def test_every_error_class_is_there():
     import mirror.cli
-    import mirror.tools.planning.workload  # noqa: F401
+    import mirror.tools.planning.workload
+    import mirror.tools.run.script  # noqa: F401
 
     named = {name for name, _ in QUOTES}
     assert set(subclasses(MirrorError)) - named == set()

@@ -62,7 +62,7 @@ def diagnose_error(error: dict[str, Any]) -> Cause:
             "state kept outside the model",
             "the replicas write in place to a tensor that they share, and the backward pass of "
             f"another one still needs it. {message}",
-            "keep it as a buffer of the model (register_buffer), or write it outside of forward",
+            "keep it as a buffer of the model (register_buffer), or write it outside forward",
             line=line,
         )
     if "that no strategy mirrors" in message or "are not mirrored" in message:
@@ -295,7 +295,7 @@ def _of_random(cause: Cause, generator: str) -> Cause:
     )
     cause.remedy = (
         "none is needed for training; to compare the rest, mirror check --no-dropout, or draw "
-        "outside of the model and pass the numbers as an argument"
+        "outside the model and pass the numbers as an argument"
     )
     return cause
 
@@ -386,7 +386,7 @@ def _of_loss_in_run(first: Difference, cause: Cause) -> Cause:
         "whole batch"
     )
     cause.remedy = (
-        "compute the loss outside of run, of gathered outputs; or from sums that "
+        "compute the loss outside run, from gathered outputs; or from sums that "
         "mirror.get_replica_context().all_reduce('sum', ...) has made whole, before the root, "
         "quotient or logarithm"
     )
@@ -412,7 +412,7 @@ def _of_gradient(first: Difference, cause: Cause, events: Sequence[RecordedEvent
         "outputs and losses are equal, and the gradients are not: a backward pass of its own (a "
         "custom Function, a hook, a penalty on gradients) mixes or counts examples"
     )
-    cause.remedy = "look at what backward does with this parameter; compute it outside of run"
+    cause.remedy = "look at what backward does with this parameter; compute it outside run"
     return cause
 
 

@@ -4,9 +4,9 @@
 Three runs are compared: on one device (A), under the strategy (C), and, where A and C are not as
 good as equal, on one device with rounding errors added (B).
 
-    distance of A and C                     judged as
-    a few units in the last place           equal, B is not needed
-    some times the distance of A and B      rounding, which this script makes so large
+    distance of A and C                     counts as
+    a few units in the last place           equal; B is not needed
+    a few times the distance of A and B     rounding, which grows that much in this script
     more                                    a difference
 
 Gradients are compared relative to those of the whole optimizer as well: one that is nothing but

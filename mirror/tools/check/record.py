@@ -110,8 +110,8 @@ class RecordOptions:
     Attributes:
         replicas: simulated devices; 0: one device, without a strategy.
         devices: the names of the replicas' devices, instead.
-        steps: after so many the script is ended.
-        deep_steps: of so many the operations inside modules are recorded.
+        steps: the number of optimizer steps after which the script is ended.
+        deep_steps: the number of steps whose operations inside modules are recorded.
         rounding_noise: whether to add rounding errors, to see what becomes of them.
         no_dropout, double, sync_batch_norm: as in ``mirror check``.
     """

@@ -57,8 +57,8 @@ class Recorder:
     """Notes the events of one run.
 
     Args:
-        steps: after so many optimizer steps ``on_enough`` is called.
-        deep_steps: so many steps are recorded with the operations inside modules.
+        steps: the number of optimizer steps after which ``on_enough`` is called.
+        deep_steps: the number of steps whose operations inside modules are recorded.
         on_step: called after each step with its number.
         on_enough: called after the last step, with the record.
         noise: what adds rounding errors, if anything does.
@@ -392,7 +392,7 @@ class Recorder:
         where: str = "",
         info: dict[str, Any] | None = None,
     ) -> None:
-        """Notes an event outside of replicas, one for each tensor."""
+        """Notes an event outside replicas, one for each tensor."""
         for k, tensor in enumerate(tensors):
             event = RecordedEvent(self.step, kind, name, [fingerprint(tensor)], ["whole"], where)
             event.info = {**(info or {}), "part": k}

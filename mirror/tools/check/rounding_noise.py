@@ -25,7 +25,7 @@ class RoundingNoise:
     """Adds rounding errors.
 
     Attributes:
-        lowest: the largest unit in the last place of all dtypes that layers have returned.
+        unit: the largest unit in the last place of all dtypes that layers have returned.
     """
 
     def __init__(self) -> None:
@@ -33,30 +33,30 @@ class RoundingNoise:
         self._signs = torch.randint(0, 2, (_PERIOD,), generator=generator).double() * 2 - 1
         self._known: dict[int, Any] = {}
         self._factors: dict[Any, Tensor] = {}
-        self.lowest = 0.0
+        self.unit = 0.0
 
     def change_output(self, module: nn.Module, result: Any, *, is_root: bool) -> Any:
-        """Returns an output perturbed if the module has none inside, or is the outermost."""
+        """Returns an output with errors, if the module is the outermost or has none inside."""
         if is_root or not any(True for _ in module.children()):
             return self._change(result)
         return result
 
     def change_gradients(self, params: Iterable[Any]) -> None:
-        """Perturbs gradients in place, where layers have computed in half precision."""
-        if self.lowest < 1e-4:
+        """Adds errors to gradients in place, where layers have computed in half precision."""
+        if self.unit < 1e-4:
             return
         with torch.no_grad():
             for param in params:
                 grad = param.grad
                 if grad is not None and not grad.is_sparse and grad.is_floating_point():
-                    grad.copy_(grad * self._factor(grad, self.lowest))
+                    grad.copy_(grad * self._factor(grad, self.unit))
 
     def _change(self, value: Any) -> Any:
         if type(value) is Tensor:
             if not value.is_floating_point() or not value.numel():
                 return value
             unit = torch.finfo(value.dtype).eps / (1 if value.dtype.itemsize > 2 else 2)
-            self.lowest = max(self.lowest, unit)
+            self.unit = max(self.unit, unit)
             factor = self._factor(value, unit)
             if value.dtype.itemsize > 2:
                 return value * factor
@@ -66,7 +66,7 @@ class RoundingNoise:
         return value
 
     def change_parameters(self, module: nn.Module) -> None:
-        """Perturbs parameters in place, each once."""
+        """Adds errors to parameters in place, once each."""
         with torch.no_grad():
             for param in module.parameters():
                 if id(param) not in self._known and param.is_floating_point():

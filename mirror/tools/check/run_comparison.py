@@ -1,4 +1,4 @@
-"""Judges the recorded runs of one program: equal, different and where, or not comparable."""
+"""Compares the recorded runs of one program: equal, different and where, or not comparable."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Runs:
 
     Attributes:
         one, many: on one device, and under the strategy.
-        with_noise: makes a run on one device with rounding errors added, of so many steps.
-        again: repeats that on one device.
+        with_noise: makes a run on one device with rounding errors added, of a number of steps.
+        again: makes another run on one device, of a number of steps.
     """
 
     one: Record
@@ -42,7 +42,7 @@ class Runs:
 
 
 class RunComparison:
-    """Judges runs.
+    """The comparison of one device with the replicas of a strategy.
 
     Args:
         tolerance: the largest relative distance that counts as rounding; ``None``: measured.
@@ -65,7 +65,7 @@ class RunComparison:
         found = self._beyond_rounding(suspects)
         if found is None and one.num_steps == many.num_steps:
             is_chaotic = self._spread is not None and self._largest_spread(self._spread) > _CHAOTIC
-            if is_chaotic and (step := self._not_repeatable(one.num_steps)):
+            if is_chaotic and (step := self._first_unrepeated_step(one.num_steps)):
                 return self._unrepeatable(step)
             return self._equal()
         if found is None:
@@ -79,7 +79,7 @@ class RunComparison:
                 remedy="look at what ends the loop: it depends on the replicas",
             )
         if self._needs_repeat(found):
-            if step := self._not_repeatable(found.event.step):
+            if step := self._first_unrepeated_step(found.event.step):
                 return self._unrepeatable(step)
         return self._different(found)
 
@@ -116,7 +116,7 @@ class RunComparison:
         a, b = found.one.prints[0], noisy[found.index].prints[0]
         return relative(a.distance(b), a.norm) > max(_CHAOTIC, 4 * self._tolerances.unit)
 
-    def _not_repeatable(self, steps: int) -> int:
+    def _first_unrepeated_step(self, steps: int) -> int:
         """Returns the step in which two runs on one device differ; 0 if they do not."""
         again = self._runs.again(steps)
         one = [event for event in shallow(self._runs.one) if event.step <= steps]
@@ -135,7 +135,7 @@ class RunComparison:
                     largest = max(largest, relative(some.distance(others), some.norm))
         return largest
 
-    # Verdicts
+    # Results
 
     def _equal(self) -> CheckResult:
         one, many = shallow(self._runs.one), shallow(self._runs.many)
@@ -153,7 +153,7 @@ class RunComparison:
             total[1] += some.norm**2
         largest = max((relative(d**0.5, n**0.5) for d, n in totals.values()), default=0.0)
         steps, dtype = self._runs.one.num_steps, self._dtype()
-        verdict = CheckResult(
+        result = CheckResult(
             EQUAL,
             f"equal: {steps} step{'s' * (steps != 1)}, largest difference {largest:.0e} ({dtype})",
             steps=steps,
@@ -163,11 +163,11 @@ class RunComparison:
         )
         if self._spread is not None:
             spread = self._largest_spread(self._spread)
-            verdict.why = (
+            result.why = (
                 "some numbers differ by more than their last digits, and no more than rounding "
                 f"errors make of this script on one device ({spread:.0e})"
             )
-        return verdict
+        return result
 
     def _dtype(self) -> str:
         order = ("bfloat16", "float16", "float32", "float64")
@@ -192,7 +192,7 @@ class RunComparison:
         assert many.error is not None
         cause = diagnose_error(many.error)
         where = f" at {many.error['line']}" if many.error.get("line") else ""
-        verdict = CheckResult(
+        result = CheckResult(
             DIFFERENT,
             f"different: trains on one device, and on {self._replicas} replicas raises "
             f"{many.error.get('type') or 'an error'} in step {many.num_steps + 1}{where}",
@@ -203,7 +203,7 @@ class RunComparison:
             quantity="error",
             name=many.error.get("type", ""),
         )
-        return self._filled(verdict, cause)
+        return self._filled(result, cause)
 
     def _different(self, found: Difference) -> CheckResult:
         one, many = self._runs.one, self._runs.many
@@ -214,7 +214,7 @@ class RunComparison:
         what = f"{event.kind} of {event.name}" if event.kind != "loss" else "the loss"
         size = f" by {found.distance:.0e}" if found.distance < float("inf") else ""
         at = f", in module {cause.module}" if cause.module else ""
-        verdict = CheckResult(
+        result = CheckResult(
             DIFFERENT,
             f"different: from step {step} on, first {what}{size}{at}: {cause.kind}",
             steps=one.num_steps,
@@ -225,12 +225,12 @@ class RunComparison:
             quantity=event.kind,
             name=event.name,
         )
-        return self._filled(verdict, cause)
+        return self._filled(result, cause)
 
-    def _filled(self, verdict: CheckResult, cause: Cause) -> CheckResult:
-        verdict.cause = cause.kind
+    def _filled(self, result: CheckResult, cause: Cause) -> CheckResult:
+        result.cause = cause.kind
         for name, value in vars(cause).items():
             if value and name != "kind":
-                setattr(verdict, name, value)
-        verdict.reported = bool(_WARNED.search(self._output)) or verdict.quantity == "error"
-        return verdict
+                setattr(result, name, value)
+        result.reported = bool(_WARNED.search(self._output)) or result.quantity == "error"
+        return result
