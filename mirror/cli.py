@@ -284,7 +284,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from mirror.tools.doctor.diagnosis import diagnose
+    from mirror.tools.diagnosis import diagnose
 
     found = diagnose(args.devices, lambda line: print(line, file=sys.stderr, flush=True))
     print(found.to_json() if args.json else found.to_text())

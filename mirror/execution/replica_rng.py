@@ -13,34 +13,21 @@ and restores the state after that draw. So a shuffled loader has the same order 
 A lazy module's first values continue the stream of before the run, as on one device.
 
 Python's and numpy's generators stay shared: reading their states takes 20 and 80 us.
-
-Activation checkpointing saves the state before a part of a forward pass, and draws the same
-numbers when it recomputes that part. Simulated devices share the CPU's generator, so no other
-replica may draw between the save and the draws. Replicas that save the state take turns from then
-on.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from mirror.base.dynamo import disable_dynamo
-from mirror.base.torch_private import wrap_once
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.devices import state_of, stream_seed
-from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
-from mirror.threads.lockstep import Lockstep, NullLockstep
 
 T = TypeVar("T")
 
@@ -161,37 +148,3 @@ def stream_of_caller(workers: LocalWorkerGroup) -> Iterator[None]:
         if workers in _states_before and states[0] == own:  # not of workers seeded differently
             _states_before[workers] = state_of(_generator)
         _generator.set_state(within)
-
-
-def watch_saved_draws() -> None:
-    """Wraps ``torch.get_rng_state``, under both of its names."""
-    for module in (torch, torch.random):
-        wrap_once(module, "get_rng_state", _taking_turns)
-
-
-def _taking_turns(original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    @disable_dynamo
-    @functools.wraps(original)
-    def get_rng_state() -> torch.Tensor:
-        replica = current.replica
-        if replica is not None and not _compiles(sys._getframe(1)):
-            _have_turns(replica.run.lockstep)
-        return original()
-
-    return get_rng_state
-
-
-def _compiles(caller: FrameType) -> bool:
-    """Whether the compiler saves the state around its own work, which draws nothing."""
-    return str(caller.f_globals.get("__name__")).startswith("torch._")
-
-
-def _have_turns(lockstep: Lockstep | NullLockstep) -> None:
-    is_eager = lockstep.is_eager
-    lockstep.pace.keep_turns()
-    if is_eager:
-        raise StrategyError(
-            "a replica saved the state of the random generator, as activation checkpointing does, "
-            "while others draw from it at the same time; they take turns from the next run on: "
-            "repeat this step, or pass schedule='lockstep'"
-        )

@@ -11,10 +11,10 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
+from mirror.execution.checkpoint_rng import watch_saved_draws
 from mirror.execution.current_replica import current
 from mirror.execution.every_n_steps import EveryNSteps
 from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.execution.replica_rng import watch_saved_draws
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
@@ -41,6 +41,7 @@ from mirror.replica.params.replicated_params import (
 )
 from mirror.replica.replica_checks import ReplicaChecks, WorkerChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
+from mirror.threads.policies import CONCURRENT, PARALLEL
 
 _groups: WeakRegistry[Group] = WeakRegistry()
 
@@ -152,7 +153,7 @@ class Group:
             runner.on_outermost_end = buffers.combine_workers
         watch_backward()
         watch_optimizer_steps(are_mirrored=replicas.mirrors)
-        if schedule == "concurrent":
+        if schedule in (CONCURRENT, PARALLEL):
             watch_saved_draws()
         if runner.parallel_runs is not None:
             runner.parallel_runs.watch(containers_of(self.modules))

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from mirror.base.migration_hints import call_with_hints, signposted_keywords
+from mirror.base.migration_hints import call_with_hints, keywords_with_hints
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.input_options import or_default
@@ -132,8 +132,8 @@ class MirroredStrategy(Strategy):
         return self._group.replicas.places.replicas
 
     # Programs pass keywords of DistributedDataParallel and of Keras's compile to these methods.
-    mirror = signposted_keywords("MirroredStrategy.mirror")(Strategy.mirror)
-    compile = signposted_keywords("MirroredStrategy.compile")(Strategy.compile)
+    mirror = keywords_with_hints("MirroredStrategy.mirror")(Strategy.mirror)
+    compile = keywords_with_hints("MirroredStrategy.compile")(Strategy.compile)
 
     def _resolve_devices(self, devices: Any) -> Sequence[Sequence[torch.device]]:
         """Returns each replica's devices."""

@@ -190,7 +190,7 @@ def test_what_kuberays_operator_would_refuse_is_found(place, value, said):
     assert said in wrong(document)
 
 
-def test_workers_are_as_many_as_they_are_told():
+def test_the_number_of_workers_is_the_given_one():
     found = documents()
     job = found["job Job"]["spec"]
     command = job["template"]["spec"]["containers"][0]["command"]

@@ -87,7 +87,7 @@ def properties(monkeypatch):
     return found
 
 
-def test_gpus_are_told_apart_and_by_their_order(properties):
+def test_gpus_are_distinguished_by_kind_and_order(properties):
     facts = facts_of_machine(GPUS)
     assert json.loads(json.dumps(facts)) == facts
     assert facts["gpus"] == [

@@ -115,7 +115,7 @@ BUGS = {
         fault(Clique, "run", STREAM, f"{STREAM} if replica_id else 0"),
         on_own_streams(torch.float32),
     ),
-    "nobody waits until NCCL has enqueued": (
+    "no wait until NCCL has enqueued": (
         fault(Clique, "run", "self._settle(result)", "pass"),
         on_own_streams(torch.float32),
     ),

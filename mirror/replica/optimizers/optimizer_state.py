@@ -12,6 +12,8 @@ or its next step ends it.
 Options: ``param_groups`` are shared, so every replica gets a copy of their options before its
 step. What the first replica's step, or a hook of it, writes into its copy is kept. The first
 replica's state is the optimizer's own.
+At once: replicas that run at once each step a clone, an object of the same class with its groups
+and state, while the optimizer itself has none. So no replica waits for another one's step.
 """
 
 from __future__ import annotations
@@ -297,6 +299,7 @@ def _named(key: Any, variable: ReplicatedParam) -> str:
 
 HEARING_SECONDS = 0.05
 NO_REPLICA = -1  # swaps in no parameter groups
+ALL_REPLICAS = -2  # every replica steps a clone of the optimizer
 
 
 class ParamGroupSwap:
@@ -327,6 +330,8 @@ class ParamGroupSwap:
         self.parameters = ParamGroupsView(())
         self.groups: list[dict[str, Any]] = optimizer.param_groups
         self._of_replicas: list[list[dict[str, Any]]] = [[] for _ in range(num_replicas)]
+        self._no_groups: list[dict[str, Any]] = []  # what ``NO_REPLICA`` swaps in
+        self._clones: list[Any] = []  # while all replicas step at once
         self._to: int | None = None
         self._alone = threading.Lock()  # held while lent
         self.is_begun = False
@@ -364,7 +369,7 @@ class ParamGroupSwap:
             replica_id: ``NO_REPLICA`` swaps in no groups, for the step of a replica with
                 parameters that have been updated already.
         """
-        groups, state = list[dict[str, Any]](), dict[Any, Any]()
+        groups, state = self._no_groups, dict[Any, Any]()
         if replica_id != NO_REPLICA:
             groups, state = self._of_replicas[replica_id], self._states.state_of(replica_id)
         alone = self._alone
@@ -382,6 +387,26 @@ class ParamGroupSwap:
         optimizer.param_groups = groups
         optimizer.state = state  # type: ignore[assignment]
 
+    def swap_in_all(self) -> None:
+        """Makes a clone for every replica, in a merge; ``swap_out`` in a later one ends that."""
+        self._alone.acquire()
+        optimizer = self._optimizer()
+        assert optimizer is not None  # the caller keeps it alive
+        self._to, self.is_begun = ALL_REPLICAS, True
+        self._lent.add(self)
+        for r, groups in enumerate(self._of_replicas):
+            clone = object.__new__(type(optimizer))
+            vars(clone).update(vars(optimizer))
+            clone.param_groups, clone.state = groups, self._states.state_of(r)  # type: ignore[assignment]
+            self._clones.append(clone)
+        optimizer.param_groups = self._no_groups
+        optimizer.state = {}  # type: ignore[assignment]
+
+    def clone_of(self, replica_id: int) -> Optimizer:
+        """Returns the clone that a replica steps."""
+        clone: Optimizer = self._clones[replica_id]
+        return clone
+
     def swap_out(self) -> None:
         """Puts the shared groups and state back; idempotent."""
         optimizer = self._optimizer()
@@ -389,11 +414,12 @@ class ParamGroupSwap:
             self._to = None
             self._lent.discard(self)
             return
-        if self._to == 0:
+        if self._to in (0, ALL_REPLICAS):
             keep_options(self.groups, self._of_replicas[0])
             self._states.publish_first()
         optimizer.param_groups = self.groups
         optimizer.state = self._states.shared
+        self._clones = []
         self._lent.discard(self)
         self._to = None  # last: after an interrupt before this line, all of it is repeated
         self._alone.release()

@@ -3,7 +3,7 @@
 [Note: Stored once]
 Tied weights, and views that a state holds together with their base, are stored once. Of the
 tensors in one storage, a contiguous one that is no part of a larger one is stored. Any other
-tensor whose elements all lie within a stored one is a view: a shape, strides, an offset. Tensors
+tensor that lies completely within a stored one is a view: a shape, strides, an offset. Tensors
 that shared memory when they were saved share memory again after reading.
 """
 

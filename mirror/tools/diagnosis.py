@@ -1,4 +1,4 @@
-"""The doctor: looks at devices and backends, runs the self-tests, and says what it found."""
+"""``mirror doctor``: examines devices, backends, torch and other workers; runs self-tests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ from mirror.comm.nccl import libnccl
 from mirror.comm.selection import Choice, Facts, facts_of, pick
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
 from mirror.integrations import torchax_library
-from mirror.tools.doctor.cluster_report import ONE_PROCESS, ClusterReport, examine_cluster
-from mirror.tools.doctor.link_report import LinkReport, measure_links
+from mirror.tools.worker_report import (
+    ONE_PROCESS,
+    ClusterReport,
+    LinkReport,
+    examine_cluster,
+    measure_links,
+)
 
 _SIMULATED = ("cpu",) * 4
 _LABEL = 12
@@ -30,11 +35,11 @@ _LABEL = 12
 
 @dataclass(frozen=True)
 class BackendReport:
-    """What is known of one backend.
+    """The state of one backend.
 
     Attributes:
-        reason: why it cannot serve the devices, before anything is tried out; ``None`` if it can.
-        failure: how its self-test failed; ``None`` when it passed, or was not run.
+        reason: the reason why it cannot serve the devices; ``None`` if it can.
+        failure: the error of its self-test; ``None`` if it passed, or was not run.
     """
 
     name: str
@@ -44,19 +49,19 @@ class BackendReport:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the doctor found.
+    """The findings of ``mirror doctor``.
 
     Attributes:
-        num_gpus: those visible to torch, whichever the devices are.
-        names: of each device's model.
+        num_gpus: the number of GPUs that torch sees.
+        names: the model of each device.
         nccl: the libnccl in use; ``None`` if there is none.
-        nccl_reason: why libnccl cannot be used at all.
-        auto: what ``backend="auto"`` means for the devices.
-        warnings: what may be wrong here though every test passed.
-        lacking: the private names that this torch does not have.
-        cluster: what the variables of launchers say.
-        links: what was measured between workers; ``None`` where there are no others.
-        tpu_reason: why ``TPUStrategy`` cannot be made; ``None`` if its extra is there.
+        nccl_reason: the reason why libnccl cannot be used.
+        auto: the choice of ``backend="auto"`` for the devices.
+        warnings: possible problems that no test finds.
+        lacking: the private names that this torch lacks.
+        cluster: the cluster by the variables of launchers.
+        links: the links between workers; ``None`` for one process.
+        tpu_reason: the reason why ``TPUStrategy`` cannot be created; ``None`` if it can.
     """
 
     num_gpus: int
@@ -74,14 +79,14 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether no test failed, and no launcher's variables are wrong."""
+        """Whether no test failed, and the variables of launchers are correct."""
         failures = [self.cluster.failure, *(backend.failure for backend in self.backends)]
         if self.links is not None:
             failures.append(self.links.failure)
         return all(failure is None for failure in failures)
 
     def to_json(self) -> str:
-        """Returns everything as one JSON object."""
+        """Returns the findings as one JSON object."""
         facts = self.facts
         devices = zip(facts.devices, self.names, strict=True)
         nccl = self.nccl
@@ -116,7 +121,7 @@ class Diagnosis:
         return json.dumps(found, indent=1)
 
     def to_text(self) -> str:
-        """Returns everything for a terminal."""
+        """Returns the findings as text for a terminal."""
         paragraphs: list[tuple[str, Iterable[str]]] = [
             ("versions", self._versions()),
             ("WARNING", self.warnings),
@@ -211,7 +216,7 @@ def diagnose(
 
     Args:
         devices: ``None`` for all GPUs, or four simulated devices where there is none.
-        tell: is given a line before each self-test that may take long.
+        tell: called with a line before each self-test that may take long.
 
     Raises:
         DeviceError: a device does not exist.
@@ -240,8 +245,8 @@ def diagnose(
 
 
 def _links(cluster: ClusterReport, tell: Callable[[str], None] | None) -> LinkReport | None:
-    """Returns what was measured between workers, if the launcher says that there are others."""
-    place = cluster.place
+    """Returns the measured links, if the launcher started several workers."""
+    place = cluster.rendezvous
     if place is None or place.world_size == 1:
         return None
     resolver_of(cluster.launchers[0]).apply()
