@@ -79,13 +79,13 @@ class TerminationConfig:
             true value: this machine will be taken away. It must return at once.
         exit_fn: called without arguments on every worker after the last save and after the
             handlers are closed, instead of raising ``SystemExit(42)``. If it returns, the program
-            goes on, and no handler listens any more.
+            continues without handlers.
         grace_period: the seconds between the announcement and the end of the machine. If it is
             above 0, the handler saves at once, training continues, and the handler saves again
             and exits before the time is over. ``None`` and 0: it saves at once and exits.
         save_fn: called without arguments on every worker instead of ``manager.save(step)``. It
-            may save with ``manager`` or with ``manager.checkpoint``; the handler waits for what
-            goes on beside.
+            may save with ``manager`` or with ``manager.checkpoint``; the handler waits for a
+            save in flight.
 
     Raises:
         TypeError: a function is not callable, or the grace period is not a number.
