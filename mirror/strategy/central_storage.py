@@ -11,8 +11,7 @@ from mirror.base.migration_hints import call_with_hints, keywords_with_hints
 from mirror.comm.communicator import Communicator
 from mirror.devices import is_simulated, resolve
 from mirror.errors import DeviceError
-from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.one_device import check_single_device
+from mirror.strategy.mirrored import MirroredStrategy, check_single_device
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
     Fallback,

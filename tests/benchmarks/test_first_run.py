@@ -85,7 +85,7 @@ def test_everything_is_run_in_order_and_is_one_table_and_one_file(
 
 
 @pytest.mark.parametrize("need", NEEDS)
-def test_what_a_machine_lacks_is_said_and_what_needs_it_is_not_run(
+def test_what_a_machine_lacks_is_reported_and_what_needs_it_is_skipped(
     first_run, whole, runs, capsys, need
 ):
     lacking = replace(whole, **{need: f"there is no {need} here"})

@@ -11,7 +11,7 @@ import torch
 
 from mirror import comm
 from mirror.comm.kernels.kernel_communicator import KernelCommunicator
-from mirror.device.side_streams import CopyStreams
+from mirror.device.streams import CopyStreams
 from mirror.devices import synchronize
 from tests.gpu.fake import FakeGpus
 

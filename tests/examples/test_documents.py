@@ -179,7 +179,7 @@ def test_messages_are_real(name, quote):
     assert quote == "" or is_real(quote, known_messages())
 
 
-def test_a_message_that_nobody_says_is_found():
+def test_a_message_that_no_code_raises_is_found():
     texts = list(messages("x = f'{a} is one of {b}, ' f'not {c}'"))
     assert is_real("... is one of ..., not ...", texts)
     assert not is_real("... is none of ...", texts)

@@ -16,7 +16,7 @@ from mirror.base.timeline import BACKWARD, FORWARD, KINDS, OPTIMIZER, REDUCTION,
 from mirror.viewer.html_table import TablePart, page_of, table_of
 from mirror.viewer.svg_lanes import svg_of, ticks
 from mirror.viewer.trace_lanes import COLOURS, kinds_of, lanes_of, seconds_of
-from tests.strategy.timed import training
+from tests.strategy.programs import training
 from tests.viewer.made import HOSTILE, NAMES, STEP, content, span
 
 
