@@ -80,13 +80,13 @@ class TerminationConfig:
             true value: this machine will be taken away. It must return at once.
         exit_fn: called without arguments on every worker after the last save and after the
             handlers are closed, instead of raising ``SystemExit(42)``. If it returns, the program
-            continues without handlers.
+            goes on, and no handler listens any more.
         grace_period: the seconds between the announcement and the end of the machine. If it is
             above 0, the handler saves at once, training continues, and the handler saves again
             and exits before the time is over. ``None`` and 0: it saves at once and exits.
         save_fn: called without arguments on every worker instead of ``manager.save(step)``. It
-            may save with ``manager`` or with ``manager.checkpoint``; the handler waits for a
-            save in flight.
+            may save with ``manager`` or with ``manager.checkpoint``; the handler waits for what
+            goes on beside.
 
     Raises:
         TypeError: a function is not callable, or the grace period is not a number.
@@ -143,10 +143,12 @@ class PreemptionCheckpointHandler(NoCopy):
     The checkpoint gets the number of steps done, counted from ``restore_latest()``, or from the
     number under which the program saved with the same manager, if that is larger. If the directory
     has a checkpoint with a larger number, of another manager, it gets the next number, so that
-    ``restore_latest()`` finds what was saved last. A step is an outermost run with an optimizer's
-    step in it, or an optimizer's step outside run. If the checkpoint has a distributed dataset and
-    more than modules and one optimizer, a step is a batch with an optimizer's step. [Note: Between
-    two steps] in ``mirror/train/checkpoint/preemption.py`` says where exactly it saves.
+    ``restore_latest()`` finds what was saved last.
+
+    A step is an outermost run with an optimizer's step in it, or an optimizer's step outside run.
+    If the checkpoint has a distributed dataset and more than modules and one optimizer, a step is
+    a batch with an optimizer's step. [Note: Between two steps] in
+    ``mirror/train/checkpoint/preemption.py`` says where exactly it saves.
 
     Several handlers may be open: each saves, and the first decides how the program exits.
 
