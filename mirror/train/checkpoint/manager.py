@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from mirror.train.checkpoint.checkpoint_directory import (
     locked,
     make_directories,
     remove_checkpoint,
-    remove_if_left_over,
+    remove_leftovers,
 )
 from mirror.train.checkpoint.snapshot import Contents, read_contents
 
@@ -132,14 +132,12 @@ class CheckpointManager(NoCopy):
     @property
     def steps(self) -> tuple[SavedStep, ...]:
         """The saved steps, the oldest first, whole or damaged."""
-        found = {step: path for step, path in self._directories() if is_checkpoint(path)}
-        return tuple(SavedStep.at_path(step, found[step]) for step in sorted(found))
-
-    def _directories(self) -> Iterator[tuple[int, Path]]:
-        """Yields the directories that a save may have written."""
+        found = {}
         for name in os.listdir(self.directory) if self.directory.is_dir() else ():
-            if match := _NAME.fullmatch(name):
-                yield int(match[1]), self.directory / name
+            match = _NAME.fullmatch(name)
+            if match and is_checkpoint(self.directory / name):
+                found[int(match[1])] = self.directory / name
+        return tuple(SavedStep.at_path(step, found[step]) for step in sorted(found))
 
     @property
     def latest(self) -> SavedStep | None:
@@ -232,8 +230,7 @@ class CheckpointManager(NoCopy):
         try:
             make_directories(self.directory)
             with locked(self.directory):
-                for _, left in list(self._directories()):
-                    remove_if_left_over(left)
+                remove_leftovers(self.directory, _PREFIX)
                 write()
                 self._remove_old(path)
         except OSError as error:

@@ -83,7 +83,7 @@ def test_it_says_what_it_found_or_what_is_wrong(environ, lines):
     assert environ == before
 
 
-def nobody_comes(*_):
+def no_worker_joins(*_):
     raise WorkerLostError("not all workers have come to the start within 30 s")
 
 
@@ -92,7 +92,7 @@ def test_the_doctor_of_a_worker_shows_it_and_fails_where_it_is_wrong(
     monkeypatch, capsys, rank, code
 ):
     # torch looks up the address and its process for longer than its timeout.
-    monkeypatch.setattr("mirror.comm.workers.distributed_group.join_rendezvous", nobody_comes)
+    monkeypatch.setattr("mirror.comm.workers.distributed_group.join_rendezvous", no_worker_joins)
     for name, text in (TORCHRUN | {"RANK": rank}).items():
         monkeypatch.setenv(name, text)
     assert cli.main(["doctor", "--devices", "cpu"]) == code
@@ -125,4 +125,4 @@ def test_doctors_of_all_workers_measure_their_links(worker_pool):
 
 def test_what_went_wrong_is_said():
     assert list(LinkReport(failure="broken").render()) == ["FAILED: broken"]
-    assert list(LinkReport(missing="nobody").render()) == ["not tested: nobody"]
+    assert list(LinkReport(missing="no worker").render()) == ["not tested: no worker"]
