@@ -59,12 +59,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Part:
-    """A program whose exit status, or whose own outcomes, are what comes of a part.
+    """A program; its exit status, or the outcomes that it reports, are the outcome of a part.
 
     Attributes:
         tells: whether the program is gpu_check.py, which writes what came of each of its checks.
         needs: names of a ``Machine``'s attributes.
-        fails_by: a pattern; a line of the output with it is a failure, whatever the exit status.
+        fails_by: a pattern; a line of the output with it is a failure, with any exit status.
     """
 
     name: str

@@ -19,7 +19,8 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import wrap_once
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
-from mirror.threads.lockstep import Lockstep, NullLockstep
+from mirror.execution.replicas import Replica
+from mirror.execution.runner import runner_of
 
 
 def watch_saved_draws() -> None:
@@ -34,7 +35,7 @@ def _taking_turns(original: Callable[[], torch.Tensor]) -> Callable[[], torch.Te
     def get_rng_state() -> torch.Tensor:
         replica = current.replica
         if replica is not None and not _compiles(sys._getframe(1)):
-            _have_turns(replica.run.lockstep)
+            _have_turns(replica)
         return original()
 
     return get_rng_state
@@ -45,9 +46,22 @@ def _compiles(caller: FrameType) -> bool:
     return str(caller.f_globals.get("__name__")).startswith("torch._")
 
 
-def _have_turns(lockstep: Lockstep | NullLockstep) -> None:
+def _have_turns(replica: Replica) -> None:
+    """Makes the replicas take turns from the next run on; raises if they run at once in this one.
+
+    GPUs have a generator each.
+    """
+    if not replica.replicas.are_simulated:
+        return
+    lockstep = replica.run.lockstep
     is_eager = lockstep.is_eager
     lockstep.pace.keep_turns()
+    parallel_runs = runner_of(replica.replicas).parallel_runs
+    if parallel_runs is not None:
+        parallel_runs.keep_turns(
+            "one saved the state of the CPU's random generator, which they share, as activation "
+            "checkpointing does"
+        )
     if is_eager:
         raise StrategyError(
             "a replica saved the state of the random generator, as activation checkpointing does, "

@@ -10,6 +10,7 @@ between runs saves everything. If only other replicas have drawn, one extra numb
 that they do not repeat theirs. A run of one replica, and replicas that run at once, draw as is.
 Several workers: an outermost run draws one number, which with the rank seeds the worker's stream,
 and restores the state after that draw. So a shuffled loader has the same order on all workers.
+A lazy module's first values continue the stream of before the run, as on one device.
 
 Python's and numpy's generators stay shared: reading their states takes 20 and 80 us.
 """
@@ -20,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -114,28 +116,35 @@ class ReplicaRng:
         return False
 
 
+_states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary()
+
+
 def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
     """Calls a run that draws from its worker's stream. See [Note: Streams of replicas]."""
+    before = _states_before[workers] = state_of(_generator)
     seed = int(torch.randint(2**62, (), generator=_generator))
     after = state_of(_generator)
     _generator.manual_seed(stream_seed(seed, 1 + workers.rank))
     try:
         return call()
     finally:
-        _generator.set_state(after)
+        drawn = _states_before.pop(workers)
+        _generator.set_state(after if torch.equal(drawn, before) else drawn)
 
 
 @contextmanager
-def same_seed(workers: LocalWorkerGroup) -> Iterator[None]:
-    """Seeds the draws inside, within a run, as on worker 0: for initial values."""
+def stream_of_caller(workers: LocalWorkerGroup) -> Iterator[None]:
+    """Within a run, draws continue worker 0's stream of before the run: for initial values."""
     if not workers.is_multi_process:
         yield
         return
-    seed = int(torch.randint(2**62, (), generator=_generator))
-    seeds = workers.exchange("the first values of a lazy module", None, lambda: b"%d" % seed)
-    before = state_of(_generator)
-    _generator.manual_seed(int(seeds[0]))
+    within = state_of(_generator)
+    own = _states_before.get(workers, within).numpy().tobytes()
+    states = workers.exchange("the first values of a lazy module", None, lambda: own)
+    _generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
     try:
         yield
     finally:
-        _generator.set_state(before)
+        if workers in _states_before and states[0] == own:  # not of workers seeded differently
+            _states_before[workers] = state_of(_generator)
+        _generator.set_state(within)

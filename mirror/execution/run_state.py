@@ -8,8 +8,8 @@ from typing import Any
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
 from mirror.base.timeline import WAITING
 from mirror.data.split_batch import ExampleCounts, GivenWeights
-from mirror.device.current_streams import ReplicaStreams
 from mirror.device.events import Stopwatch
+from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import check_current, current
 from mirror.execution.replica_rng import ReplicaRng

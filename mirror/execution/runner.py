@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from mirror.base.at_fork import reinit_after_fork
 from mirror.base.timeline import last_used
 from mirror.device.events import Stopwatch
-from mirror.device.side_streams import CopyStreams
+from mirror.device.streams import CopyStreams
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import (

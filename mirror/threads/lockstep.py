@@ -34,9 +34,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from mirror.device.openmp import release_thread_pool
+from mirror.device.host import release_thread_pool
 from mirror.errors import CollectiveTimeoutError, StrategyError
-from mirror.threads.baton import Baton
+from mirror.threads.baton import SIGNAL_SECONDS, Baton
 from mirror.threads.cancellation import cancel_and_join
 from mirror.threads.desync_report import describe_all, divergence, timeout
 from mirror.threads.merge_point import (
@@ -367,7 +367,7 @@ class Lockstep:
             self._finished.wait()
             return
         queue, detector = self._queue, StallDetector(self._limit, is_staggered=self._staggers)
-        while not self._finished.wait(detector.pause_seconds):
+        while not self._finished.wait(min(detector.pause_seconds, SIGNAL_SECONDS)):
             running = tuple(queue.running)
             begun = self._threads.begun(running)
             is_moving = self._acting or len(begun) < len(running)

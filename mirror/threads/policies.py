@@ -16,7 +16,7 @@ schedules measure their candidates with ``Autotuner``:
 
 Rule: "auto" never runs the user's functions or forwards at once: they may draw, print or append.
 It runs only backward passes without hooks at once, [Note: Graph boundaries] in
-``replica/gradients/graph_boundary.py``, and only with enough CPUs for the caller's number of
+``replica/gradients/parallel_backward.py``, and only with enough CPUs for the caller's number of
 intra-op threads on each replica: the bits of a sum depend on that number.
 """
 
@@ -30,7 +30,7 @@ from time import perf_counter
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from mirror.device.openmp import release_thread_pool
+from mirror.device.host import release_thread_pool
 from mirror.threads.autotune import Autotuner
 
 

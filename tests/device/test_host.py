@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mirror.device import machine_facts
-from mirror.device.machine_facts import facts_of_machine
+from mirror.device import host as machine_facts
+from mirror.device.host import facts_of_machine
 
 ROOT = str(Path(__file__).parents[2])
 STEPS, BLOCKS, BYTES = 5, 4, 24 * 2**20

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mirror.device.current_streams import CallerStreams, ReplicaStreams
-from mirror.device.side_streams import CopyStreams, SideStream
+from mirror.device.streams import CallerStreams, CopyStreams, ReplicaStreams, SideStream
 from tests.gpu.fake import FakeGpus
 from tests.gpu.order import StreamError
 

@@ -151,6 +151,25 @@ GRADS_OUTSIDE = [
 BACKWARD_BETWEEN = [
     (2, ["predict(batches[i]).square().mean().backward()"]),
 ]
+WAITING = [
+    (
+        2,
+        [
+            "with m.no_sync():",
+            "    m.step(WAY, loss_fn, lambda loss: loss.backward(), batches[i])",
+        ],
+    ),
+]
+WAITING_TWICE = [
+    (
+        "odd",
+        [
+            "with m.no_sync():",
+            "    m.step(WAY, loss_fn, lambda loss: loss.backward(), batches[i])",
+            "    m.step(WAY, loss_fn, lambda loss: loss.backward(), batches[i - 1])",
+        ],
+    ),
+]
 CLEAR_GRADS = [(2, ["for p in params(): p.grad = None"])]
 NONE_LAST = [("odd", ["for o in optimizers: o.zero_grad(set_to_none=False)"])]
 
@@ -173,6 +192,8 @@ ANY = {
     "backward between": BACKWARD_BETWEEN,
     "grads outside": GRADS_OUTSIDE,
     "zero between": NONE_LAST,
+    "waiting": WAITING,
+    "waiting twice": WAITING_TWICE,
 }
 # Those that touch optimizers and models as wholes.
 SAVING = {

@@ -2,6 +2,7 @@
 
 from tests.fuzz import events
 
+WAYS = (3, 1, 2)  # of uncompiled steps, in turn with compiled ones
 _HOOKS = (
     "model.head.weight.register_hook(lambda g: g.clamp(-0.05, 0.05))",
     "model.stem.weight.register_hook(lambda g: g * 2)",
@@ -23,7 +24,8 @@ def loop(draft):
     if draft.way == "mixed":
         ways = [k.whole(f"way {i}", 3) + 1 for i in range(draft.num_steps)]
     whole = draft.way in (2, 3) and k.maybe("whole dataset", 0.6)
-    start, lines = _hooks(draft), []
+    whole = whole and not (draft.compiles == "in turn" and k.choose("other way", WAYS) == 1)
+    start, lines = [*draft.before_training, *_hooks(draft)], []
     lines += _events(draft)
     way = ways[0] if draft.way != "mixed" else "ways[i]"
     if draft.way == "mixed":
@@ -35,9 +37,9 @@ def loop(draft):
         lines.append(f"loss = m.call({way}, closed_step, batch)")
     elif draft.accumulates and k.maybe("no_sync", 0.6):
         lines.append("with m.no_sync() if i % 2 == 0 else contextlib.nullcontext():")
-        lines.append(f"    loss = m.step({way}, loss_fn, update, batch)")
+        lines += [f"    {line}" for line in _step(draft, way, start)]
     else:
-        lines.append(f"loss = m.step({way}, loss_fn, update, batch)")
+        lines += _step(draft, way, start)
     lines.append('m.note("loss", loss)')
     if draft.scheduler:
         given = "loss.item()" if "Plateau" in draft.scheduler else ""
@@ -50,14 +52,31 @@ def loop(draft):
     if k.maybe("check every step", 0.5):
         lines.append("m.check()")
     dataset = f"m.batches(batches, {draft.way})" if whole else "batches"
-    options = k.choose("input", ("", "prefetch=0", f"weights={[1, 2, 1, 3, 1][: draft.n]}"))
+    kinds = ("", "prefetch=0", f"weights={[1, 2, 1, 3, 1][: draft.n]}", "sharding='off'")
+    options = k.choose("input", kinds)
     if whole and options and not draft.has("rows"):
         dataset = f"m.batches(batches, {draft.way}, {options})"
-    return [
-        *start,
-        f"for i, batch in enumerate({dataset}):",
-        *[f"    {line}" for line in lines],
-    ]
+    leaves = k.choose("leaves early", (None, 1, 2), simplest=0.8)
+    loop = [f"for i, batch in enumerate({dataset}):", *[f"    {line}" for line in lines]]
+    if leaves is None or "save" in str(k):
+        return [*start, *loop]
+    start.append(f"dataset = {dataset}")
+    loop[0] = "for i, batch in enumerate(dataset):"
+    return [*start, loop[0], f"    if i == {leaves}: break", *loop[1:], *loop]
+
+
+def _step(draft, way, start):
+    """The lines that make one step; a compiled one takes turns with others."""
+    plain = f"m.step({way}, loss_fn, update, batch)"
+    if not draft.compiles:
+        return [f"loss = {plain}"]
+    start.append("compiled_step = m.compiled(loss_fn, update)")
+    if draft.compiles == "all":
+        return ["loss = compiled_step(batch)"]
+    other = draft.k.choose("other way", WAYS)
+    at = draft.k.choose("uncompiled at", (3, 4, 2))
+    turn = f"i % {at} == {at} - 1"
+    return [f"loss = m.step({other}, loss_fn, update, batch) if {turn} else compiled_step(batch)"]
 
 
 def _hooks(draft):

@@ -13,8 +13,9 @@ class Layer:
             ``[B, 6, 5, 5]``.
         traits: what the rest of the program must know. ``flat``: some gradients are zero but for
             rounding. ``once``: has no second derivative. ``complex``, ``half``, ``float``: dtypes.
-            ``rows``: needs more than one example. ``remembers``: sets ``seen``. ``uncopied``:
-            ``deepcopy`` of the plain module fails after a forward.
+            ``rows``: needs more than one example. ``filled``: needs one on every worker.
+            ``remembers``: sets ``seen``. ``uncopied``: ``deepcopy`` of the plain module fails
+            after a forward.
     """
 
     name: str
@@ -38,7 +39,7 @@ LAYERS = (
     Layer("nn.Sequential(nn.Conv2d(6, 6, 1, groups=3), nn.BatchNorm2d(6), nn.GELU())", "img",
           "flat rows"),
     Layer("nn.ConvTranspose2d(6, 6, 3, padding=1)", "img"),
-    Layer("nn.InstanceNorm2d(6, affine=True)", "img", "flat"),
+    Layer("nn.InstanceNorm2d(6, affine=True)", "img", "flat filled"),
     Layer("layers.Channels(nn.Conv1d(6, 6, 3, padding=1))", "seq"),
     Layer("layers.Gains()"),
     Layer("layers.Chosen()"),
@@ -61,7 +62,7 @@ LAYERS = (
     Layer("layers.In(torch.float32)", "vec seq", "float"),
     Layer("layers.In(torch.bfloat16)", "vec seq", "half"),
     Layer("layers.In(torch.float16)", "vec seq", "fp16"),
-    Layer("layers.Complex()", "vec seq", "complex"),
+    Layer("layers.Complex()", "vec seq", "complex filled"),
     Layer("layers.Recurrent('LSTM')", "seq"),
     Layer("layers.Recurrent('LSTM', num_layers=2, proj_size=3)", "seq"),
     Layer("layers.Recurrent('GRU', bidirectional=True)", "seq"),
@@ -81,6 +82,7 @@ LAYERS = (
     Layer("layers.Remembering()", "vec seq", "remembers uncopied"),
     Layer("nn.Sequential(nn.LazyLinear(6), nn.Tanh())", "vec seq", "lazy"),
     Layer("nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), nn.SiLU())"),
+    Layer("layers.Experts()", "vec seq", "once"),
 )  # fmt: skip
 
 _STEMS = {

@@ -59,7 +59,11 @@ OPTIMIZERS = (
     Optimizer("ASGD", "lr=0.02", (*_COMMON, ", t0=2, lambd=0.01")),
     Optimizer("Rprop", "lr=0.01", ("", ", foreach=True", ", etas=(0.4, 1.3)"), is_sharp=True),
     Optimizer(
-        "Adafactor", "lr=0.01, eps=(1e-8, 1e-3)", ("", ", weight_decay=0.01"), frozenset({"half"})
+        "Adafactor",
+        "lr=0.01, eps=(1e-8, 1e-3)",
+        ("", ", weight_decay=0.01"),
+        frozenset({"half"}),
+        is_sharp=True,  # it scales gradients, also those that are zero but for rounding
     ),
     Optimizer(
         "LBFGS",

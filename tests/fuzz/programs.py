@@ -37,6 +37,7 @@ class Program:
     Attributes:
         source: of ``main(m)``.
         strategy: the arguments of its MirroredStrategy; ``n`` and ``bytes_per_pack`` among them.
+        inside: whether all of it runs inside ``with strategy.scope():``.
         tolerance: relative and absolute, of everything that is compared.
         knobs: what it was drawn from.
     """
@@ -44,27 +45,39 @@ class Program:
     seed: int
     source: str
     strategy: dict
+    inside: bool
     tolerance: float
     knobs: Knobs
 
 
-def program(seed, fixed=None):
-    """Returns the program of a seed; ``fixed`` sets knobs by name to the index of an option."""
-    return _Draft(Knobs(seed, fixed)).finished()
+def program(seed, fixed=None, *, of_workers=False):
+    """Returns the program of a seed.
+
+    Args:
+        fixed: sets knobs by name to the index of an option.
+        of_workers: several processes may run it. In way 1 each has a part of the batch and a loss
+            of its own, which is weighted by examples; and one may have no examples.
+    """
+    return _Draft(Knobs(seed, fixed), of_workers).finished()
 
 
 class _Draft:
     """The choices that depend on one another, and the lines they make."""
 
-    def __init__(self, knobs):
-        self.k = k = knobs
+    def __init__(self, knobs, of_workers):
+        self.k, self.of_workers = knobs, of_workers
+        k = knobs
         self.way = k.choose("way", (1, 2, 3, "mixed"))
         self.n = k.choose("replicas", (2, 1, 3, 4, 5), simplest=0.2)
+        self.n = max(self.n, 2) if of_workers else self.n
         self.reduction = "mean"
         self.model = draw_model(k)
         self.traits = self.model.traits
         if k.maybe("reduction sum", 0.12) and not self.model.per_token:
             self.reduction = "sum"
+        is_mean = self.reduction == "mean" and not self.model.per_token
+        if of_workers and self.way in (1, "mixed") and not is_mean:
+            self.way = 3
         is_mixed = self.has("half fp16 complex sparse custom")
         is_mixed = is_mixed or "layers.Twin()" in self.model.source  # Bilinear has no autocast
         self.autocast = not is_mixed and k.maybe("autocast", 0.06)
@@ -84,6 +97,15 @@ class _Draft:
         can_have_critic = can_have_critic and not (self.is_closed or self.accumulates)
         can_have_critic = can_have_critic and not (self.scaled or self.autocast)
         self.has_critic = can_have_critic and k.maybe("critic", 0.08)
+        self.compiles = ""
+        is_plain = is_mean and not self.sparse
+        unable = self.has("remembers") or self.optimizer.name == "Adafactor"
+        unable = unable or "error_if_nonfinite" in self.clip
+        refused = ("Experts", "momentum=None", "max_norm")
+        unable = unable or any(one in self.model.source for one in refused)
+        is_plain = is_plain and not (self.is_closed or self.scaled or unable)
+        if self.way == 3 and is_plain:
+            self.compiles = k.choose("compiled", ("", "all", "in turn"), simplest=0.4)
         self.containers = k.choose("container", ("tuple", "dict", "data.Pair"), simplest=0.5)
         self.as_numpy = k.maybe("numpy", 0.08)
 
@@ -117,10 +139,12 @@ class _Draft:
             "gradient_reduction": self.reduction,
             "schedule": k.choose("schedule", ("lockstep", "staggered"), simplest=0.3),
         }
+        inside = k.maybe("inside", 0.5)
         said = ", ".join(f"{name}={value!r}" for name, value in strategy.items())
+        said += ", inside the scope" * inside
         head = f'"""Seed {k.seed}: way {self.way}; {said}."""\n'
         source = head + _HEAD + self.model.source + "\n\n" + "\n".join(lines) + "\n"
-        return Program(k.seed, source, strategy, self._tolerance(), k)
+        return Program(k.seed, source, strategy, inside, self._tolerance(), k)
 
     def _tolerance(self):
         if self.autocast or self.has("half fp16"):

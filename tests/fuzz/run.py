@@ -7,6 +7,7 @@ device does: nothing. ``Mirrored`` splits, runs and reduces.
 import contextlib
 import dataclasses
 import linecache
+import os
 import threading
 import traceback
 import warnings
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 import mirror
+from mirror.values import leaves_of, map_structure
+from tests.fuzz.programs import program as program_of
 from tests.fuzz.refusals import why_refused
 
 
@@ -38,6 +41,7 @@ class Plain:
     convert = staticmethod(lambda module: module)
     mirror = staticmethod(lambda module: module)
     GradScaler = torch.amp.GradScaler
+    is_chief = True
 
     def __init__(self):
         self.notes = []
@@ -57,6 +61,10 @@ class Plain:
         loss = loss_fn(batch)
         update(loss)
         return loss.detach()
+
+    def compiled(self, loss_fn, update):
+        """A step of way 3 that is compiled; takes a batch."""
+        return lambda batch: self.step(3, loss_fn, update, batch)
 
     def call(self, way, fn, batch):
         """A whole step in one function, or the forward of an evaluation."""
@@ -91,16 +99,14 @@ class Mirrored(Plain):
         self.scope = strategy.scope
         self.no_sync = strategy.no_sync
         self.check = strategy.check_replicas
-        self._is_distributed = False
 
     def batches(self, batches, way, **options):
-        self._is_distributed = way != 1
         if way == 1:
             return batches
         return self.strategy.distribute_dataset(batches, mirror.InputOptions(**options))
 
     def _distributed(self, batch):
-        if self._is_distributed:
+        if any(isinstance(leaf, mirror.PerReplica) for leaf in leaves_of(batch)):
             return batch
         options = mirror.InputOptions(prefetch=0)
         return next(iter(self.strategy.distribute_dataset([batch], options)))
@@ -115,12 +121,16 @@ class Mirrored(Plain):
             update(loss)
             return loss.detach()
 
-        def step(batch):
-            loss = loss_fn(batch)
-            update(loss)
-            return loss.detach()
+        losses = self.strategy.run(_whole_step(loss_fn, update), args=(batch,))
+        return self.strategy.reduce(self.reduction, losses)
 
-        return self.strategy.reduce(self.reduction, self.strategy.run(step, args=(batch,)))
+    def compiled(self, loss_fn, update):
+        compiled = self.strategy.compile(_whole_step(loss_fn, update), mode="trace")
+
+        def call(batch):
+            return self.strategy.reduce(self.reduction, compiled(self._distributed(batch)))
+
+        return call
 
     def call(self, way, fn, batch):
         if way == 1:
@@ -144,6 +154,54 @@ class Mirrored(Plain):
         replica = mirror.get_replica_context()
         if replica is not None:
             replica.weight = weight
+
+
+def _whole_step(loss_fn, update):
+    def step(batch):
+        loss = loss_fn(batch)
+        update(loss)
+        return loss.detach()
+
+    return step
+
+
+class Worker(Mirrored):
+    """One of several processes, with some of the N replicas."""
+
+    def __init__(self, strategy, reduction):
+        super().__init__(strategy, reduction)
+        self.rank, self.num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.is_chief = self.rank == 0
+
+    def step(self, way, loss_fn, update, batch):
+        if way != 1:
+            return super().step(way, loss_fn, update, batch)
+        own, num_examples, total = self._own_part(batch)
+        loss = loss_fn(own)
+        update(loss)
+        return self._mean(loss.detach(), num_examples, total)
+
+    def batches(self, batches, way, **options):
+        if options.get("sharding") == "off" and way != 1:
+            batches = [self._own_part(batch)[0] for batch in batches]
+        options.pop("sharding", None) if way == 1 else None
+        options.pop("weights", None)  # a weight for each replica of this process
+        return super().batches(batches, way, **options)
+
+    def _own_part(self, batch):
+        """Returns this worker's part, the number of its examples, and that of all."""
+
+        def part_of(leaf):
+            return torch.as_tensor(leaf).tensor_split(self.num_workers)[self.rank]
+
+        own = map_structure(part_of, batch)
+        return own, len(leaves_of(own)[0]), len(leaves_of(batch)[0])
+
+    def _mean(self, loss, num_examples, total):
+        """Returns the mean over the examples of all workers."""
+        num_local = len(self.strategy.devices)
+        share = loss * num_examples / total / num_local if num_examples else torch.zeros_like(loss)
+        return self.strategy.reduce("sum", self.strategy.run(lambda: share))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,18 +233,44 @@ def compiled(program):
     return namespace
 
 
-def run_program(program):
-    """Runs a program both ways in this thread; returns its Outcome."""
+def run_program(program, strategy_of=None):
+    """Runs a program both ways in this thread; returns its Outcome.
+
+    Args:
+        strategy_of: makes the strategy of a program, and the machine over it; one process with
+            ``n`` simulated devices if it is not given.
+    """
     dtype = torch.get_default_dtype()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _run(program)
+            return _run(program, strategy_of or _in_one_process)
     finally:
         torch.set_default_dtype(dtype)
 
 
-def _run(program):
+def _in_one_process(n, options):
+    strategy = mirror.MirroredStrategy(["cpu"] * n, **options)
+    return strategy, Mirrored(strategy, options["gradient_reduction"])
+
+
+def counts_of(n):
+    """Returns the number of replicas of each of two workers."""
+    return (max(1, n // 2), max(1, n - n // 2))
+
+
+def _of_worker(n, options):
+    own = counts_of(n)[int(os.environ["RANK"])]
+    strategy = mirror.MultiWorkerMirroredStrategy(["cpu"] * own, **options)
+    return strategy, Worker(strategy, options["gradient_reduction"])
+
+
+def run_as_worker(seed, fixed=None):
+    """Runs a seed's program in this process, one of two workers; returns its Outcome."""
+    return run_program(program_of(seed, fixed, of_workers=True), _of_worker)
+
+
+def _run(program, strategy_of):
     plain = Plain()
     try:
         compiled(program)["main"](plain)
@@ -194,11 +278,10 @@ def _run(program):
         return Outcome("invalid", "the plain program fails", traceback.format_exc())
     options = dict(program.strategy)
     pack = mirror.CommunicationOptions(bytes_per_pack=options.pop("bytes_per_pack"))
-    devices = ["cpu"] * options.pop("n")
-    reduction = options["gradient_reduction"]
+    options["communication_options"] = pack
     try:
-        with mirror.MirroredStrategy(devices, communication_options=pack, **options) as strategy:
-            mirrored = Mirrored(strategy, reduction)
+        strategy, mirrored = strategy_of(options.pop("n"), options)
+        with strategy, strategy.scope() if program.inside else contextlib.nullcontext():
             compiled(program)["main"](mirrored)
     except Exception as error:
         reason = why_refused(error)

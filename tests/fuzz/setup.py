@@ -21,12 +21,7 @@ def setup(draft):
         made += [f"    model({_first_input(draft)})"]
     made += ["    return model", "", "def make_optimizers():"]
     made += [f"    {line}" for line in _optimizers(draft)]
-    if late and not draft.has("lazy"):
-        made += ["", "model = m.mirror(make_model())"]
-        made += ["with m.scope():", "    optimizers = make_optimizers()"]
-    else:
-        made += ["", "with m.scope():", "    model = make_model()"]
-        made += ["    optimizers = make_optimizers()"]
+    made += _order(draft, late and not draft.has("lazy"))
     if draft.has_critic:
         made += CRITIC_MADE
     made += ["trained = {name: p.requires_grad for name, p in model.named_parameters()}"]
@@ -41,6 +36,35 @@ def setup(draft):
     return made
 
 
+def _order(draft, late):
+    """When the model and the optimizers are made, and what is done before training."""
+    k = draft.k
+    where = k.choose("optimizers made", ("in the scope", "outside", "first"), simplest=0.6)
+    optimizers = {"in the scope": ["with m.scope():", "    optimizers = make_optimizers()"]}
+    optimizers = optimizers.get(where, ["optimizers = make_optimizers()"])
+    evaluate = ["model.eval()", "with torch.no_grad():",
+                "    m.note('first', predict(batches[0]))", "model.train()"]  # fmt: skip
+    load = [
+        "loaded = {name: v * 0.9 if v.is_floating_point() else v.clone()",
+        "          for name, v in model.state_dict().items()}",
+        f"if {k.choose('loaded by', ('True', 'm.is_chief'))}:",
+        "    model.load_state_dict(loaded)",
+    ]
+    if late:
+        made = ["", "model = make_model()"]
+        made += [*optimizers, "model = m.mirror(model)"] if where == "first" else []
+        made += ["model = m.mirror(model)", *optimizers] if where != "first" else []
+    else:
+        made = ["", "with m.scope():", "    model = make_model()", *optimizers]
+    before = k.choose("before training", ("", "load", "evaluate", "load, evaluate",
+                                          "evaluate, load"), simplest=0.5)  # fmt: skip
+    lines = {"load": load, "evaluate": evaluate}
+    draft.before_training = [
+        line for one in filter(None, before.split(", ")) for line in lines[one]
+    ]
+    return made
+
+
 def _first_input(draft):
     first = {"tuple": "batches[0][0]", "dict": 'batches[0]["x"]', "data.Pair": "batches[0].x"}
     return f"torch.as_tensor({first[draft.containers]})"
@@ -48,7 +72,8 @@ def _first_input(draft):
 
 def _sizes(draft):
     k, least = draft.k, 2 if draft.has("rows") else 1
-    number = k.number("steps", 4, 7)
+    least = draft.n if draft.of_workers and draft.has("filled") else least
+    number = k.number("steps", 4, 7) + 4 * bool(draft.compiles)
     pattern = k.choose("sizes", ("even", "last ragged", "uneven", "small"))
     if pattern == "even":
         return [2 * draft.n] * number

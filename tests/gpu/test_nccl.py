@@ -8,7 +8,7 @@ from mirror import comm
 from mirror.comm.communicator import DTYPES
 from mirror.comm.nccl.clique import Clique
 from mirror.comm.nccl.nccl_backend import NcclCommunicator
-from mirror.device.side_streams import SideStream
+from mirror.device.streams import SideStream
 from tests.comm import test_conformance
 from tests.comm.nccl.fake_nccl import MISSING
 from tests.gpu.fake_nccl import gpus_with_nccl

@@ -231,6 +231,8 @@ def test_its_arguments_are_those_of_the_project():
     arguments = dict(argument.split("=", 1) for argument in rest if "=" in argument)
     torch = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.M)[1]
     assert arguments["TORCH"] == torch
+    bases = [rest for word, rest in instructions(DOCKERFILE.read_text()) if word == "FROM"]
+    assert bases == ["${BASE} AS build", "${BASE} AS package", "package AS examples"]
     extras = re.findall(r"^(cu\d+) = ", (ROOT / "pyproject.toml").read_text(), re.M)
     assert arguments["CUDA"] == max(extras)
 

@@ -19,7 +19,7 @@ from tests.toy_models import replica_id
 
 
 def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, leaks):
-    strategy = make_strategy(N)
+    strategy = make_strategy(N, schedule="lockstep")
     for _ in range(3):
         threads = strategy.run(lambda: (meet(), threading.current_thread())[1]).values
         assert threads[0] is threading.current_thread()

@@ -232,3 +232,19 @@ def test_threads_that_meet_near_may_use_all_cpus_between():
         seen.append(os.sched_getaffinity(0))
     thread.join(20)
     assert seen == [allowed] * 100
+
+
+def test_a_signal_that_comes_just_before_the_callers_thread_sleeps_is_handled():
+    # It does not wake the thread, which must wake up on its own.
+    waiting, timeouts = Baton(is_of_caller=True), []
+
+    class Lock:
+        """Python handles signals between two calls."""
+
+        def acquire(self, timeout):
+            timeouts.append(timeout)
+            return len(timeouts) == 3
+
+    waiting._lock = Lock()
+    assert waiting.wait()
+    assert timeouts == [baton.SIGNAL_SECONDS] * 3

@@ -168,7 +168,10 @@ class Bindings:
 
     def idle(self, home: int) -> list[Any]:
         """Returns the values of a device's first replica that takes no part itself."""
-        return self._templates[home].copy()
+        mine = self._templates[home].copy()
+        for slot, place in self._left:
+            mine[slot] = _grad(place, home)
+        return mine
 
     def hand_on(
         self, home: int, values: list[Any], own: dict[int, list[Any]], slots: Sequence[int]

@@ -25,6 +25,7 @@ from mirror.compiler.torch_internals import Sizes
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.collectives import all_reduce_payloads
 from mirror.replica.collectives.over_workers import Participants
+from mirror.values import ABSENT
 
 
 class StepProgram:
@@ -124,11 +125,16 @@ class StepProgram:
         for module, mode in self.trace.modes:
             module.training = mode
         slots = self.pieces.results
-        at_home = shared[bindings.homes[0]]
+        home, first = bindings.homes[0], next(iter(own.values()))
+        at_home = shared[home]
         grads = {
             place: None if at is None else at_home[slots[at]]
             for place, at in self.trace.grads.items()
         }
+        if home not in own:  # it has run no own program, which constants may be computed in
+            for place, at in self.trace.grads.items():
+                if at is not None and grads[place] is ABSENT:
+                    grads[place] = first[slots[at]].to(self._replicas.devices[home])
         results = {r: self._results(values) for r, values in own.items()}
         results, grads = self._launcher.remaining(results, grads)
         self._coherence.stepped(self._changes, grads, active)

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from mirror.data.split_batch import GivenWeights, counts_of
 from mirror.execution.replicas import RunView
-from mirror.replica.exactness.batch_dim_rules import batch_dim_uses
-from mirror.replica.exactness.contrastive import products_below
+from mirror.replica.exactness.batch_dim_rules import batch_dim_uses, products_below
 from mirror.replica.exactness.loss_graph import (
     Term,
     UnknownNode,

@@ -24,11 +24,10 @@ from mirror.execution.runner import runner_of
 from mirror.replica.gradients.grad_tracker import BackwardPass, GradTracker
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.unmirrored import check_pass, leaves_of
-from mirror.replica.multi_worker.stand_in import start_without_examples
-from mirror.replica.params.mirrored_parameter import MirroredParameter
+from mirror.replica.multi_worker.pass_weights import start_without_examples
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.params.replicated_params import param_of
-from mirror.replica.params.torch_function import all_leaves
+from mirror.replica.params.torch_function import MirroredParameter, all_leaves
 
 _lock = threading.Lock()
 _trackers: tuple[weakref.ref[GradTracker], ...] = ()  # those that are called for every pass

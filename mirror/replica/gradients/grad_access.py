@@ -44,9 +44,8 @@ from mirror.execution.replicas import Replica, Replicas, RunView
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.ready_grads import local_grad, plus, set_local_grad
-from mirror.replica.params.gradient_hooks import GradientHook
 from mirror.replica.params.mirrored_tensor import share_storage
-from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+from mirror.replica.params.replicated_param import GradientHook, ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
 from mirror.replica.params.subclasses import same_kind
 

@@ -40,7 +40,7 @@ from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replica, Replicas, RunView
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.packed_reducer import Reducer
+from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.backward_interceptor import register_listener
 from mirror.replica.gradients.buckets import Buckets
 from mirror.replica.gradients.grad_tracker import GradTracker

@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Any
 
 from mirror.base.at_fork import reinit_after_fork
-from mirror.device.current_streams import ReplicaStreams
+from mirror.device.streams import ReplicaStreams
 from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam

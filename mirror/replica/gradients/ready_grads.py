@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import num_sharers
 from mirror.replica.collectives.reduce_ops import summed
-from mirror.replica.params.gradient_hooks import through_hooks
 from mirror.replica.params.mirrored_tensor import GRAD
-from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam, through_hooks
 from mirror.values import are_identical
 
 ReplicaGrads = list[Any]  # one replica's local gradients; None where it has none

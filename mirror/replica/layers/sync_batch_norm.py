@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.base.dynamo import disable_dynamo
-from mirror.base.migration_hints import signposted_keywords
+from mirror.base.migration_hints import keywords_with_hints
 from mirror.base.torch_private import wrap_once
 from mirror.execution.current_replica import current
 from mirror.execution.replicas import Replica
@@ -88,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-@signposted_keywords("mirror.nn.convert_sync_batchnorm")
+@keywords_with_hints("mirror.nn.convert_sync_batchnorm")
 def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
     """Converts every batch normalisation in ``module``, itself included, in place.
 

@@ -43,7 +43,7 @@ from mirror.execution.replicas import Replica, RunView
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import weighted_mean
-from mirror.replica.gradients.graph_boundary import mark_boundary
+from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.scatter_gather.gather import join_outputs
 from mirror.replica.scatter_gather.scatter import SplitPlan

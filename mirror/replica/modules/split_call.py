@@ -70,13 +70,12 @@ from mirror.execution.run_state import recomputing
 from mirror.execution.runner import Runner
 from mirror.replica.layers.max_norm_embedding import renormalize_everywhere, renormalizes
 from mirror.replica.modules.call_interceptor import Interceptor, MirroredModules
-from mirror.replica.modules.metric_calls import is_metric
+from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
 from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
-from mirror.replica.scatter_gather.merge_call_joined import merge_call_joined
 from mirror.replica.scatter_gather.mutations import join_changes
 from mirror.replica.scatter_gather.recurrent_states import (
     LAYERS,

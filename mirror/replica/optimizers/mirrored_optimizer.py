@@ -2,7 +2,7 @@
 
 [Note: Steps]
 Problem: a step needs one replica's parameters, and the optimizer holds the mirrored ones. So they
-are swapped: [Note: Lending an optimizer] in ``param_swap.py``.
+are swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
 
     context        what happens at optimizer.step()
     run            a merge, where the gradients are reduced. Then each replica steps, in its turn.
@@ -36,18 +36,17 @@ from mirror.base.torch_private import has_step_hooks
 from mirror.devices import using
 from mirror.execution.current_replica import replica_of
 from mirror.execution.replicas import Replica
-from mirror.replica.optimizers.created_in_run import Action, step_point
-from mirror.replica.optimizers.group_options import (
+from mirror.replica.optimizers.merge_call_shared import Action, step_point, whole_loss
+from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
+from mirror.replica.optimizers.optimizer_state import NO_REPLICA, ParamGroupSwap, ReplicaStates
+from mirror.replica.optimizers.param_groups import (
     Options,
+    StepOnce,
     keep_options,
     options_of,
     refuse_different,
+    refuse_what_is_not_mirrored,
 )
-from mirror.replica.optimizers.merge_call_shared import whole_loss
-from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
-from mirror.replica.optimizers.optimizer_state import ReplicaStates
-from mirror.replica.optimizers.param_groups import StepOnce, refuse_what_is_not_mirrored
-from mirror.replica.optimizers.param_swap import NO_REPLICA, ParamGroupSwap
 from mirror.replica.optimizers.step_dispatch import (
     is_torchs_own,
     kept_by,
@@ -91,6 +90,7 @@ class MirroredOptimizer:
             optimizer, self.states, self.replicas.num_replicas, optimizers.lent
         )
         self._met: set[int] = set()  # the replicas that have met, and step one after the other
+        self._left: dict[int, Options] = {}  # by replica, the options that its step has left
         self.steps_once = False
         optimizers.add(self)
 
@@ -120,21 +120,27 @@ class MirroredOptimizer:
             with torch.enable_grad():
                 args, kwargs = _with_closure(args, kwargs, StepOnce(closure()))
         # 1. All replicas meet: the gradients are reduced; one replica may step for all.
-        steps_once = False
+        steps_once = at_once = False
         if not is_in_turn:
             if not loan.parameters.are_mirrored:
                 refuse_what_is_not_mirrored(optimizer)
             by_itself = closure is not None and not self.replicas.has_parameter_device
             steps_once = not (by_itself or has_hooks) and self._steps_once(optimizer)
+            if context.run.lockstep.is_eager and closure is None:
+                at_once = not (steps_once or has_hooks) and is_torchs_own(type(optimizer))
 
             def action(payloads: dict[int, Any]) -> dict[int, Any]:
                 self._meet(optimizer, context, payloads)
                 loan.refresh(only_first=steps_once)
                 if steps_once:
                     self._step_first(optimizer, context.run.active[0])
+                elif at_once:
+                    loan.swap_in_all()
                 return payloads
 
             self._merge(optimizer, context, "optimizer.step", action, options_of(optimizer))
+        if at_once:
+            return self._step_clone(step, optimizer, context)
         # 2. The replica steps. A step that raises is ended by ``end_failed``.
         loan.swap_in(NO_REPLICA if steps_once else context.replica_id)
         context.lent.append(loan)
@@ -144,8 +150,16 @@ class MirroredOptimizer:
         left = options_of(optimizer)
         loan.swap_out()
         # 3. All replicas meet again, if one could see what another one's step leaves.
+        self._left[context.replica_id] = left
         if not is_in_turn and (has_hooks or not context.run.lockstep.takes_turns):
             self._end_together(optimizer, context, left)
+        return result
+
+    def _step_clone(self, step: Step, optimizer: Optimizer, context: Replica) -> Any:
+        """Makes the step of one of the replicas that step at once."""
+        clone = self.loan.clone_of(context.replica_id)
+        result = step(clone)
+        self._end_together(optimizer, context, options_of(clone))
         return result
 
     def step_leader_first(
@@ -186,7 +200,8 @@ class MirroredOptimizer:
             result = refusing_draws(step, context.device)
         self._met.discard(context.replica_id)
         if has_step_hooks(optimizer) or not context.run.lockstep.takes_turns:
-            self._end_together(optimizer, context, options_of(optimizer))
+            left = self._left.pop(context.replica_id, None) or options_of(optimizer)
+            self._end_together(optimizer, context, left)
         return result
 
     def _meet(self, optimizer: Optimizer, context: Replica, seen: dict[int, Options]) -> None:
@@ -209,6 +224,9 @@ class MirroredOptimizer:
 
         def keep(payloads: dict[int, Any]) -> dict[int, Any]:
             refuse_different(optimizer, payloads, "after a step")
+            if self.loan.is_swapped_in:  # all replicas have stepped at once
+                self.loan.is_begun = False
+                self.loan.swap_out()
             if 0 not in payloads:
                 keep_options(self.loan.groups, payloads[min(payloads)])
             return payloads

@@ -16,10 +16,9 @@ from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas, RunView, SwappedOptimizer, WeakReplicaMap
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
-from mirror.replica.gradients.central_access import CentralAccess
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.param_groups import ParamGroupsView
-from mirror.replica.params.central_param import CentralParam
+from mirror.replica.params.central_param import CentralAccess, CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.replica_checks import ComparePair, VisitValue

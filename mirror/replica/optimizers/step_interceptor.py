@@ -40,20 +40,21 @@ from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.backward_interceptor import lane_here
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step
-from mirror.replica.optimizers.created_in_run import watch_making
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
-from mirror.replica.optimizers.group_options import options_of, refuse_different
-from mirror.replica.optimizers.lr_schedulers import watch_schedulers
 from mirror.replica.optimizers.merge_call_shared import (
     is_watched,
     mark_watched,
     merge_call_shared,
+    watch_making,
+    watch_schedulers,
     wrap_in_subclasses,
 )
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
+    options_of,
+    refuse_different,
     refuse_what_is_not_mirrored,
     replicas_in,
     replicas_reached,

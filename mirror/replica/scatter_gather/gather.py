@@ -33,7 +33,7 @@ from mirror.replica.exactness.loss_reduction import (
     weighted_sum,
     weights_of,
 )
-from mirror.replica.gradients.graph_boundary import mark_boundary
+from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.scatter_gather.containers import (
     IMMUTABLE,
     assign,
@@ -263,8 +263,12 @@ class Gatherer:
         if _are_batched(parts, self._counts) and (len(parts) == 1 or not is_state(parts[0])):
             local = [part.to(device) for part in mark_boundary(self._runner, self._ids, parts)]
             return local[0] if len(local) == 1 else torch.cat(local)
-        if self._total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
+        is_joined = self._total or len(parts) == 1  # one part of 0: a worker without examples
+        if is_joined and all(part.dim() == 0 and part.is_floating_point() for part in parts):
             local = [part.to(device) for part in mark_boundary(self._runner, self._ids, parts)]
+            if len(local) == 1:
+                only: Tensor = local[0]
+                return only
             weights = self._weights_of(parts)
             if weights is None:
                 return weighted_mean(local, self._counts)

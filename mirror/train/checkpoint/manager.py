@@ -52,27 +52,30 @@ class SavedStep(int):
 
 @dataclass
 class TrainProgress:
-    """Counts steps, from the restored number on.
+    """Counts steps, from the restored or saved number on.
 
     Attributes:
         done: the steps done.
-        saved: the number of the last save.
-        since: the steps done since that save.
+        is_pending: whether another step has ended that is counted later, when the loop has done
+            what belongs to it.
     """
 
     done: int = 0
-    saved: int = -1
-    since: int = 0
+    is_pending: bool = False
 
     def step(self) -> None:
         """Counts one step."""
         self.done += 1
-        self.since += 1
+        self.is_pending = False
 
     @property
     def number(self) -> int:
-        """The number for the next save; never below the number of the last save."""
-        return self.done if self.done > self.saved else self.saved + self.since
+        """The number for a checkpoint of the steps done."""
+        return self.done
+
+    def count_from(self, number: int) -> None:
+        """Counts from the number under which the program saved, if that is larger."""
+        self.done = max(self.done, number - self.is_pending)
 
 
 @call_with_hints
@@ -165,8 +168,7 @@ class CheckpointManager(NoCopy):
         self.checkpoint.save_step(
             path, number, wait=wait, write=lambda write: self._write(path, write)
         )
-        self.progress.saved = number
-        self.progress.since = 0
+        self.progress.count_from(number)
         return SavedStep.at_path(number, path)
 
     def restore_latest(self) -> int | None:
@@ -192,7 +194,7 @@ class CheckpointManager(NoCopy):
         step = int(name.removeprefix(_PREFIX))
         known = read[0] if read else None
         self.checkpoint.restore_contents(workers.read(self.directory / name, known))
-        self.progress = TrainProgress(done=step, saved=step)
+        self.progress = TrainProgress(step)
         return step
 
     def _newest(self) -> list[Contents]:

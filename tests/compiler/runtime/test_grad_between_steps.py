@@ -146,3 +146,46 @@ def test_a_replica_that_counts_nothing_may_be_nan(weights):
             return [parameter.detach().clone() for parameter in model.parameters()]
 
     torch.testing.assert_close(trained("trace"), trained(None))
+
+
+def train_with_constant_gradients(strategy, inside):
+    """Trains; one gradient is a constant of the step, one is left from before for good."""
+    torch.manual_seed(0)
+    with contextlib.ExitStack() as scopes:
+        if inside and strategy is not None:
+            scopes.enter_context(strategy.scope())
+        net = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 2)]).double()
+        if strategy is not None:
+            strategy.mirror(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for p in net[1].parameters():
+            p.grad = torch.full_like(p, 0.5)
+
+        def step(x, y):
+            net[0].zero_grad()
+            loss = F.cross_entropy(net[0](x), y)
+            loss.backward()
+            net[0].bias.grad.zero_()
+            optimizer.step()
+            return loss.detach()
+
+        compiled = strategy and strategy.compile(step, mode="trace")
+        for x, y in batches([4, 4, 1, 1, 4, 1]):  # a lone example is the second replica's
+            x, y = x[:, :3].double(), y % 2
+            if strategy is None:
+                step(x, y)
+                continue
+            options = mirror.InputOptions(weights=range(1, len(strategy.devices) + 1))
+            for batch in strategy.distribute_dataset([(x, y)], options):
+                compiled(*batch)
+            strategy.check_replicas()
+        return [t.detach().clone() for p in net.parameters() for t in (p, p.grad)]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_an_idle_first_replica_has_the_gradients_that_no_example_changes(num_replicas, inside):
+    expected = train_with_constant_gradients(None, inside)
+    with mirror.MirroredStrategy(["cpu"] * num_replicas) as strategy:
+        found = train_with_constant_gradients(strategy, inside)
+    torch.testing.assert_close(found, expected)

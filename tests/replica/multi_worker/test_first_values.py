@@ -1,10 +1,13 @@
 """Workers begin with worker 0's values, with any seeds."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from mirror.errors import DivergenceError
+from tests.replica.multi_worker.beside_one_device import assert_as_one_device
 from tests.replica.multi_worker.programs import Net, rank, strategy_of, values_of
 
 
@@ -59,3 +62,41 @@ def test_lazy_layers_are_alike_in_their_first_run(worker_pool):
     assert first[0] == first[1]
     assert values == other_values
     assert values["0.weight"] != values["1.weight"]
+
+
+def lazy_and_draws(place, first_call):
+    """Keeps the values of two lazy layers, and what the program draws after their first call."""
+    torch.manual_seed(3)
+    x = torch.ones(4, 5)
+    with place.scope():
+        model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.LazyLinear(2)).eval()
+        if first_call == "in the scope":
+            model(x)
+    if first_call == "after it":
+        model(x)
+    elif first_call == "in run":
+        place.strategy.run(model, args=(x,)) if hasattr(place, "strategy") else model(x)
+    place.keep(model, grads=False)
+    place.kept.append(torch.rand(3))
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("first_call", ["in the scope", "after it", "in run"])
+def test_lazy_layers_draw_what_one_device_draws(worker_pool, first_call, counts):
+    program = partial(lazy_and_draws, first_call=first_call)
+    assert_as_one_device(worker_pool, program, counts, tolerance=0.0)
+
+
+def lazy_of_workers_seeded_apart():
+    with strategy_of() as strategy:
+        torch.manual_seed(rank())
+        with strategy.scope():
+            model = nn.LazyLinear(2)
+        model(torch.ones(1, 5))
+        return values_of(model), torch.rand(3).tolist()
+
+
+def test_workers_that_are_seeded_apart_draw_apart_after_a_lazy_layer(worker_pool):
+    (first, drawn), (others, also_drawn) = worker_pool(2).run(lazy_of_workers_seeded_apart)
+    assert first == others
+    assert drawn != also_drawn

@@ -464,3 +464,43 @@ def asks_for_gradients(place):
 
 def test_autograd_grad_of_a_loss_that_depends_on_no_parameter(worker_pool):
     assert_as_one_device(worker_pool, asks_for_gradients, (1, 1), 1, SIZES)
+
+
+class WithPenalty(nn.Module):
+    """Returns a 0-d value beside, or instead of, one per example."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = net(), kind
+
+    def forward(self, x, y):
+        out = self.inner(x)
+        loss, penalty = F.cross_entropy(out, y), out.square().mean()
+        return {"loss": loss, "tuple": (out, penalty), "dict": {"out": out, "aux": penalty}}[
+            self.kind
+        ]
+
+
+OF_OUTPUTS = {
+    "loss": lambda out, y: out,
+    "tuple": lambda out, y: F.cross_entropy(out[0], y) + 0.1 * out[1],
+    "dict": lambda out, y: F.cross_entropy(out["out"], y) + 0.1 * out["aux"],
+}
+
+
+def trains_with_scalar_outputs(place, kind):
+    with place.scope():
+        model = WithPenalty(kind)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for batch in place.batches:
+            place.backward(lambda x, y: OF_OUTPUTS[kind](model(x, y), y), *batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    place.keep(model, grads=False)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("kind", OF_OUTPUTS)
+def test_scalar_outputs_of_a_split_call_without_examples(worker_pool, kind, counts):
+    program = partial(trains_with_scalar_outputs, kind=kind)
+    assert_as_one_device(worker_pool, program, counts, 1, SIZES)

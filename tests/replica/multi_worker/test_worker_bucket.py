@@ -5,8 +5,12 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.replica.multi_worker.trailer import UsualTrailers, read_trailer, write_trailer
-from mirror.replica.multi_worker.worker_bucket import WorkerBucket
+from mirror.replica.multi_worker.worker_bucket import (
+    UsualTrailers,
+    WorkerBucket,
+    read_trailer,
+    write_trailer,
+)
 from mirror.replica.params.replicated_params import param_of
 
 

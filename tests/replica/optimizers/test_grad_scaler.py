@@ -309,7 +309,7 @@ def test_it_is_copied_and_pickled_after_a_run(make_strategy, n):
 
 def test_replicas_of_gpus_need_not_be_seen_to_wait_for_what_is_inf(make_strategy, monkeypatch):
     # Whether to step is read from the device: N replicas waited for it one after the other.
-    strategy = make_strategy(3)
+    strategy = make_strategy(3, schedule="lockstep")
     strategy._group.runner.locksteps.schedule = (
         "staggered"  # the schedule of GPUs, without stall detection
     )

@@ -19,8 +19,8 @@ from torch.utils import _pytree
 
 import mirror
 from mirror.device.device_mesh import DeviceMesh
+from mirror.replica.modules.metric_calls import Join
 from mirror.replica.scatter_gather.containers import is_shared
-from mirror.replica.scatter_gather.merge_call_joined import Join
 from tests.oracle import assert_same
 
 

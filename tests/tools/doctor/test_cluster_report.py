@@ -6,8 +6,7 @@ import pytest
 
 from mirror import cli
 from mirror.errors import WorkerLostError
-from mirror.tools.doctor.cluster_report import examine_cluster
-from mirror.tools.doctor.link_report import LinkReport, measure_links
+from mirror.tools.worker_report import LinkReport, examine_cluster, measure_links
 
 TORCHRUN = {
     "RANK": "3",
