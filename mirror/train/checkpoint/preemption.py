@@ -143,9 +143,11 @@ class PreemptionCheckpointHandler(NoCopy):
     The checkpoint gets the number of steps done, counted from ``restore_latest()``, or from the
     number under which the program saved with the same manager, if that is larger. If the directory
     has a checkpoint with a larger number, of another manager, it gets the next number, so that
-    ``restore_latest()`` finds what was saved last. A step is an outermost run with an optimizer's step in it, or an optimizer's step outside run. If the
-    checkpoint has a distributed dataset and more than modules and one optimizer, a step is a batch
-    with an optimizer's step. [Note: Between two steps] in
+    ``restore_latest()`` finds what was saved last.
+
+    A step is an outermost run with an optimizer's step in it, or an optimizer's step outside run.
+    If the checkpoint has a distributed dataset and more than modules and one optimizer, a step is
+    a batch with an optimizer's step. [Note: Between two steps] in
     ``mirror/train/checkpoint/preemption.py`` says where exactly it saves.
 
     Several handlers may be open: each saves, and the first decides how the program exits.
