@@ -9,7 +9,7 @@ parts, and the reduction of gradients multiplies it by ``W_w / T``: W_w is the w
 replicas in its last outermost run, T the sum over workers. So the gradient is multiplied by
 ``T / W_w`` where it reaches the worker's parts. T comes with the parts; if a later run has changed
 the weights, the workers exchange them again in the backward pass. With
-``gradient_reduction="sum"`` the workers' gradients are added as they are, so nothing is multiplied.
+``gradient_reduction="sum"`` the workers' gradients are added as they are: nothing is multiplied.
 
 A worker with weight 0 makes that pass too, since other workers may wait for it in a collective.
 Its parts get gradients of zeros. A value that is not a PerReplica, such as the loss of a split
