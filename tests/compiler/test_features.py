@@ -328,11 +328,16 @@ class MaxNorm(nn.Module):
         return self.head(self.embedding((3 * x.abs()).long().clamp(max=8)).mean(1))
 
 
+NO_MOMENTUM = r"BatchNorm(1d)?\(momentum=None\) divides.*set momentum to a number"
 REFUSED = {
     "max_norm": (MaxNorm, None, "leave max_norm out"),
-    "batch norm": (normalized(lambda n: nn.BatchNorm1d(n, momentum=None)), None, "a number asked"),
-    "sync": (normalized(lambda n: nn.SyncBatchNorm(n, momentum=None)), None, "a number asked"),
-    "adafactor": (linear, lambda p: torch.optim.Adafactor(p, 0.1), "a number asked"),
+    "batch norm": (normalized(lambda n: nn.BatchNorm1d(n, momentum=None)), None, NO_MOMENTUM),
+    "sync": (normalized(lambda n: nn.SyncBatchNorm(n, momentum=None)), None, NO_MOMENTUM),
+    "adafactor": (
+        linear,
+        lambda p: torch.optim.Adafactor(p, 0.1),
+        "Adafactor.step decides by norms.*use another optimizer",
+    ),
 }
 
 

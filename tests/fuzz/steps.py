@@ -111,7 +111,8 @@ def _zero(draft):
 def _edits(draft):
     lines = [draft.clip] if draft.clip else []
     if not draft.sparse and draft.k.maybe("gradient edit", 0.2):
-        edit = draft.k.choose("which edit", GRADIENT_EDITS)
+        edits = GRADIENT_EDITS[1:] if draft.compiles else GRADIENT_EDITS  # the first asks
+        edit = draft.k.choose("which edit", edits)
         if draft.has("sparse"):
             edit = GRADIENT_EDITS[0]
         at = draft.k.whole("edited", 50)

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from mirror.base.torch_private import PASS, current_autograd_node
+from mirror.compiler.capture.asking_layers import asking_layer
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.torch_internals import (
     ITEM,
@@ -93,6 +94,8 @@ class Operations(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ASKS and not _is_constant(args[0]):
+            if named := asking_layer():
+                raise refusal(*named)
             name = func.overloadpacket.__name__.strip("_")
             asked = "a number asked of a tensor" if "scalar" in name else f"{name} of a tensor"
             raise refusal(asked, _BY_VALUE)

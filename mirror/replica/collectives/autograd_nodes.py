@@ -24,7 +24,8 @@ All workers start a backward pass from a loss of such values. Each computes the 
 parts, and the reduction of gradients multiplies it by ``W_w / T``: W_w is the weight of worker w's
 replicas in its last outermost run, T the sum over workers. So the gradient is multiplied by
 ``T / W_w`` where it reaches the worker's parts. T comes with the parts; if a later run has changed
-the weights, the workers exchange them again in the backward pass.
+the weights, the workers exchange them again in the backward pass. With
+``gradient_reduction="sum"`` the workers' gradients are added as they are: nothing is multiplied.
 
 A worker with weight 0 makes that pass too, since other workers may wait for it in a collective.
 Its parts get gradients of zeros. A value that is not a PerReplica, such as the loss of a split
@@ -373,7 +374,8 @@ def _scale_own_parts(
         workers.agreed = workers.num_runs, sum(message.numbers[0] for message in messages)
         # The anchor requires a gradient even if no part of this worker does.
         anchor = zeros_to_differentiate(runner.replicas)
-        token, *views = _scale_grads(workers, anchor, *[tensors[i] for i in which])
+        parts = [tensors[i] for i in which]
+        token, *views = _scale_grads(workers, runner.replicas.weighted, anchor, *parts)
         link = GradLink(token)
     scaled = list(tensors)
     for i, view in zip(which, views, strict=True):
@@ -386,23 +388,24 @@ class ScaledGrads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, workers: LocalWorkerGroup, anchor: Tensor, *parts: Tensor
+        ctx: Any, workers: LocalWorkerGroup, weighted: bool, anchor: Tensor, *parts: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.workers = workers
+        ctx.workers, ctx.weighted = workers, weighted
         return anchor.clone(), *[part.view_as(part) for part in parts]
 
     @staticmethod
     def backward(ctx: Any, zero: Tensor, *grads: Tensor) -> tuple[Any, ...]:
         workers: LocalWorkerGroup = ctx.workers
-        if workers.agreed[0] != workers.num_runs:
+        if ctx.weighted and workers.agreed[0] != workers.num_runs:
             messages = workers.exchange_tensors(
                 "the weights of the workers, in a backward pass", None, [], [workers.weight]
             )
             workers.agreed = workers.num_runs, sum(message.numbers[0] for message in messages)
         total, own = workers.agreed[1], workers.weight
         if own == 0:
-            return None, zero, *map(torch.zeros_like, grads)
-        return None, None, *[grad * (total / own) for grad in grads]
+            return None, None, zero, *map(torch.zeros_like, grads)
+        scale = total / own if ctx.weighted else 1.0
+        return None, None, None, *[grad * scale for grad in grads]
 
 
 class LinkedGrad(torch.autograd.Function):

@@ -97,7 +97,10 @@ class MultiWorkerGradients(GradReducer):
     def equal_shares(self) -> PassWeights:
         """Returns the weights of backward passes in the cross-replica context."""
         if not self._replicas.weighted:
-            return PassWeights(super().equal_shares(), None)
+            shares = super().equal_shares()
+            return PassWeights(
+                shares if self._workers.weight else dict.fromkeys(shares, 0.0), None
+            )
         weight, known = self._workers.weight, self._outside_weights
         if known.total != weight:
             known = PassWeights(dict.fromkeys(range(len(self.pending)), weight), weight)

@@ -504,3 +504,10 @@ def trains_with_scalar_outputs(place, kind):
 def test_scalar_outputs_of_a_split_call_without_examples(worker_pool, kind, counts):
     program = partial(trains_with_scalar_outputs, kind=kind)
     assert_as_one_device(worker_pool, program, counts, 1, SIZES)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("make", [net, Experts])
+def test_a_loss_of_all_workers_where_gradients_are_added(worker_pool, make, counts):
+    program = partial(trains_without_examples, loss="mean", make=make)
+    assert_as_one_device(worker_pool, program, counts, 2, SIZES, gradient_reduction="sum")
