@@ -21,7 +21,7 @@ from mirror.errors import StrategyError, short_repr
 from mirror.server.roles.worker_datasets import PerWorkerDataset, PerWorkerIterator
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
-from mirror.threads.user_frames import warn_user
+from mirror.threads.user_frames import add_note, warn_user
 from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement, worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.loop.hook import AnyStrategy, Hook, TrainingState, check_count
@@ -298,6 +298,13 @@ class Training(TrainingState):
         self._is_open = False
         if self._flight is not None:
             self._flight.close()
+        if error is not None and self.manager is not None:
+            try:  # the newest checkpoint is complete when the error reaches the program
+                self.manager.wait()
+            except Exception as unsaved:
+                add_note(
+                    error, f"the checkpoint that was being written has failed, too: {unsaved}"
+                )
         hooks, self._hooks = self._hooks, ()
         failed: BaseException | None = None
         for hook in hooks:

@@ -1,6 +1,7 @@
 """The training loop resumes, counts, stops and saves as its hooks ask, on every worker."""
 
 import math
+import threading
 from typing import Any, cast
 
 import pytest
@@ -168,6 +169,20 @@ class BadLoss(Hook):
 
     def before_step(self, training):
         training.log(bad=math.nan if training.step == 2 else 1.0)
+
+
+def test_a_failed_training_waits_for_a_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+    write = mirror.CheckpointManager._write
+
+    def write_slowly(self, *args):
+        threading.Event().wait(0.3)
+        write(self, *args)
+
+    monkeypatch.setattr(mirror.CheckpointManager, "_write", write_slowly)
+    program = Program(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        program.train([SaveEvery(4)], fail_at=5)
+    assert program.manager.latest == 4
 
 
 def test_a_loss_that_is_no_number_is_an_error_and_nothing_is_saved(tmp_path):
