@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import mirror
 from tests.replica.multi_worker.beside_one_device import assert_as_one_device, net
 
 SIZES = (8, 1, 5, 1, 2, 1)
@@ -154,3 +155,13 @@ def test_scalar_outputs_of_a_split_call_without_examples(worker_pool, kind, coun
 def test_a_loss_of_all_workers_where_gradients_are_added(worker_pool, make, counts):
     program = partial(trains, loss="mean", make=make)
     assert_as_one_device(worker_pool, program, counts, 2, SIZES, gradient_reduction="sum")
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(4, 6), mirror.nn.SyncBatchNorm(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
+def test_collectives_in_the_model_where_gradients_are_added(worker_pool, counts):
+    program, sizes = partial(trains, loss="mean", make=normalized), (8, 5, 3, 7)
+    assert_as_one_device(worker_pool, program, counts, 2, sizes, gradient_reduction="sum")
