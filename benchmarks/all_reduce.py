@@ -66,13 +66,13 @@ class Row:
         return None if self.name in COPIES else self.algbw * 2 * (self.n - 1) / self.n
 
     @property
-    def moved(self) -> float:
+    def moved_rate(self) -> float:
         return self.algbw * 2 * (1 if self.name in COPIES else self.n)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A number that issue 3 sets a limit to, from the rounds of one run."""
+    """A number with a limit, from the rounds of one run."""
 
     what: str
     samples: Samples
@@ -246,7 +246,7 @@ def _line(row: Row) -> str:
     error = "" if row.max_error is None else f"{row.max_error:.1e}"
     return (
         f"| {row.name:12} | {row.bytes:9} | {median:11.1f} | {low:9.1f} to {high:9.1f} "
-        f"| {row.algbw:6.2f} | {busbw:>6} | {row.moved:6.2f} | {error:>9} |"
+        f"| {row.algbw:6.2f} | {busbw:>6} | {row.moved_rate:6.2f} | {error:>9} |"
     )
 
 
@@ -268,7 +268,7 @@ def _write_json(path: str, rows: list[Row], targets: list[Target]) -> None:
                 "us": row.microseconds,
                 "algbw": row.algbw,
                 "busbw": row.busbw,
-                "moved": row.moved,
+                "moved": row.moved_rate,
                 "max_error": row.max_error,
             }
             for row in rows

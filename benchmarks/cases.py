@@ -62,5 +62,13 @@ CASES = {
         ),
     )
 }
+OF_PARALLEL_REPLICAS = {
+    case.name: case
+    for case in (
+        Case("mlp-48-tensors", "mlp", 64, {"depth": 24, "width": 64}),
+        Case("lstm", "lstm", 32, {"width": 64, "tokens": 16, "classes": 10}),
+    )
+}
+"""Measured by ``parallel_replicas.py`` beside some of those above."""
 FOR_GPUS = ("resnet50-224",)
 """Too much for a CPU: measured when they are named."""

@@ -131,11 +131,11 @@ def calls_of(call: Callable[[], object]) -> int:
     """Returns how many functions of Python one call takes."""
     count = 0
 
-    def note(frame: object, event: str, argument: object) -> None:
+    def record_call(frame: object, event: str, argument: object) -> None:
         nonlocal count
         count += event == "call"
 
-    sys.setprofile(note)
+    sys.setprofile(record_call)
     try:
         call()
     finally:

@@ -85,7 +85,7 @@ class Field:
     compiled: bool = False
 
     def contestants(self) -> Iterator[Contestant]:
-        """Yields the plain loop, then everybody else by the number of replicas."""
+        """Yields the plain loop, then the other contestants by the number of replicas."""
         yield self._one_process("plain", 1)
         if self.compiled:
             yield self._one_process("plain+compile", 1)
@@ -99,7 +99,7 @@ class Field:
                 yield from self._beside(n)
 
     def left_out(self) -> Iterator[str]:
-        """Yields whom these devices cannot serve, what is not equal, and why."""
+        """Yields the contestants that these devices cannot run, and unequal conditions."""
         for n in self.replicas:
             if "DDP" in self.peers and n > self.threads and not self._on_gpus:
                 yield f"DDP {n} with {self.threads} threads: each of its processes has one"

@@ -2,8 +2,9 @@
 
 Runs on any machine: what cannot be checked there is skipped, with the reason. In order: what the
 machine has, the kernels' own tests, gpu_check.py (under 8 minutes), and on two GPUs its checks of
-several again with modules loaded when first used, and with memory in segments that grow; at last a
-few kernels under compute-sanitizer.
+several again with modules loaded when first used, and with memory in segments that grow; threads
+that launch on all GPUs, which says what parallel replicas gain; at last a few kernels under
+compute-sanitizer.
 
     python benchmarks/first_run.py --json found.json
 """
@@ -59,12 +60,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Part:
-    """A program whose exit status, or whose own outcomes, are what comes of a part.
+    """A program; its exit status, or the outcomes that it reports, are the outcome of a part.
 
     Attributes:
         tells: whether the program is gpu_check.py, which writes what came of each of its checks.
         needs: names of a ``Machine``'s attributes.
-        fails_by: a pattern; a line of the output with it is a failure, whatever the exit status.
+        fails_by: a pattern; a line of the output with it is a failure, with any exit status.
     """
 
     name: str
@@ -137,6 +138,12 @@ def parts() -> Iterator[Part]:
             "PYTORCH_CUDA_ALLOC_CONF": segments,
             "PYTORCH_ALLOC_CONF": segments,
         },
+    )
+    yield Part(
+        "threads that launch on all GPUs",
+        (python, "benchmarks/gpu_threads.py"),
+        ("two_gpus",),
+        300,
     )
     sanitized = (SANITIZER, "--tool", "memcheck", "--target-processes", "all")
     for name in ("direct", "ring", "hierarchical"):

@@ -31,7 +31,7 @@ from mirror import comm
 from mirror.comm import self_test
 from mirror.devices import num_cuda_devices, resolve
 from mirror.errors import DeviceError
-from mirror.tools.doctor.diagnosis import diagnose
+from mirror.tools.diagnosis import diagnose
 
 REPLICAS = (1, 2, 4, 8)
 KERNELS = ("direct", "ring", "hierarchical")

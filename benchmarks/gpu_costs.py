@@ -135,7 +135,7 @@ def costs_little(device: torch.device, way: str) -> str:
     width = 2048 if device.type == "cuda" else 64
     x = torch.randn(1024, width, device=device)
 
-    def made(model: Any, run: Callable[..., Any] | None = None) -> Callable[[], None]:
+    def make_step(model: Any, run: Callable[..., Any] | None = None) -> Callable[[], None]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
         def loss() -> torch.Tensor:
@@ -161,10 +161,10 @@ def costs_little(device: torch.device, way: str) -> str:
         return steps
 
     layers = [nn.Linear(width, width) for _ in range(8)]
-    plain = made(nn.Sequential(*layers).to(device))
+    plain = make_step(nn.Sequential(*layers).to(device))
     with mirror.MirroredStrategy([device]) as strategy:
         layers = [nn.Linear(width, width) for _ in range(8)]
-        ours = made(strategy.mirror(nn.Sequential(*layers)), strategy.run)
+        ours = make_step(strategy.mirror(nn.Sequential(*layers)), strategy.run)
         samples = interleaved({"ours": ours, "plain": plain}, rounds=15)
     ratio = samples["ours"].over(samples["plain"]).median
     if device.type == "cuda":

@@ -115,7 +115,7 @@ def is_captured(devices: Devices) -> str:
 
 
 def draws(device: torch.device) -> str:
-    """Replays draw anew, by seeds: the same ones after the same seed."""
+    """Replays draw new numbers, and the same ones after the same seed."""
     seen = []
     for _ in range(2):
         training = _Training((device,), "auto", dropout=0.5)

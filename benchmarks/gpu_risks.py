@@ -72,7 +72,7 @@ def beside_computation(name: str, devices: Devices, elements: int) -> str:
                 stack.enter_context(torch.cuda.stream(side))
             with_backend.all_reduce(tensors, scale=1 / len(devices))
 
-    def taken(*parts: object) -> float:
+    def measure(*parts: object) -> float:
         def run() -> None:
             for part in parts:
                 assert callable(part)
@@ -83,9 +83,9 @@ def beside_computation(name: str, devices: Devices, elements: int) -> str:
         return min(seconds_of(run) for _ in range(5))
 
     try:
-        alone = taken(reduce)
-        computing = taken(compute)
-        both = taken(compute, reduce)
+        alone = measure(reduce)
+        computing = measure(compute)
+        both = measure(compute, reduce)
     finally:
         with_backend.close()
     hidden = min(max((alone + computing - both) / min(alone, computing), 0.0), 1.0)

@@ -72,7 +72,7 @@ def goes_first(name: str, devices: Devices) -> str:
 
 
 def is_killed(devices: Devices) -> str:
-    """A process whose kernel never ends is killed at its deadline, and the GPU serves on."""
+    """A process with an endless kernel is killed at its deadline, and the GPU remains usable."""
     kind = registry.check_name("direct")
     assert kind is not None
     start = perf_counter()

@@ -135,7 +135,7 @@ def two_streams(name: str, devices: Devices) -> str:
 
 
 def collectives_beside_buckets(devices: Devices) -> str:
-    """SyncBatchNorm's collectives run in the backward pass whose buckets are reduced beside it."""
+    """SyncBatchNorm's collectives run in a backward pass while its buckets are reduced."""
     options = mirror.CommunicationOptions(bytes_per_pack=1 << 20, timeout_seconds=30)
     losses: dict[str, list[float]] = {}
     for backend in comm.available(devices):
@@ -218,7 +218,7 @@ def scales(devices: Devices) -> str:
 
 
 def captures(device: torch.device) -> str:
-    """A CUDA graph can be captured right after a collective, whose watching spoils nothing."""
+    """A CUDA graph can be captured right after a collective, while that is watched."""
     if device.type != "cuda":
         raise Skipped("graphs are of CUDA")
     with_backend = created("nccl", (device,))

@@ -20,7 +20,7 @@ from torch import nn
 import mirror
 
 EVERY = mirror.Guards().replicas_every
-TARGET_MS = 5.0  # the step whose hundredth a comparison may take
+TARGET_MS = 5.0  # a comparison may take a hundredth of such a step
 
 
 def convolutions() -> tuple[nn.Module, torch.Tensor]:

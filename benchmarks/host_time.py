@@ -52,7 +52,7 @@ FILES = {
         "replica/gradients/buckets.py",
         "replica/gradients/grad_reducer.py",
         "replica/collectives/autograd_nodes.py",
-        "replica/gradients/backward_interceptor.py",
+        "replica/gradients/grad_tracker.py",
         "replica/collectives/reduce_ops.py",
         "replica/gradients/grad_tracker.py",
         "base/timeline.py",
@@ -106,21 +106,21 @@ class Split:
         self._profiles.append(cProfile.Profile(builtins=False))
         self._profiles[-1].enable()
 
-    def of(self, step: Callable[[], object]) -> dict[str, float]:
+    def measure(self, step: Callable[[], object]) -> dict[str, float]:
         """Returns the share of each part in the time of ``step``."""
         threading.setprofile(None)  # type: ignore[arg-type]
-        before = self._taken()
+        before = self._seconds_by_file()
         with cProfile.Profile(builtins=False) as own:
             seconds = seconds_of(partial(_repeat, step, PROFILED_STEPS))
         self._profiles.append(own)
-        taken = self._taken()
+        taken = self._seconds_by_file()
         self._profiles.remove(own)
         shares = {part: (taken[part] - before[part]) / seconds for part in PARTS}
         shares["lockstep"] = 0.0
         shares["lockstep"] = 1.0 - sum(shares.values())
         return shares
 
-    def _taken(self) -> dict[str, float]:
+    def _seconds_by_file(self) -> dict[str, float]:
         seconds = dict.fromkeys(PARTS, 0.0)
         for profile in self._profiles:
             for entry in profile.getstats():
@@ -206,7 +206,7 @@ def _split(way: str, n: int, looks: int) -> dict[str, float] | None:
     with mirror.MirroredStrategy(["cpu"] * n) as strategy:
         step = mirrored_step(strategy, way, build(THIN), _batch(n))
         _repeat(step, 3)
-        found = [split.of(step) for _ in range(looks)]
+        found = [split.measure(step) for _ in range(looks)]
     return {part: statistics.median(shares[part] for shares in found) for part in PARTS}
 
 

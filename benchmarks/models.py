@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 def build(case: Case) -> nn.Module:
     """Returns the case's model; the same values at every call."""
-    kinds = {"mlp": mlp, "cnn": cnn, "transformer": Transformer, "resnet50": ResNet50}
+    kinds = {
+        "mlp": mlp,
+        "cnn": cnn,
+        "transformer": Transformer,
+        "resnet50": ResNet50,
+        "lstm": LSTM,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kinds[case.model](**case.sizes)
@@ -27,6 +33,10 @@ def batch_of(case: Case, *, examples: int | None = None) -> tuple[Tensor, Tensor
     if case.model == "mlp":
         x = torch.randn(n, sizes["width"], generator=generator)
         return x, torch.randint(sizes["width"], (n,), generator=generator)
+    if case.model == "lstm":
+        x = torch.randn(n, sizes["tokens"], sizes["width"], generator=generator)
+        shape = n, sizes["tokens"]
+        return x, torch.randint(sizes["classes"], shape, generator=generator)
     channels = 1 if case.model == "cnn" else 3
     x = torch.randn(n, channels, sizes["size"], sizes["size"], generator=generator)
     return x, torch.randint(sizes["classes"], (n,), generator=generator)
@@ -58,6 +68,18 @@ def cnn(size: int, channels: int, hidden: int, classes: int) -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(hidden, classes),
     )
+
+
+class LSTM(nn.Module):
+    """Two recurrent layers, and a linear one for each step of the sequence."""
+
+    def __init__(self, width: int, tokens: int, classes: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
 
 
 class Transformer(nn.Module):

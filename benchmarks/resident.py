@@ -91,7 +91,7 @@ class Residents:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Waits for a process that is about to end, but not for ever."""
+    """Waits for a process that is about to end, with a timeout."""
     try:
         process.wait(timeout=10)
     except subprocess.TimeoutExpired:

@@ -140,7 +140,7 @@ class Worker:
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """The step that everybody takes."""
+    """The step of every contestant."""
     loss = F.cross_entropy(model(x), y)
     optimizer.zero_grad()
     loss.backward()
@@ -186,7 +186,7 @@ class Row:
 
 
 def measure(contestants: Sequence[Contestant], models: Sequence[str], rounds: int) -> list[Row]:
-    """Gives everybody turns of about the same time, in every round."""
+    """Gives every contestant turns of about the same time, in every round."""
     rows = list[Row]()
     with ExitStack() as stack:
         residents = {c: stack.enter_context(c.start()) for c in contestants}

@@ -39,8 +39,8 @@ class Outcome:
         return f"{self.state:7} {self.name:44} {self.seconds:7.2f} s  {self.detail}"
 
 
-def made(name: str, check: Check) -> Outcome:
-    """Makes one check, whatever comes of it."""
+def run_check(name: str, check: Check) -> Outcome:
+    """Runs one check, with any outcome."""
     outcome = Outcome(name, "failed", 0.0, "")
 
     def run() -> None:
@@ -61,7 +61,7 @@ def work(checks: Sequence[tuple[str, Check]], first: int, pipe: int) -> None:
     """Makes the checks from the given one on, and tells of each in the pipe: the other side."""
     with os.fdopen(pipe, "w", buffering=1) as told:
         for name, check in checks[first:]:
-            told.write(json.dumps(asdict(made(name, check))) + "\n")
+            told.write(json.dumps(asdict(run_check(name, check))) + "\n")
 
 
 def supervise(
@@ -146,7 +146,7 @@ class _Worker:
             self._process.wait(timeout=10)
 
     def end(self) -> None:
-        """Ends the process and its children, whatever they do."""
+        """Kills the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -57,7 +57,7 @@ class Row:
 
 
 def measure(folder: Path, record_bytes: int, num_bytes: int, rounds: int) -> list[Row]:
-    """Times the ways to read a file of examples whose records have about ``record_bytes``."""
+    """Times the ways to read a file of examples with records of about ``record_bytes``."""
     path = folder / f"{record_bytes}.tfrecord"
     generator = np.random.default_rng(0)
     num_records = min(max(1, num_bytes // record_bytes), MAX_RECORDS)

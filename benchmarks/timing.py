@@ -54,7 +54,7 @@ def interleaved(
 ) -> dict[str, Samples]:
     """Times each callable once per round, in turn, so that all see the same machine.
 
-    The order within a round alternates: who comes second finds the caches of the first.
+    The order within a round alternates: the second callable finds the caches of the first.
     """
     for _ in range(warmup):
         for candidate in candidates.values():

@@ -174,7 +174,7 @@ def _measure(
     residents: dict[str, Residents],
     rounds: int,
 ) -> list[Row]:
-    """Gives everybody turns of about the same time, in every round."""
+    """Gives every contestant turns of about the same time, in every round."""
     candidates: dict[str, Elsewhere] = {}
     makers: dict[str, Contestant] = {}
     expected = math.nan

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from cases import CASES, LEARNING_RATE, MOMENTUM
+from cases import CASES, LEARNING_RATE, MOMENTUM, OF_PARALLEL_REPLICAS
 from contestants import COMPILED
 from models import batch_of, build, loss_of
 from resident import serve
@@ -58,7 +58,7 @@ class Contestant:
         self._steps.clear()
         self._stack.close()
         gc.collect()
-        case = CASES[name]
+        case = (CASES | OF_PARALLEL_REPLICAS)[name]
         makers = {
             "plain": self._plain,
             "plain+compile": self._plain,
@@ -121,7 +121,7 @@ class Contestant:
         x, y = batch
         compiled = self._options["kind"].endswith("+compile")
         step = loop(model, x.to(self._devices[0]), y.to(self._devices[0]), compiled=compiled)
-        return lambda: self._seen(step())
+        return lambda: self._read_loss(step())
 
     def _mirrored(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Step:
         import mirror
@@ -130,16 +130,16 @@ class Contestant:
         strategy = mirror.MirroredStrategy(self._devices, schedule=schedule)
         self._stack.enter_context(strategy)
         step = mirrored_step(strategy, self._options["way"], model, batch)
-        return lambda: self._seen(step())
+        return lambda: self._read_loss(step())
 
-    def _seen(self, loss: Tensor) -> Tensor:
+    def _read_loss(self, loss: Tensor) -> Tensor:
         if self._options.get("read_loss"):
             loss.item()
         return loss
 
 
 def loop(model: nn.Module, x: Tensor, y: Tensor, *, compiled: bool = False) -> Step:
-    """The loop everybody writes: on one device, and with way 1 on several.
+    """The usual loop: on one device, and with way 1 on several.
 
     Args:
         compiled: whether torch.compile gets what it takes of it: the model, and the update.

@@ -4,9 +4,13 @@ The model, the optimizer and the step are ordinary. ``coordinator.schedule`` sen
 next free worker, where the model is pulled when it is read, and ``optimizer.step()`` sends the
 gradients to the servers. Two ways: each gradient is applied when it arrives; or an update is the
 mean of the first two of three gradients, and the slowest worker's is dropped.
+
+With TF_CONFIG the servers and workers are those of the cluster there (``mirror serve``).
 """
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,12 +69,17 @@ def train(name: str, strategy: mirror.ParameterServerStrategy) -> None:
     print(strategy.report(), end="\n\n")
 
 
+def make_strategy(**options: Any) -> mirror.ParameterServerStrategy:
+    if "TF_CONFIG" in os.environ:
+        cluster = mirror.cluster.TFConfigResolver()
+        return mirror.ParameterServerStrategy(cluster=cluster, **options)
+    return mirror.ParameterServerStrategy(num_servers=2, num_workers=3, **options)
+
+
 def main() -> None:
-    with mirror.ParameterServerStrategy(num_servers=2, num_workers=3) as strategy:
+    with make_strategy() as strategy:
         train("asynchronous", strategy)
-    with mirror.ParameterServerStrategy(
-        num_servers=2, num_workers=3, sync=True, replicas_to_aggregate=2
-    ) as strategy:
+    with make_strategy(sync=True, replicas_to_aggregate=2) as strategy:
         train("synchronous, one worker to spare", strategy)
 
 

@@ -36,9 +36,8 @@ from mirror.strategy.current_strategy import (
     in_cross_replica_context,
 )
 from mirror.strategy.inspection import is_mirrored, set_aggregation
-from mirror.strategy.mirrored import MirroredStrategy
+from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
-from mirror.strategy.one_device import OneDeviceStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.strategy_options import CommunicationOptions, Guards

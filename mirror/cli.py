@@ -14,10 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mirror import __version__
 from mirror.errors import MirrorError
+
+if TYPE_CHECKING:
+    from mirror.tools.run.script import Script
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -113,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="mirror", description="MirroredStrategy for PyTorch: one process, all local GPUs."
     )
     parser.add_argument("--version", action="version", version=f"mirror {__version__}")
-    commands = parser.add_subparsers(metavar="command", required=True, parser_class=_CommandParser)
+    commands = parser.add_subparsers(metavar="command", required=True)
     _add_run(commands)
     _add_check(commands)
     _add_doctor(commands)
@@ -125,41 +128,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """The parser of one command; what follows a script's name belongs to the script."""
-
-    takes_script = False
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses what comes before the script, which is ``namespace.script``."""
-        if not self.takes_script:
-            return super().parse_known_args(args, namespace)
-        from mirror.tools.run.script import split_at_script
-
-        takes_value = (action for action in self._actions if action.nargs is None)
-        names = frozenset(name for action in takes_value for name in action.option_strings)
-        options, script = split_at_script(list(args or ()), names)
-        parsed, unknown = super().parse_known_args(options, namespace)
-        if script is None and not unknown:
-            self.error("needs a SCRIPT, or -m MODULE, after its own options")
-        parsed.script = script
-        return parsed, unknown
-
-
 def _add_script_command(
     commands: Any, name: str, *, command: Callable[[argparse.Namespace], int], **texts: str
-) -> _CommandParser:
-    parser = commands.add_parser(
+) -> argparse.ArgumentParser:
+    """Adds a command that takes a script; what follows the script's name belongs to the script."""
+    parser: argparse.ArgumentParser = commands.add_parser(
         name,
         usage=f"mirror {name} [options] SCRIPT [arguments], or mirror {name} [options] -m MODULE "
         "[arguments]",
         allow_abbrev=False,
         **texts,
     )
-    assert isinstance(parser, _CommandParser)
-    parser.takes_script = True
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module")
+    parser.add_argument("script", metavar="SCRIPT", help="its path, or after -m a module's name")
+    arguments = parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
+    arguments.required = False  # some versions of argparse report it as missing
     parser.set_defaults(command=command, parser=parser)
     return parser
+
+
+def _script_of(args: argparse.Namespace) -> Script:
+    from mirror.tools.run.script import Script
+
+    return Script(args.script, tuple(args.arguments), args.is_module)
 
 
 def _add_run(commands: Any) -> None:
@@ -178,7 +171,7 @@ def _add_run(commands: Any) -> None:
         "--replicas",
         type=_positive,
         metavar="N",
-        help="this many, on the GPUs in turn or all on the CPU, which are simulated devices",
+        help="this many, on the GPUs in turn, or on simulated devices if there is no GPU",
     )
     parser.add_argument(
         "--strategy",
@@ -206,7 +199,9 @@ def _run_script(args: argparse.Namespace) -> int:
     from mirror.tools.run.run_command import RunOptions, run_command
 
     names = "devices replicas strategy backend schedule trace report sync_batch_norm".split()
-    return run_command(args.script, RunOptions(**{name: getattr(args, name) for name in names}))
+    return run_command(
+        _script_of(args), RunOptions(**{name: getattr(args, name) for name in names})
+    )
 
 
 def _add_check(commands: Any) -> None:
@@ -218,8 +213,8 @@ def _add_check(commands: Any) -> None:
         description="Trains a script on one device and on simulated devices, compares the two "
         "after each optimizer step, and says what differs first, where, why, and what to do. "
         "Exits with 0 if they are equal, 1 if they differ, 2 if they cannot be compared, 3 if the "
-        "script is missing, 4 if it fails by itself, 5 if it needs arguments, 6 if it trains in "
-        "processes of its own.",
+        "script is missing, 4 if it fails by itself, 5 if it needs other arguments, 6 if it "
+        "trains in processes that it starts, 7 if it takes no optimizer step in time.",
     )
     parser.add_argument(
         "--replicas", type=_positive, default=2, metavar="N", help="simulated devices; default: 2"
@@ -228,7 +223,7 @@ def _add_check(commands: Any) -> None:
         "--devices",
         type=_names,
         metavar="A,B,...",
-        help="real devices instead, such as cuda:0,cuda:0; GPUs are hidden from the script else",
+        help="real devices instead, such as cuda:0,cuda:0; without it GPUs are hidden",
     )
     parser.add_argument(
         "--steps", type=_positive, default=20, metavar="N", help="of all optimizers; default: 20"
@@ -241,25 +236,32 @@ def _add_check(commands: Any) -> None:
         help="the largest relative difference that counts as rounding; default: auto, measured",
     )
     parser.add_argument(
-        "--no-dropout", action="store_true", help="set all dropout probabilities to 0, both times"
+        "--timeout",
+        type=_above_zero,
+        default=600.0,
+        metavar="SECONDS",
+        help="end a run that takes no optimizer step for so long; default: 600",
     )
     parser.add_argument(
-        "--double", action="store_true", help="make float64 the default dtype, both times"
+        "--no-dropout", action="store_true", help="set all dropout probabilities to 0 in both runs"
+    )
+    parser.add_argument(
+        "--double", action="store_true", help="make float64 the default dtype in both runs"
     )
     parser.add_argument(
         "--sync-batch-norm",
         action="store_true",
         help="have BatchNorm use the whole batch, as mirror run --sync-batch-norm does",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the verdict for machines, too")
+    parser.add_argument("--json", metavar="FILE", help="also write the result for machines")
 
 
 def _check_script(args: argparse.Namespace) -> int:
     from mirror.tools.check.check_command import CheckOptions, check_command
 
-    names = "replicas devices steps tolerance no_dropout double sync_batch_norm json".split()
+    names = "replicas devices steps tolerance timeout no_dropout double sync_batch_norm json"
     return check_command(
-        args.script, CheckOptions(**{name: getattr(args, name) for name in names})
+        _script_of(args), CheckOptions(**{name: getattr(args, name) for name in names.split()})
     )
 
 
@@ -282,7 +284,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from mirror.tools.doctor.diagnosis import diagnose
+    from mirror.tools.diagnosis import diagnose
 
     found = diagnose(args.devices, lambda line: print(line, file=sys.stderr, flush=True))
     print(found.to_json() if args.json else found.to_text())

@@ -31,6 +31,8 @@ from mirror.errors import StrategyError
 from mirror.strategy.mirrored import MirroredStrategy as _MirroredStrategy
 from mirror.strategy.strategy_base import Strategy
 
+__all__ = ["MirroredStrategy"]
+
 
 class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
     """Mirrors the module of a Trainer, or of Fabric, on all devices of one process.
@@ -44,8 +46,8 @@ class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
     Trainer or one Fabric. Leave their argument ``devices`` out, or pass 1.
 
     Args:
-        devices: the devices for ``mirror.MirroredStrategy``, or an existing mirror strategy, in
-            whose scope the module may have been created.
+        devices: the devices for ``mirror.MirroredStrategy``, or an existing mirror strategy;
+            the module may have been created in its scope.
         **options: the other arguments of ``mirror.MirroredStrategy``.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""For tests: does a program train on several devices as on one?
+"""For tests: does a program train on several replicas as on one device?
 
 ::
 
@@ -20,27 +20,27 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from mirror.tools.check.judge import Judge, Runs
+from mirror.tools.check.check_result import EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.recorded_run import describe_error, recording, seed_all
-from mirror.tools.check.verdict import EQUAL, NOT_COMPARABLE, CheckVerdict
+from mirror.tools.check.run_comparison import RunComparison, Runs
 
-__all__ = ["SimulatedDevices", "assert_equal_to_one_device", "compare_with_one_device"]
+__all__ = ["SimulatedDeviceNames", "assert_equal_to_one_device", "compare_with_one_device"]
 
 
 class _EnoughSteps(BaseException):
     """Ends a program after enough steps; no ``except Exception`` catches it."""
 
 
-class SimulatedDevices(tuple[str, ...]):
-    """Names of simulated devices; called with a number, so many of them.
+class SimulatedDeviceNames(tuple[str, ...]):
+    """Names of simulated devices; a call with a number returns that many.
 
     ::
 
@@ -48,19 +48,19 @@ class SimulatedDevices(tuple[str, ...]):
         MirroredStrategy(simulated_devices(4))     four
     """
 
-    def __new__(cls, num_devices: int = 2) -> SimulatedDevices:
-        """Makes so many.
+    def __new__(cls, num_devices: int = 2) -> SimulatedDeviceNames:
+        """Returns the names of ``num_devices`` devices.
 
         Raises:
-            ValueError: fewer than one.
+            ValueError: there are fewer than one.
         """
         if num_devices < 1:
             raise ValueError(f"simulated devices are at least 1, got {num_devices}")
         return super().__new__(cls, ["cpu"] * num_devices)
 
-    def __call__(self, num_devices: int) -> SimulatedDevices:
-        """Returns so many simulated devices."""
-        return SimulatedDevices(num_devices)
+    def __call__(self, num_devices: int) -> SimulatedDeviceNames:
+        """Returns another number of simulated devices."""
+        return SimulatedDeviceNames(num_devices)
 
 
 def assert_equal_to_one_device(
@@ -76,24 +76,27 @@ def assert_equal_to_one_device(
 
     Args:
         program: builds and trains: model, optimizer and loop. It is called several times, on one
-            device and with the scope of a strategy open, with all generators seeded alike, and
-            ended after ``steps`` optimizer steps.
-        replicas: how many simulated devices; one number, or several.
+            device and with the scope of a strategy open. All generators have the same seeds each
+            time. It is ended after ``steps`` optimizer steps.
+        replicas: the number of simulated devices; one number, or several.
         tolerance: the largest relative difference that counts as rounding. ``"auto"``: what
             rounding errors make of this program on one device.
         no_dropout: whether to set all dropout probabilities to 0.
         double: whether to make float64 the default dtype.
 
     Raises:
-        AssertionError: the verdict of ``mirror check``: the first step, quantity and module that
-            differ, the likely cause and the remedy; or why it cannot be compared.
+        AssertionError: the result of ``mirror check``: the first step, quantity and module that
+            differ, the likely cause and the remedy; or why the program cannot be compared.
         ValueError: a number of replicas or steps is below 1, or the tolerance is no number.
-        BaseException: what the program raises on one device.
+        Exception: what the program raises on one device.
     """
-    counts = [replicas] if isinstance(replicas, int) else list(replicas)
-    for verdict in _verdicts(program, counts, steps, tolerance, no_dropout, double):
-        if verdict.code != EQUAL:
-            raise AssertionError(f"{verdict.replicas} replicas, {verdict}")
+    numbers = [replicas] if isinstance(replicas, int) else list(replicas)
+    options = _options(numbers, steps, tolerance, no_dropout, double)
+    one, _ = _record(program, options)
+    for number in numbers:
+        result = _compare(program, one, options, number, tolerance)
+        if result.exit_code != EQUAL:
+            raise AssertionError(f"{number} replica{'s' * (number != 1)}, {result}")
 
 
 def compare_with_one_device(
@@ -104,60 +107,73 @@ def compare_with_one_device(
     *,
     no_dropout: bool = False,
     double: bool = False,
-) -> CheckVerdict:
-    """Returns the verdict of ``assert_equal_to_one_device`` for one number of replicas.
+) -> CheckResult:
+    """Returns the result of ``mirror check`` for a program, on one number of replicas.
+
+    The arguments are those of ``assert_equal_to_one_device``.
 
     Raises:
-        ValueError: a number of replicas or steps is below 1, or the tolerance is no number.
-        BaseException: what the program raises on one device.
+        ValueError: the number of replicas or steps is below 1, or the tolerance is no number.
+        Exception: what the program raises on one device.
     """
-    return next(iter(_verdicts(program, [replicas], steps, tolerance, no_dropout, double)))
+    options = _options([replicas], steps, tolerance, no_dropout, double)
+    one, _ = _record(program, options)
+    return _compare(program, one, options, replicas, tolerance)
 
 
-def _verdicts(
-    program: Callable[[], object],
-    counts: Sequence[int],
-    steps: int,
-    tolerance: float | str,
-    no_dropout: bool,
-    double: bool,
-) -> Iterator[CheckVerdict]:
-    for what, numbers in (("replicas", counts), ("steps", [steps])):
-        if not all(isinstance(n, int) and n >= 1 for n in numbers):
-            raise ValueError(f"{what} must be at least 1, got {numbers}")
+def _options(
+    replicas: list[int], steps: int, tolerance: float | str, no_dropout: bool, double: bool
+) -> RecordOptions:
+    for name, numbers in (("replicas", replicas), ("steps", [steps])):
+        if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers):
+            raise ValueError(f"{name} must be at least 1, got {numbers}")
     if tolerance != "auto" and not (isinstance(tolerance, (int, float)) and tolerance > 0):
         raise ValueError(f"tolerance is 'auto' or a number above 0, got {tolerance!r}")
-    given = None if isinstance(tolerance, str) else float(tolerance)
-    options = RecordOptions(steps=steps, no_dropout=no_dropout, double=double)
-    one, _ = _record(program, options)
-    for count in counts:
-        if not one.num_steps:
-            yield CheckVerdict(
-                NOT_COMPARABLE,
-                "cannot be compared: the program takes no optimizer step",
-                replicas=count,
-                remedy="build and train inside the function that is passed",
-            )
-            continue
-        many, messages = _record(program, replace(options, replicas=count))
+    return RecordOptions(steps=steps, no_dropout=no_dropout, double=double)
 
-        def with_errors(number: int) -> Record:
-            return _record(program, replace(options, steps=number, perturb=True))[0]
 
-        def again(number: int) -> Record:
-            return _record(program, replace(options, steps=number))[0]
+def _compare(
+    program: Callable[[], object],
+    one: Record,
+    options: RecordOptions,
+    replicas: int,
+    tolerance: float | str,
+) -> CheckResult:
+    if not one.num_steps:
+        return CheckResult(
+            NOT_COMPARABLE,
+            "cannot be compared: the program takes no optimizer step",
+            replicas=replicas,
+            remedy="build and train inside the function that is passed",
+        )
+    many, output = _record(program, replace(options, replicas=replicas))
 
-        runs = Runs(one, many, with_errors, again)
-        yield Judge(runs, replicas=count, tolerance=given, messages=messages).verdict()
+    def with_noise(steps: int) -> Record:
+        return _record(program, replace(options, steps=steps, rounding_noise=True))[0]
+
+    def again(steps: int) -> Record:
+        return _record(program, replace(options, steps=steps))[0]
+
+    comparison = RunComparison(
+        Runs(one, many, with_noise, again),
+        replicas=replicas,
+        tolerance=None if isinstance(tolerance, str) else float(tolerance),
+        output=output,
+    )
+    return comparison.result()
 
 
 def _record(program: Callable[[], object], options: RecordOptions) -> tuple[Record, str]:
-    """Runs a program in this process; an error on one device is raised."""
+    """Runs a program in this process, and returns its record and its warnings.
 
-    def end() -> None:
+    Raises:
+        Exception: what the program raises on one device; under a strategy it is recorded.
+    """
+
+    def end(record: Record) -> None:
         raise _EnoughSteps
 
-    with warnings.catch_warnings(record=True) as caught, _generators_kept():
+    with warnings.catch_warnings(record=True) as caught, _preserved_rng_states():
         warnings.simplefilter("always")
         seed_all()
         with recording(options, lambda number: None, end) as recorder:
@@ -170,13 +186,13 @@ def _record(program: Callable[[], object], options: RecordOptions) -> tuple[Reco
                     raise
                 recorder.record.ending = "error"
                 recorder.record.error = describe_error(error)
-    messages = "\n".join(f"{w.category.__name__}: {w.message}" for w in caught)
-    return recorder.record, messages
+    output = "\n".join(f"{w.category.__name__}: {w.message}" for w in caught)
+    return recorder.record, output
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Puts the states of all generators back at the end."""
+def _preserved_rng_states() -> Iterator[None]:
+    """Restores the states of all generators at the end."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

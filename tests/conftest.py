@@ -36,6 +36,13 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    # Tests that draw or compile train all the same: their replicas take turns then.
+    if config.getoption("--schedule") == "parallel":
+        for start in ("from now on the replicas take turns", "the replicas run at once, but this"):
+            config.addinivalue_line("filterwarnings", f'ignore:schedule="parallel". {start}')
+
+
 def _device_lists():
     lists = {"cpu-x1": ["cpu"], "cpu-x2": ["cpu"] * 2, "cpu-x3": ["cpu"] * 3}
     if torch.cuda.is_available():
@@ -86,6 +93,15 @@ def no_modes_left():
     before = num_function_modes(), num_dispatch_modes()
     yield
     assert (num_function_modes(), num_dispatch_modes()) == before
+
+
+@pytest.fixture(autouse=True)
+def sigterm_listens():
+    """An exit for preemption ignores SIGTERM; processes of later tests would inherit that."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)

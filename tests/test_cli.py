@@ -28,6 +28,8 @@ COMMANDS = {" ".join(words): parser for words, parser in _commands(cli._parser()
 LEAVES = [name for name in COMMANDS if name != "checkpoint"]
 # What a command must have, so that an unknown option is all that is wrong.
 NEEDED = {"bench": [], "checkpoint show": ["there"], "checkpoint export": ["there", "here"]}
+# What follows the options of a command; an option after it belongs to the script.
+AFTER = {"run": ["train.py"], "check": ["train.py"]}
 # A word that Python has, and no command line: of arguments, and of lists.
 PYTHON = re.compile(r"\b\w+=|\w_\w|\['")
 
@@ -136,14 +138,15 @@ def test_the_help_of_a_command_has_its_name_and_says_what_each_option_means(name
 @pytest.mark.parametrize("name", [name for name in LEAVES if name != "bench"])
 def test_an_unknown_option_is_an_error_of_the_command(name, capsys):
     with pytest.raises(SystemExit) as exited:
-        cli.main([*name.split(), *NEEDED.get(name, []), "--no-such-option"])
+        words = [*name.split(), *NEEDED.get(name, [])]
+        cli.main([*words, "--no-such-option", *AFTER.get(name, [])])
     assert exited.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"usage: mirror {name} ")
     assert error.endswith(f"mirror {name}: error: unrecognized arguments: --no-such-option\n")
 
 
-@pytest.mark.parametrize("name", ["plan", "bench", "checkpoint", *NEEDED, "serve"])
+@pytest.mark.parametrize("name", ["plan", "bench", "checkpoint", *NEEDED, "serve", *AFTER])
 def test_what_is_missing_is_named_as_on_a_command_line(name, monkeypatch, capsys):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     with pytest.raises(SystemExit) as exited:

@@ -112,7 +112,7 @@ def test_a_number_in_place_of_the_list_is_refused():
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
-def test_a_model_in_place_of_the_devices_is_told_where_it_goes(model):
+def test_a_model_in_place_of_the_devices_raises_and_names_its_place(model):
     with pytest.raises(DeviceError, match=r"a (Linear|Sequential), a model; .*mirror\(model\)"):
         devices.resolve(model)
 
@@ -225,7 +225,7 @@ def test_a_device_that_was_seeded_apart_keeps_its_stream():
 @pytest.mark.parametrize(
     "kind", [mirror.CentralStorageStrategy, mirror.MultiWorkerMirroredStrategy]
 )
-def test_a_replica_with_several_devices_is_refused_and_told_what_to_use(kind, several):
+def test_a_replica_with_several_devices_is_refused_with_a_remedy(kind, several):
     with pytest.raises(mirror.DeviceError, match=r"one entry per replica.*fully_shard") as raised:
         kind(several)
     assert repr(several[-1])[1:-1] in str(raised.value)

@@ -153,7 +153,7 @@ def test_public_class_names_are_unique():
         ("comm/host/host_backend.py", "from mirror.values import PerReplica"),
         ("comm/host/host_backend.py", "import torch.cuda"),
         ("devices.py", "import torch; torch.cuda.is_available()"),
-        ("device/side_streams.py", "import torch; torch.cuda.is_available()"),
+        ("device/streams.py", "import torch; torch.cuda.is_available()"),
         ("comm/nccl/nccl_backend.py", "from mirror.device.events import record_event"),
         ("replica/modules/registry.py", "from mirror.comm.communicator import Communicator"),
         ("replica/modules/registry.py", "from mirrors import anything"),

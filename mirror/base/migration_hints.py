@@ -73,11 +73,11 @@ def call_with_hints(cls: ClassT) -> ClassT:
 
     A keyword of the table, or a positional argument that belongs to a keyword, raises TypeError.
     """
-    signposted_init(cls)
+    init_with_hints(cls)
     return with_hints(cls)
 
 
-def signposted_init(cls: ClassT) -> ClassT:
+def init_with_hints(cls: ClassT) -> ClassT:
     """Decorates the constructor as ``call_with_hints``; the class has its own ``__getattr__``."""
     place = cls.__name__
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
@@ -99,7 +99,7 @@ def signposted_init(cls: ClassT) -> ClassT:
     return cls
 
 
-def signposted_keywords(place: str) -> Callable[[FunctionT], FunctionT]:
+def keywords_with_hints(place: str) -> Callable[[FunctionT], FunctionT]:
     """Decorates a function so that foreign keywords, under ``place`` in the table, raise a hint.
 
     It adds one Python call to each call: not for functions that every step calls.

@@ -1,6 +1,5 @@
 """Timeline: how a strategy spends its time, as sums per step and as spans of a recorded trace.
 
-[Note: Lanes]
 Each replica has a lane; so have the cross-replica context and the reductions that overlap a
 backward pass. Spans of a lane nest. A kind counts its self time: without the spans inside. Under
 ``"lockstep"`` one lane moves at a time, so the self times of all lanes, without ``WAITING``, add
@@ -105,7 +104,7 @@ class Timeline:
         self._events: list[dict[str, Any]] | None = None
         self._target = Path()  # the file of the trace
         self._step_began = perf_counter()
-        self._clear()
+        self._sums = [dict.fromkeys(KINDS, 0.0) for _ in self.names]
 
     def use(self) -> None:
         """Makes this the timeline of the calling thread's cross-replica context."""
@@ -164,7 +163,7 @@ class Timeline:
         now = perf_counter()
         self.steps.append((now - self._step_began, self._sums))
         self._step_began = now
-        self._clear()
+        self._sums = [dict.fromkeys(KINDS, 0.0) for _ in self.names]
         for callback in self.at_step_ends:
             callback()
 
@@ -244,9 +243,6 @@ class Timeline:
         waited = sum(event["dur"] for event in events if event["cat"] == EXPOSED)
         total = sum(event["dur"] for event in reductions)
         return max(0.0, beside - waited) / total if total else None
-
-    def _clear(self) -> None:
-        self._sums = [dict.fromkeys(KINDS, 0.0) for _ in self.names]
 
 
 def _writable(path: str | os.PathLike[str]) -> Path:

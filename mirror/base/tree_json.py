@@ -1,8 +1,8 @@
 """Nested states as JSON: every value exactly, tensors by their names.
 
 [Note: States as JSON]
-``None``, bools, strings, 64-bit integers, finite floats (``repr`` is exact), lists, and dicts
-whose keys are strings are JSON as they are. Anything else is an object with the key ``"$"``::
+``None``, bools, strings, 64-bit integers, finite floats (``repr`` is exact), lists, and dicts with
+string keys are JSON as they are. Anything else is an object with the key ``"$"``::
 
     {"$": "tuple", "of": [1, 2]}             {"$": "dict", "of": [[0, "a"], [1, "b"]]}
     {"$": "float", "bits": "7ff8..."}        {"$": "tensor", "name": "model.weight"}

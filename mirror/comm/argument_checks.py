@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import sub
 from typing import NoReturn
 
 import numpy as np
@@ -96,8 +97,8 @@ def check_dtype(tensor: Tensor, scale: float) -> None:
 
 def check_disjoint(tensors: Sequence[Tensor]) -> None:
     num_bytes = tensors[0].nbytes
-    begins = sorted([tensor.data_ptr() for tensor in tensors])
-    if all(end - begin >= num_bytes for begin, end in pairwise(begins)):
+    begins = sorted(map(Tensor.data_ptr, tensors))
+    if num_bytes <= min(map(sub, begins[1:], begins), default=num_bytes):
         return
     owners = sorted((tensor.data_ptr(), i) for i, tensor in enumerate(tensors))
     for (begin, one), (end, other) in pairwise(owners):
@@ -134,7 +135,7 @@ def have_same_layout(tensors: Sequence[object], devices: Sequence[torch.device])
 
 
 def are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    return False not in [tensor.is_contiguous() for tensor in tensors]
+    return all(map(Tensor.is_contiguous, tensors))
 
 
 def has_own_elements(tensor: Tensor) -> bool:

@@ -213,17 +213,20 @@ class Communicator(NoCopy, ABC):
                 are packed; the result, rounded once, is cast back.
         """
         first = columns[0]
-        packs = plan_packs([t.nbytes for t in first], [t.dtype for t in first], bytes_per_pack)
+        packs: tuple[tuple[int, ...], ...] = tuple(zip(range(len(first)), strict=True))
+        if bytes_per_pack:
+            sizes, dtypes = [t.nbytes for t in first], [t.dtype for t in first]
+            packs = plan_packs(sizes, dtypes, bytes_per_pack)
         with in_place(chain(*columns)):
             columns = in_memory_order(columns)
             for pack in packs:
-                parts = [[column[i] for i in pack] for column in columns]
-                sent = wire_dtype if parts[0][0].dtype in WIDE_DTYPES else None
+                sent = wire_dtype if first[pack[0]].dtype in WIDE_DTYPES else None
                 if sent is None and len(pack) == 1:
-                    tensors = [tensor for (tensor,) in parts]
+                    tensors = [column[pack[0]] for column in columns]
                     if are_contiguous(tensors):
                         self.all_reduce(tensors, op, scale)
                         continue
+                parts = [[column[i] for i in pack] for column in columns]
                 buffers = [flatten(part, sent) for part in parts]
                 self.all_reduce(buffers, op, scale)
                 for buffer, part in zip(buffers, parts, strict=True):
@@ -336,6 +339,4 @@ def in_place(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
 
     Inference tensors can be written only in inference mode, which the caller may have left.
     """
-    if any(tensor.is_inference() for tensor in tensors):
-        return torch.inference_mode()
-    return torch.no_grad()
+    return torch.inference_mode() if any(map(Tensor.is_inference, tensors)) else torch.no_grad()

@@ -28,7 +28,7 @@ def plan_packs(
         bytes_per_pack: 0 makes every tensor a pack of its own.
     """
     if bytes_per_pack == 0:
-        return tuple((i,) for i in range(len(sizes_bytes)))
+        return tuple(zip(range(len(sizes_bytes)), strict=True))
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, dtype in enumerate(dtypes):
         by_dtype.setdefault(dtype, []).append(i)
@@ -53,7 +53,7 @@ def in_memory_order(columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Te
     A weight in channels-last layout has a gradient in that layout. Flattening it in row-major
     order copies it, and copying back takes another launch. So its elements travel in memory order.
     """
-    if False not in [tensor.is_contiguous() for tensor in chain(*columns)]:
+    if all(map(Tensor.is_contiguous, chain(*columns))):
         return columns
     rows = [
         [tensor.as_strided((tensor.numel(),), (1,)) for tensor in row]
@@ -66,11 +66,10 @@ def in_memory_order(columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Te
 
 def have_same_strides(tensors: Sequence[Tensor]) -> bool:
     """Returns whether equal positions in memory are equal elements in all tensors."""
-    if False not in [tensor.is_contiguous() for tensor in tensors]:
+    if all(map(Tensor.is_contiguous, tensors)):
         return True
-    first = tensors[0]
-    strides = first.stride()
-    return all(tensor.stride() == strides for tensor in tensors) and _is_gapless(first)
+    strides = list(map(Tensor.stride, tensors))
+    return strides.count(strides[0]) == len(strides) and _is_gapless(tensors[0])
 
 
 def _is_gapless(tensor: Tensor) -> bool:
@@ -121,43 +120,50 @@ def move_into_flats(
     contiguous = in_memory_order(columns)
     first = columns[0]
     staying: list[int] = []
-    if contiguous is not columns:
-        rows = zip(*contiguous, strict=True)
-        staying = [i for i, row in enumerate(rows) if not all(t.is_contiguous() for t in row)]
-    moving = [i for i in range(len(first)) if i not in staying]
-    sizes, dtypes = [first[i].nbytes for i in moving], [first[i].dtype for i in moving]
+    moving: list[int] = []
+    sizes: list[int] = []
+    dtypes: list[torch.dtype] = []
+    for i, row in enumerate(zip(*contiguous, strict=True)):
+        if contiguous is columns or all(map(Tensor.is_contiguous, row)):
+            moving.append(i)
+            sizes.append(first[i].nbytes)
+            dtypes.append(first[i].dtype)
+        else:
+            staying.append(i)
     buffers: list[list[Tensor]] = [[] for _ in columns]
     for pack in plan_packs(sizes, dtypes, bytes_per_pack):
-        positions = [moving[i] for i in pack]
+        positions = list(map(moving.__getitem__, pack))
         if len(positions) == 1:
             staying += positions
             continue
         for own, column, parts in zip(buffers, columns, contiguous, strict=True):
-            buffer, views = _move([column[i] for i in positions], [parts[i] for i in positions])
-            own.append(buffer)
-            for i, view in zip(positions, views, strict=True):
-                column[i] = view
+            own.append(_move(column, parts, positions))
     return buffers, staying
 
 
-def _move(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Returns a new flat tensor, and views of it that replace the tensors.
+def _move(column: list[Tensor], parts: Sequence[Tensor], positions: Sequence[int]) -> Tensor:
+    """Moves the tensors at these positions into a new flat tensor; views replace them.
 
     Args:
-        parts: the tensors, in memory order and contiguous.
+        parts: the column's tensors, in memory order and contiguous.
     """
-    pieces = [part.view(-1) for part in parts]
-    sizes = [part.numel() for part in parts]
-    size, step = parts[0].element_size(), 1
-    gaps = [-num * size % ALIGNMENT_BYTES // size for num in sizes]
-    if any(gaps):
-        zeros, step = parts[0].new_zeros(ALIGNMENT_BYTES), 2
-        fillers = {gap: zeros[:gap] for gap in set(gaps)}
-        pieces = [*chain(*zip(pieces, [fillers[gap] for gap in gaps], strict=True))]
-        sizes = [*chain(*zip(sizes, gaps, strict=True))]
+    like = parts[positions[0]]
+    zeros: Tensor | None = None  # fills the gap before the next multiple of 16 bytes
+    size_bytes = like.element_size()
+    pieces: list[Tensor] = []
+    sizes: list[int] = []
+    for i in positions:
+        piece = parts[i].view(-1)
+        num = piece.numel()
+        gap = -num * size_bytes % ALIGNMENT_BYTES // size_bytes
+        if zeros is None and gap:
+            zeros = like.new_zeros(ALIGNMENT_BYTES)
+        pieces.append(piece)
+        sizes += num, gap
+        if zeros is not None and gap:
+            pieces.append(zeros[:gap])
     buffer = torch.cat(pieces)
-    views = torch.unsafe_split_with_sizes(buffer, sizes)[::step]
-    return buffer, [
-        view.as_strided_(tensor.shape, tensor.stride())
-        for view, tensor in zip(views, tensors, strict=True)
-    ]
+    views = torch.unsafe_split_with_sizes(buffer, sizes)[::2]
+    for i, view in zip(positions, views, strict=True):
+        column[i] = view.as_strided_(column[i].shape, column[i].stride())
+    return buffer

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import time
 
 from mirror.base.atomic_file import replace_atomically
+from mirror.base.private_folder import private_folder, read_private
 
 FOLDER_VARIABLE = "MIRROR_CACHE_DIR"
 """The variable with the cache folder; if it is empty, nothing is stored."""
@@ -36,11 +37,12 @@ class Verdict:
 def load(facts: Mapping[str, object]) -> Verdict | None:
     """Returns the stored result for exactly these facts, or ``None``.
 
-    A failure is valid for a day. A damaged or unreadable file counts as missing.
+    A failure is valid for a day. A damaged or unreadable file counts as missing, and so does
+    one that another user can change.
     """
-    file = _file(facts)
     try:
-        entry = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+        file = _file(facts)
+        entry = json.loads(read_private(file)) if file is not None else None
         if entry is None or entry["facts"] != _plain(facts):
             return None
         reason, age = entry["reason"], time() - float(entry["when"])
@@ -53,12 +55,11 @@ def load(facts: Mapping[str, object]) -> Verdict | None:
 
 def store(facts: Mapping[str, object], verdict: Verdict) -> None:
     """Stores a result in place of an earlier one, if the folder is writable."""
-    file = _file(facts)
-    if file is None:
-        return
     text = json.dumps({"facts": _plain(facts), "reason": verdict.reason, "when": time()})
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = _file(facts, create=True)
+        if file is None:
+            return
         # Another process that reads or writes the same file never finds a partial one.
         with replace_atomically(file, 0o600) as new:
             new.write(text.encode())
@@ -66,10 +67,12 @@ def store(facts: Mapping[str, object], verdict: Verdict) -> None:
         _logger.debug("the result of a probe is not stored: %s", error)
 
 
-def _file(facts: Mapping[str, object]) -> Path | None:
+def _file(facts: Mapping[str, object], *, create: bool = False) -> Path | None:
     name = hashlib.sha256(json.dumps(_plain(facts)).encode()).hexdigest()
     folder = _folder()
-    return None if folder is None else folder / f"{name}.json"
+    if folder is None:
+        return None
+    return private_folder(folder, create=create) / f"{name}.json"
 
 
 def _plain(facts: Mapping[str, object]) -> dict[str, object]:

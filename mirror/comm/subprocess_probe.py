@@ -32,7 +32,7 @@ import torch
 from mirror.comm.communicator import Communicator
 from mirror.comm.probe_cache import FOLDER_VARIABLE, Verdict, load, store
 from mirror.comm.topology import link_matrix, peer_matrix
-from mirror.device.machine_facts import facts_of_machine
+from mirror.device.host import facts_of_machine
 
 PROBE = ("-m", "mirror.comm.subprocess_probe_main")
 """The child's program; its arguments are a token, the backend's class and the devices."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mirror.replica.params.param_paths import path_of
+from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_params import MirroredTensors
 
 

@@ -24,7 +24,7 @@ from mirror.data.split_batch import (
     split_batch,
 )
 from mirror.data.worker_sharding import Window
-from mirror.device.side_streams import CopyStreams
+from mirror.device.streams import CopyStreams
 from mirror.devices import is_simulated
 from mirror.values import PerReplica, children_of, leaves_of, rebuild_node, rebuild_structure
 

@@ -1,11 +1,9 @@
 """CUDA graphs: the work of one GPU, captured once and replayed by one call of the host.
 
-[Note: One graph, one GPU]
-Problem: a capture has a private memory pool only on the GPU where it began.
-Rule: every GPU has its own graphs. They are captured one after the other, each with its own pool
-and on its own stream.
-Consequence: other threads may use CUDA during a capture, for example to prefetch batches: the
-capture mode is "thread_local".
+A capture has a private memory pool only on the GPU where it began. So every GPU has its own
+graphs, which are captured one after the other, each with its own pool and on its own stream. Other
+threads may use CUDA during a capture, for example to prefetch batches: the capture mode is
+"thread_local".
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class DeviceGraph(Protocol):
 
 
 class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` of one GPU. See [Note: One graph, one GPU].
+    """A ``torch.cuda.CUDAGraph`` of one GPU.
 
     Tensors that the work creates keep their memory while they are alive; each launch overwrites
     them.

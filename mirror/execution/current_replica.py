@@ -24,7 +24,7 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from mirror.device.device_remap import DeviceRemap
+from mirror.device.device_mesh import DeviceRemap
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica, Replicas
 

@@ -84,7 +84,7 @@ class LifecycleHooks:
     prepare: Callable[[], None] | WhilePending = nothing
     on_merge: Callable[[Run], None] = nothing
     on_return: Callable[[], None] | WhilePending = nothing
-    finish: Callable[[Run], None] = nothing
+    finish: Callable[[Run], None] | WhilePending = nothing
     on_run_end: Callable[[tuple[int, ...]], None] | WhilePending = nothing
     sync_idle: Callable[[int, Sequence[int]], None] = nothing
     on_synced: Callable[[], None] = nothing
@@ -121,7 +121,7 @@ class AllLifecycleHooks:
             )
 
         self._prepare_hooks, self._return_hooks = pending_for("prepare"), pending_for("on_return")
-        self._finish_hooks, self._run_end_hooks = hooks_for("finish"), pending_for("on_run_end")
+        self._finish_hooks, self._run_end_hooks = pending_for("finish"), pending_for("on_run_end")
         self._sync_hooks, self._synced_hooks = hooks_for("sync_idle"), hooks_for("on_synced")
         self._recover_hooks, self.at_merging = hooks_for("recover"), hooks_for("on_merge")
         self._failed_hooks = hooks_for("on_run_failed")
@@ -160,8 +160,9 @@ class AllLifecycleHooks:
                 on_return()
         if run.modes:
             run.check_modes()
-        for finish in self._finish_hooks:
-            finish(run)
+        for work, finish in self._finish_hooks:
+            if work:
+                finish(run)
 
     def on_run_end(self, run: Run) -> None:
         """Reports the replicas that may have changed something."""

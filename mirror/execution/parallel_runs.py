@@ -8,7 +8,8 @@ that torch or Python has once per process is shared. Runs that could touch it ta
     the CPU's generator, which simulated    all after the first run that has drawn from it
     devices share
     the generators of Python and of numpy   the same; compared after every 16th run
-    lists, dicts and sets of modules        the same, if forward has changed one in place
+    that state saved by checkpointing       all after the first run in which a replica saves it
+    lists, dicts and sets of modules        after every 16th run; if forward changes one in place
     Dynamo's and inductor's flags, set      all after the first run in which torch.compile has
     for the process while they compile      compiled a function
 
@@ -59,6 +60,7 @@ class ParallelRuns:
         self._num_runs = 0
         self._takes_turns = False  # for good
         self._before: list[tuple[ProcessState, object]] = []
+        self._reasons: list[str] = []  # of this run, for later ones to take turns
 
     def watch(self, state: ProcessState) -> None:
         """Adds state that the replicas share."""
@@ -73,19 +75,23 @@ class ParallelRuns:
         self._num_runs += 1
         return self._num_runs > 1
 
+    def keep_turns(self, reason: str) -> None:
+        """Makes later runs take turns, as a replica has found out; ``end`` warns of it."""
+        if not self._takes_turns:
+            self._reasons = [reason]
+
     def end(self) -> None:
         """Ends the run that ``begin`` has begun; idempotent."""
         before, self._before = self._before, []
-        changed = [
-            state.consequence
-            for state, value in before
-            if value is not None and state.read() != value
-        ]
-        if changed:
+        reasons, self._reasons = self._reasons, []
+        for state, value in before:
+            if value is not None and state.read() != value:
+                reasons.append(state.consequence)
+        if reasons:
             self._takes_turns = True
             warn_user(
                 'schedule="parallel": from now on the replicas take turns, as in "lockstep": '
-                + "; ".join(changed)
+                + "; ".join(reasons)
             )
 
 

@@ -23,8 +23,8 @@ import torch
 
 from mirror.base.timeline import FORWARD, last_used
 from mirror.base.torch_private import num_function_modes, set_grad_enabled, top_saved_tensors_hooks
-from mirror.device.current_streams import CallerStreams
 from mirror.device.device_mesh import DeviceMesh
+from mirror.device.streams import CallerStreams
 from mirror.devices import backward_in_calling_thread, using
 from mirror.execution.current_replica import current, renaming
 from mirror.execution.replicas import Replica, Replicas
@@ -45,7 +45,7 @@ class ThreadState:
         num_threads_each: the part of these that each of the replicas at work gets.
         is_shared: whether several replicas compute at once.
         places: the device mesh, if replicas have several devices.
-        streams: the current streams of the GPUs, if any. See [Note: Whose stream is current].
+        streams: the current streams of the GPUs, if any. See ``streams.py``.
         is_plain: whether grad mode and number of threads are all that a new thread lacks.
     """
 

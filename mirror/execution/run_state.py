@@ -8,8 +8,8 @@ from typing import Any
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
 from mirror.base.timeline import WAITING
 from mirror.data.split_batch import ExampleCounts, GivenWeights
-from mirror.device.current_streams import ReplicaStreams
 from mirror.device.events import Stopwatch
+from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import check_current, current
 from mirror.execution.replica_rng import ReplicaRng
@@ -131,8 +131,9 @@ class Run:
         """Returns the weights of all replicas, 0 for idle ones; ``None`` if there are none."""
         if not self.is_weighted:
             return None
-        weights = self.weights()
-        found = [weights.get(r, 0.0) for r in range(self.replicas.num_replicas)]
+        found = [0.0] * self.replicas.num_replicas
+        for r, replica in self.members.items():
+            found[r] = replica.weight
         if self.is_given:
             return GivenWeights.for_counts(found, self.counts)
         return found if self.counts is None else ExampleCounts(found)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from mirror.base.at_fork import reinit_after_fork
 from mirror.base.timeline import last_used
 from mirror.device.events import Stopwatch
-from mirror.device.side_streams import CopyStreams
+from mirror.device.streams import CopyStreams
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import (
@@ -46,7 +46,7 @@ class Runner:
 
     Args:
         replicas: the replicas of the strategy.
-        schedule: the order of turns, see [Note: Turns], or ``"auto"``: [Note: Measured manners].
+        schedule: the order of turns, see [Note: Turns], or ``"auto"``: [Note: Measured policies].
         timeout_seconds: a run fails if no replica moves for so long; ``None``: no limit.
 
     Attributes:
@@ -153,7 +153,7 @@ class Runner:
         else:
             run = self._claim.call(self._run, fn, active, weights)
         if run.has_stepped:
-            step_ends.run_ended(run)
+            step_ends.notify(self.replicas.timeline)
         return run
 
     def exclusive(self, call: Callable[[], T], what: str) -> T:
@@ -212,7 +212,7 @@ class Runner:
         )
         for generators in self._generators:
             separate_streams(generators)
-        policy = self.schedule.manner
+        policy = self.schedule.policy
         lockstep.ends_teams = policy.ends_teams
         if weights is not None:
             self.schedule.sizes = weights
@@ -292,7 +292,7 @@ class Runner:
     def starts_at_once(self) -> bool:
         """Whether the replicas of the last run started at once, or backward passes may."""
         if self.schedule.keeps_order:
-            return self.schedule.manner.passes_at_once
+            return self.schedule.policy.passes_at_once
         may = self.schedule.may_move_at_once and bool(self.locksteps)
         return may and self.locksteps[0].is_eager
 
@@ -419,7 +419,7 @@ class LockstepStack(list[Lockstep]):
     """
 
     def __init__(self, replicas: Replicas, schedule: str, timeout_seconds: float | None) -> None:
-        self._names, self._break_off = replicas.names, replicas.communicator.abort
+        self._names, self._abort = replicas.names, replicas.communicator.abort
         self.schedule, self._timeout_seconds = schedule, timeout_seconds
 
     def at_depth(self, depth: int) -> Lockstep:
@@ -447,7 +447,7 @@ class LockstepStack(list[Lockstep]):
     def _make(self) -> Lockstep:
         limit = self._timeout_seconds
         lockstep = Lockstep(self._names, schedule=self.schedule, timeout_seconds=limit)
-        lockstep.break_off = self._break_off
+        lockstep.abort = self._abort
         return lockstep
 
 

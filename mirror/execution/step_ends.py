@@ -18,7 +18,6 @@ from typing import Any
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import Timeline
 from mirror.execution.current_replica import current, enclosing_replica
-from mirror.execution.run_state import Run
 
 
 class StepEnds:
@@ -46,10 +45,6 @@ class StepEnds:
         while run.outer is not None:
             run = run.outer
         run.has_stepped = True
-
-    def run_ended(self, run: Run) -> None:
-        """Records the return of an outermost run in which an optimizer has stepped."""
-        self.notify(run.replicas.timeline)
 
     def notify(self, timeline: Timeline | None) -> None:
         """Notifies the timeline and the listeners of the end of a step."""

@@ -1,4 +1,4 @@
-"""The extra ``[tpu]``: the tested torchax and jax, imported when needed; jax's devices."""
+"""torchax and jax, the extra ``[tpu]``: tested versions, imported when needed; jax devices."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mirror.base.migration_hints import missing, signposted_init
+from mirror.base.migration_hints import init_with_hints, missing
 from mirror.base.no_copy import NoCopy
 from mirror.base.torch_private import wrap_once
 from mirror.data.distributed_dataset import DistributedDataset
@@ -49,7 +49,7 @@ _REMEDIES = {
 }
 
 
-@signposted_init
+@init_with_hints
 class TPUStrategy(NoCopy):
     """Runs whole steps on all TPU devices of this process, as one program. Experimental.
 

@@ -8,7 +8,7 @@ A function's ``backward`` belongs to the replica whose forward has created the n
 modules or read their parameters, as reversible layers and hand-written checkpointing do. A
 backward pass inside ``run`` has that replica already. A pass outside ``run`` goes through all
 replicas' graphs in one thread. There each node makes its replica current, which it has recorded at
-its creation. Merging then raises an error, see [Note: Recomputation].
+its creation. Merging then raises an error, see ``split_call.py``.
 """
 
 from __future__ import annotations

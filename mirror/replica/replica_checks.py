@@ -1,8 +1,15 @@
-"""ReplicaChecks: whether all replicas hold the same bits, compared exactly or by checksums."""
+"""Checks that replicas, and workers, hold the same bits.
+
+``same_bits`` compares tensors of any layout, and nested values that hold tensors.
+``ReplicaChecks`` compares replicas, exactly or by checksums. ``WorkerChecks`` compares workers,
+which exchange a hash per value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +17,7 @@ from torch import Tensor
 
 from mirror.errors import ReplicaMismatchError
 from mirror.execution.runner import Runner
-from mirror.replica.params.bitwise import same_bits, same_values, sum_of_bits
-from mirror.replica.params.param_paths import path_of
+from mirror.replica.params.mirrored_tensor import path_of
 from mirror.values import leaves_of
 
 
@@ -175,3 +181,164 @@ def _mismatch(what: str) -> ReplicaMismatchError:
         f"{what}; replicas must hold the same bits: look for a write inside run that is not the "
         "same on all replicas"
     )
+
+
+_PLAIN = (int, float, complex, str, bool)
+_SUMMED_AT_ONCE = 2**24  # elements, of 8 temporary bytes each
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have equal bits; NaN equals NaN, 0.0 differs from -0.0.
+
+    Sparse tensors are equal if they have the same entries with equal bits, in any order.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided:
+        return all(map(same_bits, _parts(a), _parts(b)))
+    a, b = (t.detach().cpu().resolve_conj().resolve_neg().contiguous() for t in (a, b))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def bytes_of(tensor: Tensor) -> list[Any]:
+    """Returns the bytes of a tensor of any layout: a uint8 array per strided part."""
+    if tensor.layout is not torch.strided:
+        return [raw for part in _parts(tensor) for raw in bytes_of(part)]
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return [host.reshape(-1).view(torch.uint8).numpy()]
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Returns a checksum of a dense tensor's bits: int64, 0-d, on its device.
+
+    It is the sum over all elements of ``b + 2 * b ** 2`` modulo ``2 ** 64``, where ``b`` is the
+    element's bits as an integer. This number is different for every ``b``, so a change of a single
+    element changes the checksum. A sum of ``b`` itself would be weaker: rounding differences of +1
+    and -1 in the last bit often cancel.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.view(kind[tensor.element_size()]).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(_SUMMED_AT_ONCE):
+        wide = part.to(torch.int64)
+        total += torch.addcmul(wide, wide, wide, value=2).sum()
+    return total
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two nested values hold tensors with equal bits and equal numbers and strings."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same_bits(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same_values, a, b))
+    return not isinstance(a, _PLAIN) or a == b or a != a
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the strided tensors of which a sparse tensor consists."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.detach().to_dense(),)
+
+
+_HASH_BYTES = 8
+
+
+class WorkerChecks(ReplicaChecks):
+    """Whether parameters and optimizer state are equal on all replicas of all workers.
+
+    If one worker finds a difference, all workers raise: otherwise they would wait for it.
+    """
+
+    def check(self) -> None:
+        """Compares this worker's replicas, and then the workers, bit for bit."""
+        self._over_workers(super().check)
+
+    def check_sums(self) -> None:
+        """Compares this worker's replicas by sums, and then the workers by hashes."""
+        self._over_workers(super().check_sums)
+
+    def _over_workers(self, check_here: Callable[[], None]) -> None:
+        own: ReplicaMismatchError | None = None
+        try:
+            check_here()
+        except ReplicaMismatchError as error:
+            own = error
+        if not self._are_equal(own):
+            # An unreachable reference cycle with a model or optimizer lives until a collection,
+            # which runs at different times on the workers. All workers see the difference, so all
+            # collect, and compare again.
+            gc.collect()
+            self._are_equal(own, is_last=True)
+
+    def _are_equal(self, own: ReplicaMismatchError | None, *, is_last: bool = False) -> bool:
+        """Whether all workers hold equal values.
+
+        Args:
+            own: the difference that this worker has found between its replicas.
+            is_last: whether to raise if workers differ.
+
+        Raises:
+            ReplicaMismatchError: replicas of a worker differ; or workers differ, and it is last.
+            DivergenceError: it is last, and workers hold different numbers of values.
+        """
+        names: list[Callable[[], str]] = []
+        hashes: list[bytes] = []
+
+        def see(value: Any, what: Callable[[], str]) -> None:
+            names.append(what)
+            hashes.append(_hash(value))
+
+        with torch.inference_mode(False), torch.no_grad():
+            self.show_first(see)
+        error = str(own or "").encode()
+        every = self._replicas.workers.exchange(
+            "check_replicas",
+            len(hashes) if is_last else None,
+            lambda: b"".join([len(hashes).to_bytes(_HASH_BYTES, "big"), *hashes, error]),
+        )
+        if own is not None:
+            raise own
+        bodies = []
+        for rank, theirs in enumerate(every):
+            size = _HASH_BYTES * (1 + int.from_bytes(theirs[:_HASH_BYTES], "big"))
+            if theirs[size:]:
+                raise ReplicaMismatchError(f"on worker {rank}: {theirs[size:].decode()}")
+            bodies.append(theirs[_HASH_BYTES:size])
+        if all(body == bodies[0] for body in bodies):
+            return True
+        if not is_last:
+            return False
+        for rank, body in enumerate(bodies):
+            for i, what in enumerate(names):
+                span = slice(_HASH_BYTES * i, _HASH_BYTES * (i + 1))
+                if body[span] != bodies[0][span]:
+                    raise ReplicaMismatchError(
+                        f"{what()} differs on worker {rank} from worker 0; workers must hold the "
+                        "same bits: look for a write that is not the same on all workers"
+                    )
+        return True
+
+
+def _hash(value: Any) -> bytes:
+    found = hashlib.blake2b(digest_size=_HASH_BYTES)
+    for leaf in leaves_of(value):
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            for raw in bytes_of(leaf):
+                found.update(raw)
+        elif isinstance(leaf, (int, float, complex, str, bool)):
+            found.update(repr(leaf).encode())
+    return found.digest()

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from mirror.base.migration_hints import call_with_hints, signposted_keywords
+from mirror.base.migration_hints import call_with_hints, keywords_with_hints
 from mirror.comm.communicator import Communicator
 from mirror.devices import is_simulated, resolve
 from mirror.errors import DeviceError
-from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.one_device import check_single_device
+from mirror.strategy.mirrored import MirroredStrategy, check_single_device
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
     Fallback,
@@ -92,7 +91,7 @@ class CentralStorageStrategy(MirroredStrategy):
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, parameter_device='{self._parameter_device}')"
 
-    @signposted_keywords("MirroredStrategy.compile")
+    @keywords_with_hints("MirroredStrategy.compile")
     def compile(
         self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
     ) -> Any:

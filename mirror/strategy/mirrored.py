@@ -1,4 +1,7 @@
-"""MirroredStrategy: one process trains one model on several devices, like one device."""
+"""MirroredStrategy: one process trains one model on several devices, like one device.
+
+``OneDeviceStrategy`` has one replica, for programs that are written for any number of replicas.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from typing import Any, get_args
 
 import torch
 
-from mirror.base.migration_hints import call_with_hints, signposted_keywords
+from mirror.base.migration_hints import call_with_hints, keywords_with_hints
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.input_options import or_default
 from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import is_simulated, resolve_places
+from mirror.errors import DeviceError, short_repr
 from mirror.execution.parallel_runs import is_gil_enabled
-from mirror.strategy.make_communicator import make_mesh_communicator
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
@@ -22,6 +25,7 @@ from mirror.strategy.strategy_options import (
     Guards,
     Schedule,
     check_choice,
+    make_mesh_communicator,
 )
 from mirror.threads.user_frames import warn_user
 
@@ -69,7 +73,7 @@ class MirroredStrategy(Strategy):
             backward passes outside ``run`` at once on spare CPUs. Staggered simulated devices
             share the intra-op threads, and run at once if that is measured to be faster: the
             order of random draws and the division of sums then vary. The choice is logged by
-            "mirror". See [Note: Measured manners].
+            "mirror". See [Note: Measured policies].
 
     **Layers on several devices.** With ``devices=[["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]`` a
     model is written for the first replica: ``self.top.to("cuda:1")`` at its creation, and
@@ -128,8 +132,8 @@ class MirroredStrategy(Strategy):
         return self._group.replicas.places.replicas
 
     # Programs pass keywords of DistributedDataParallel and of Keras's compile to these methods.
-    mirror = signposted_keywords("MirroredStrategy.mirror")(Strategy.mirror)
-    compile = signposted_keywords("MirroredStrategy.compile")(Strategy.compile)
+    mirror = keywords_with_hints("MirroredStrategy.mirror")(Strategy.mirror)
+    compile = keywords_with_hints("MirroredStrategy.compile")(Strategy.compile)
 
     def _resolve_devices(self, devices: Any) -> Sequence[Sequence[torch.device]]:
         """Returns each replica's devices."""
@@ -147,3 +151,33 @@ class MirroredStrategy(Strategy):
     def _choose_parameter_device(self, devices: Sequence[torch.device]) -> torch.device | None:
         """Returns the parameter device; ``None`` if parameters are on the replicas' devices."""
         return None
+
+
+@call_with_hints
+class OneDeviceStrategy(MirroredStrategy):
+    """Runs on one named device.
+
+    It is ``MirroredStrategy`` with one device. A program for several devices runs on it without
+    threads, for instance in a test or under a debugger.
+
+    Args:
+        device: the device or its name; the number 1 for ``"cuda:1"``.
+        guards: the checks during training, see ``Guards``.
+
+    Raises:
+        DeviceError: the device does not exist, or not exactly one is given.
+    """
+
+    def __init__(self, device: torch.device | str | int, *, guards: Guards | None = None) -> None:
+        check_single_device("device", device, "mirror.MirroredStrategy(devices)")
+        super().__init__([device], guards=guards)
+
+
+def check_single_device(name: str, device: object, several: str) -> None:
+    """Raises DeviceError if a value is not one device; ``several`` names the alternative."""
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    if not (isinstance(device, (torch.device, str)) or is_number):
+        raise DeviceError(
+            f"{name} is one device, such as 'cpu' or 'cuda:0'; got {short_repr(device)}; several "
+            f"devices go to {several}"
+        )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from mirror.base.migration_hints import missing, signposted_init
+from mirror.base.migration_hints import init_with_hints, missing
 from mirror.base.no_copy import NoCopy
 from mirror.errors import StrategyError, short_repr
 from mirror.execution.current_replica import current
@@ -43,7 +43,7 @@ _REMEDIES = {
 }
 
 
-@signposted_init
+@init_with_hints
 class ParameterServerStrategy(NoCopy):
     """Keeps variables on parameter servers; workers run steps that are scheduled on them.
 

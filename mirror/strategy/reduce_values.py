@@ -13,11 +13,10 @@ from torch import Tensor
 from mirror.errors import ShapeError, short_repr
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.autograd_nodes import not_differentiable
-from mirror.replica.collectives.distributed_values import exchange_parts, on_device
+from mirror.replica.collectives.autograd_nodes import exchange_parts, not_differentiable, on_device
 from mirror.replica.collectives.reduce_ops import check_reducible, reduce_op, summed, weighted_mean
 from mirror.replica.exactness.local_losses import ReducedLosses
-from mirror.replica.gradients.graph_boundary import mark_boundaries
+from mirror.replica.gradients.parallel_backward import mark_boundaries
 from mirror.strategy.run_arguments import check_parts
 from mirror.values import PerReplica, leaves_of, map_structure
 

@@ -56,7 +56,10 @@ def find_active(num_replicas: int, *trees: Any) -> tuple[Sequence[int], Sequence
         return range(num_replicas), None
     if not active:
         raise StructureError("no replica has a part of every PerReplica argument of run")
-    return active, next((v.weights for v in values if v.weights is not None), None)
+    for value in values:
+        if value.weights is not None:
+            return active, value.weights
+    return active, None
 
 
 def make_call(
@@ -78,8 +81,11 @@ def check_parts(num_replicas: int, leaves: Iterable[Any]) -> list[PerReplica[Any
     Raises:
         StructureError: a PerReplica has a wrong number of parts.
     """
-    values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
-    for value in values:
+    values: list[PerReplica[Any]] = []
+    for value in leaves:
+        if not isinstance(value, PerReplica):
+            continue
+        values.append(value)
         if len(value.values) != num_replicas:
             got = f"with {len(value.values)}" if value.values else "without parts"
             raise StructureError(
@@ -97,7 +103,7 @@ def replicas_with_parts(values: Iterable[PerReplica[Any]]) -> list[int] | None:
         here = [*range(len(parts))]
         if type(ABSENT) in map(type, parts):
             here = [i for i, part in enumerate(parts) if part is not ABSENT]
-        ids = here if ids is None else [i for i in ids if i in here]
+        ids = here if ids in (None, here) else [i for i in ids or () if i in here]
     return ids
 
 

@@ -60,8 +60,8 @@ class Autotuner(Generic[M]):
         self, candidates: Callable[[], Sequence[M]], clock: Callable[[], float] = perf_counter
     ) -> None:
         self._ask, self._clock = candidates, clock
-        self._manners = tuple(candidates())
-        self.now = self._manners[0]
+        self._policies = tuple(candidates())
+        self.now = self._policies[0]
         self._size = self._last_size = 0.0  # examples per measured step; per last step
         self._trying: int | None = None  # the index of the policy that is measured
         self._num_remaining, self._unlike = WARM, 0
@@ -102,26 +102,26 @@ class Autotuner(Generic[M]):
         return least * WORTH > self._rival
 
     def _begin(self, size: float) -> None:
-        self._manners, self._size = tuple(self._ask()), size
-        self._seconds, self._unlike = [[] for _ in self._manners], 0
-        if len(self._manners) == 1:
+        self._policies, self._size = tuple(self._ask()), size
+        self._seconds, self._unlike = [[] for _ in self._policies], 0
+        if len(self._policies) == 1:
             self._hold(0)
         else:
-            self._trying, self._num_remaining, self.now = 0, MOST_TRIED, self._manners[0]
+            self._trying, self._num_remaining, self.now = 0, MOST_TRIED, self._policies[0]
 
     def _try_next(self) -> None:
         assert self._trying is not None
         self._trying += 1
-        if self._trying < len(self._manners):
-            self._num_remaining, self.now = MOST_TRIED, self._manners[self._trying]
+        if self._trying < len(self._policies):
+            self._num_remaining, self.now = MOST_TRIED, self._policies[self._trying]
             return
         fastest = [min(seconds, default=math.inf) for seconds in self._seconds]
         chosen = next(i for i, least in enumerate(fastest) if least * WORTH <= min(fastest))
         self._hold(chosen)
         self._rival = min(least for i, least in enumerate(fastest) if i != chosen)
         timings = ", ".join(
-            f"{least * 1e3:.3g} ms where they {manner.name}"
-            for manner, least in zip(self._manners, fastest, strict=True)
+            f"{least * 1e3:.3g} ms where they {policy.name}"
+            for policy, least in zip(self._policies, fastest, strict=True)
         )
         _logger.info(
             "schedule: the replicas %s from now on; the fastest of %d steps of %g examples took "
@@ -134,6 +134,6 @@ class Autotuner(Generic[M]):
         )
 
     def _hold(self, chosen: int) -> None:
-        self._trying, self._num_remaining, self.now = None, HELD, self._manners[chosen]
+        self._trying, self._num_remaining, self.now = None, HELD, self._policies[chosen]
         self._recent.clear()
         self._rival = math.inf

@@ -17,12 +17,12 @@ all, and continues first. So N replicas pay N - 1 thread switches per merge:
 
 Only the determinism of the simulation may rely on "one replica runs at a time".
 
-[Note: Loose points]
-At a loose point, the replicas that come meet without the rest. A merge there also waits until all
-replicas have stopped. Then the waiting replica with the lowest id at any loose point meets all
-replicas at the same point, and these continue; the rest keep waiting. One of those that met runs
-the action, in its own context, also if another replica stopped last. So the clock does not decide
-which replicas meet, and none waits forever.
+[Note: Partial merge points]
+At a partial merge point, the replicas that come meet without the rest. A merge there also waits
+until all replicas have stopped. Then the waiting replica with the lowest id at any such point
+meets all replicas at the same point, and these continue; the rest keep waiting. One of those that
+met runs the action, in its own context, also if another replica stopped last. So the clock does
+not decide which replicas meet, and none waits forever.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from mirror.device.openmp import release_thread_pool
+from mirror.device.host import release_thread_pool
 from mirror.errors import CollectiveTimeoutError, StrategyError
-from mirror.threads.baton import Baton
 from mirror.threads.cancellation import cancel_and_join
 from mirror.threads.desync_report import describe_all, divergence, timeout
 from mirror.threads.merge_point import (
@@ -48,7 +47,7 @@ from mirror.threads.merge_point import (
     Tasks,
     just_act,
 )
-from mirror.threads.replica_threads import ReplicaThreads
+from mirror.threads.replica_threads import SIGNAL_SECONDS, Baton, ReplicaThreads
 from mirror.threads.run_queue import RunQueue, TurnTimer
 from mirror.threads.stall_detector import StallDetector
 from mirror.threads.user_frames import call_noted, frame_of
@@ -94,7 +93,7 @@ class Lockstep:
         takes_turns: whether the replicas of this run move one at a time.
         is_eager: whether they all start at once.
         ends_teams: whether a thread that passes its turn on ends its OpenMP team. See
-            [Note: Teams].
+            ``host.py``.
         is_busy: whether it runs tasks. If an interrupt leaves it busy, it is not used again.
         usable: whether another run is possible; False once closed, or hit by an exception.
     """
@@ -104,10 +103,10 @@ class Lockstep:
     ) -> None:
         self.names, self._schedule = names, schedule
         self._limit = math.inf if timeout_seconds is None else timeout_seconds
-        self.break_off: Callable[[], object] = bool  # ends waits for devices; set by the owner
+        self.abort: Callable[[], object] = bool  # ends waits for devices; set by the owner
         self.pace, self.ends_teams = TurnTimer(), False
-        # _is_struck: an exception has hit our own code, so the state of the turns is unknown.
-        self.usable, self._is_struck = True, False
+        # _is_broken: an exception has hit our own code, so the state of the turns is unknown.
+        self.usable, self._is_broken = True, False
         self.is_busy = self._is_forked = False
         self._threads = ReplicaThreads(names, self._work)
         self._mutex, self._finished = threading.Lock(), Baton(is_of_caller=True)
@@ -160,7 +159,7 @@ class Lockstep:
                 with self._mutex:  # the first replicas may stop before all have got their turn
                     self._give_turns()
                 self._await()
-            if self._is_struck:
+            if self._is_broken:
                 self._cancel(self._failure.error)
         except BaseException as interrupt:  # it hit our own code
             self._cancel(interrupt)
@@ -189,7 +188,7 @@ class Lockstep:
                 meeting, self._meeting = self._meeting, ()
                 self._meet(replica_id, meeting)
         except BaseException as error:  # an interrupt: this replica will not take its turn
-            self._is_struck, self.usable = True, False
+            self._is_broken, self.usable = True, False
             self._failure.record(error, replica_id)
             raise
         if failure.error is not None or threads.dismissed:
@@ -209,7 +208,7 @@ class Lockstep:
                 queue.frames[replica_id] = sys._getframe()
             if self._schedule == "concurrent":
                 self.pace.end_turn()
-            if self._is_struck:
+            if self._is_broken:
                 self._wake_all()
                 return False
             if queue.running:
@@ -257,7 +256,7 @@ class Lockstep:
             return self._give_turns(last)
         if self.ends_teams and last != self._threads.here:  # else the caller has this thread
             self._end_team()
-        self._finished.post(near=self.takes_turns)
+        self._finished.post(same_cpu=self.takes_turns)
         return False
 
     def _give_turns(self, mine: int | None = None) -> bool:
@@ -270,7 +269,7 @@ class Lockstep:
             else:
                 if self.ends_teams:
                     self._end_team()
-                self._threads.wake(successor, near=self.takes_turns)
+                self._threads.wake(successor, same_cpu=self.takes_turns)
             if not self.is_eager:
                 break
         return came_back
@@ -309,7 +308,7 @@ class Lockstep:
         threads.here = ended = queue.next()
         while True:
             self._perform(ended)
-            if self._is_struck:
+            if self._is_broken:
                 return
             with self._mutex:
                 if self._failure.error is not None:
@@ -337,7 +336,7 @@ class Lockstep:
         except RunCancelled:  # thrown by cancel_and_join; it may arrive at any line
             return
         except BaseException as error:  # this thread ends, with or without the turn
-            self._is_struck, self.usable = True, False
+            self._is_broken, self.usable = True, False
             self._failure.record(error, replica_id)
             self._wake_all()
 
@@ -357,7 +356,7 @@ class Lockstep:
         """Wakes all waiting threads, the caller included: the run is over."""
         self.dismiss()
         with suppress(RuntimeError):  # it is posted already
-            self._finished.post(near=False)
+            self._finished.post(same_cpu=False)
 
     # The caller
 
@@ -367,7 +366,7 @@ class Lockstep:
             self._finished.wait()
             return
         queue, detector = self._queue, StallDetector(self._limit, is_staggered=self._staggers)
-        while not self._finished.wait(detector.pause_seconds):
+        while not self._finished.wait(min(detector.pause_seconds, SIGNAL_SECONDS)):
             running = tuple(queue.running)
             begun = self._threads.begun(running)
             is_moving = self._acting or len(begun) < len(running)
@@ -377,14 +376,14 @@ class Lockstep:
                 with self._mutex:
                     self._start_more(num_due)
             if detector.is_overdue:
-                self._is_struck = True
+                self._is_broken = True
                 self._failure.record(timeout(self._limit, self._describe_replicas()), None)
                 return
 
     def _start_more(self, num_replicas: int) -> None:
         for _ in range(num_replicas):
             if self._queue.runnable and self._queue.running and self._failure.error is None:
-                self._threads.wake(self._queue.next(), near=False)
+                self._threads.wake(self._queue.next(), same_cpu=False)
 
     def _describe_replicas(self) -> str:
         """Returns one line per replica with its position."""
@@ -400,7 +399,7 @@ class Lockstep:
         try:
             seconds = LATE_SECONDS if is_late else DRAIN_SECONDS
             if not cancel_and_join(self, failure, seconds, inner=Lockstep.run):
-                self.break_off()  # the threads may wait for their devices
+                self.abort()  # the threads may wait for their devices
         finally:
             self._finished.move_back()
             self._threads.move_back()
@@ -408,7 +407,7 @@ class Lockstep:
     def fail(self, failure: BaseException) -> None:
         """Fails the run from outside: no replica continues past the next merge point."""
         # An asynchronous exception may hit our own code: never reuse these threads.
-        self._is_struck, self.usable = True, False
+        self._is_broken, self.usable = True, False
         if self._failure.error is not failure:
             self._failure.error, self._failure.replica_id = failure, None
         self._wake_all()

@@ -61,7 +61,7 @@ class MergePoint:
         payload: this replica's contribution.
         action: called once with all payloads by replica id; returns each replica's result.
         detail: further text for messages, such as shapes.
-        is_loose: whether only some of the replicas need to come. See [Note: Loose points].
+        is_partial: whether only some of the replicas need to come: [Note: Partial merge points].
     """
 
     operation: str
@@ -69,7 +69,7 @@ class MergePoint:
     payload: Any
     action: Action
     detail: str = ""
-    is_loose: bool = False
+    is_partial: bool = False
 
     def __str__(self) -> str:
         return f"{self.operation} of {self.detail}" if self.detail else self.operation

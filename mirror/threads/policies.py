@@ -1,6 +1,6 @@
 """Policies: how replicas move in a step, and the candidates from which each schedule chooses.
 
-[Note: Measured manners]
+[Note: Measured policies]
 Problem: the fastest policy depends on the program and on the machine. So on simulated devices two
 schedules measure their candidates with ``Autotuner``:
 
@@ -16,7 +16,7 @@ schedules measure their candidates with ``Autotuner``:
 
 Rule: "auto" never runs the user's functions or forwards at once: they may draw, print or append.
 It runs only backward passes without hooks at once, [Note: Graph boundaries] in
-``replica/gradients/graph_boundary.py``, and only with enough CPUs for the caller's number of
+``replica/gradients/parallel_backward.py``, and only with enough CPUs for the caller's number of
 intra-op threads on each replica: the bits of a sum depend on that number.
 """
 
@@ -30,7 +30,7 @@ from time import perf_counter
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from mirror.device.openmp import release_thread_pool
+from mirror.device.host import release_thread_pool
 from mirror.threads.autotune import Autotuner
 
 
@@ -64,7 +64,7 @@ class Policy:
         moves_at_once: whether replicas start at once if their turns are long; see ``TurnTimer``.
         passes_at_once: whether backward passes outside ``run`` run at once where they can.
         ends_teams: whether a thread that passes its turn on ends its OpenMP team. See
-            [Note: Teams].
+            ``host.py``.
         shares_threads: whether the replicas share the caller's intra-op threads.
     """
 
@@ -109,7 +109,7 @@ class Schedule:
         clock: in seconds.
 
     Attributes:
-        manner: the policy of the coming step.
+        policy: the policy of the coming step.
         may_move_at_once: whether replicas may start at once in it if ``of_turns`` allows that.
         of_turns: the schedule of the replicas' locksteps. See [Note: Turns].
         keeps_order: whether replicas draw, print and sum in the order of ``"lockstep"``.
@@ -132,24 +132,24 @@ class Schedule:
         """Records the end of a step; the next one may use another policy."""
         if torch.get_num_threads() != self._num_threads:
             self._begin()
-        self._contest.step_ended(sum(self.sizes))
-        if self._contest.now is not self.manner:
-            self._take(self._contest.now)
+        self._autotuner.step_ended(sum(self.sizes))
+        if self._autotuner.now is not self.policy:
+            self._take(self._autotuner.now)
 
     def may_go_backward_at_once(self) -> bool:
         """Whether a backward pass outside ``run`` may run at once: no hook may be in it."""
         if not self.keeps_order:
             return True
-        return self.manner.passes_at_once and num_hooks() == self.num_hooks != -1
+        return self.policy.passes_at_once and num_hooks() == self.num_hooks != -1
 
     def _begin(self) -> None:
         self._num_threads = torch.get_num_threads()
-        self._contest = Autotuner(self._candidates, self._clock)
-        self._take(self._contest.now)
+        self._autotuner = Autotuner(self._candidates, self._clock)
+        self._take(self._autotuner.now)
 
-    def _take(self, manner: Policy) -> None:
-        self.manner = manner
-        self.may_move_at_once = self._name != CONCURRENT or manner.moves_at_once
+    def _take(self, policy: Policy) -> None:
+        self.policy = policy
+        self.may_move_at_once = self._name != CONCURRENT or policy.moves_at_once
 
     def _candidates(self) -> tuple[Policy, ...]:
         self.num_hooks = num_hooks()

@@ -1,15 +1,27 @@
-"""The threads of replicas, the batons on which they wait, and the right to run them."""
+"""ReplicaThreads: the threads of replicas, and the batons on which they wait for their turn.
+
+[Note: Waking up]
+Problem: the kernel wakes a sleeping thread on an idle CPU. That CPU takes 20 us or more to start
+and has cold caches, so a step of small operations takes 1.5 times as long.
+Rule: turns need only one CPU. A thread that passes its turn on, and is about to sleep, sets the
+affinity of the next thread to its own CPU.
+Consequence: the woken thread restores its affinity before it continues. Its computations, and the
+threads it starts, may use every CPU as before.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TypeVar
 
-from mirror.threads.baton import Baton
-
-T = TypeVar("T")
+# A signal that arrives just before a thread sleeps does not wake it. That moment lasts up to a
+# second without the GIL on a busy machine. So the caller of a run, which may be the main thread,
+# wakes up this often: Python then handles the signal.
+SIGNAL_SECONDS = 0.5
 
 
 class ReplicaThreads:
@@ -34,16 +46,16 @@ class ReplicaThreads:
         self._turns, self._turn_here = [Baton() for _ in names], Baton(is_of_caller=True)
         self._threads: dict[int, threading.Thread] = {}
 
-    def wake(self, replica_id: int, *, near: bool) -> None:
+    def wake(self, replica_id: int, *, same_cpu: bool) -> None:
         """Wakes a replica that waits for its turn, in a new thread if it has none.
 
         Args:
-            near: whether it continues on the CPU of the calling thread. See [Note: Waking up].
+            same_cpu: whether it continues on the CPU of the calling thread. See [Note: Waking up].
         """
         if replica_id not in self._threads and replica_id != self.here:
             self._start(replica_id)
         baton = self._turn_here if replica_id == self.here else self._turns[replica_id]
-        baton.post(near=near)
+        baton.post(same_cpu=same_cpu)
 
     def wait_for_run(self, replica_id: int) -> bool:
         """Waits, in a replica's own thread, for its first turn in a run.
@@ -87,7 +99,7 @@ class ReplicaThreads:
         self.dismissed = True
         for baton in (self._turn_here, *(self._turns[r] for r in tuple(self._threads))):
             with suppress(RuntimeError):  # it is posted already
-                baton.post(near=False)
+                baton.post(same_cpu=False)
 
     def move_back(self) -> None:
         """Restores the affinity of the caller's thread if an interrupt has prevented that."""
@@ -98,3 +110,83 @@ class ReplicaThreads:
         thread = threading.Thread(target=self._work, args=(replica_id,), name=name, daemon=True)
         self._threads[replica_id] = thread
         thread.start()
+
+
+class Baton:
+    """Blocks one thread until another thread posts.
+
+    Args:
+        is_of_caller: whether the thread that waits may be the main thread, which handles signals.
+    """
+
+    __slots__ = ("_affinities", "_lock", "_longest", "_pinning", "_sleeper")
+
+    def __init__(self, *, is_of_caller: bool = False) -> None:
+        self._longest = SIGNAL_SECONDS if is_of_caller else -1.0  # seconds of one sleep
+        self._lock, self._pinning = threading.Lock(), threading.Lock()
+        self._lock.acquire()
+        self._sleeper: int | None = None  # the native id of the waiting thread
+        self._affinities: tuple[set[int], set[int]] | None = None  # pinned, original
+
+    def wait(self, timeout: float = math.inf) -> bool:
+        """Waits for a ``post`` and consumes it; returns whether it came within the timeout.
+
+        Args:
+            timeout: seconds.
+        """
+        # Not Thread.native_id: after a fork it still names the thread of the parent process.
+        self._sleeper = threading.get_native_id()
+        try:
+            if timeout != math.inf:
+                return self._lock.acquire(timeout=timeout)
+            while not self._lock.acquire(timeout=self._longest):
+                pass
+            return True
+        finally:
+            with self._pinning:  # from here on no other thread changes this thread's affinity
+                self._sleeper = None
+            if self._affinities is not None:
+                self.move_back()
+
+    def post(self, *, same_cpu: bool) -> None:
+        """Lets one thread continue.
+
+        Args:
+            same_cpu: whether it continues on the CPU of the calling thread. See [Note: Waking up].
+
+        Raises:
+            RuntimeError: the baton is posted already.
+        """
+        if same_cpu and _current_cpu is not None:
+            with self._pinning, suppress(OSError):  # the thread has ended
+                if self._sleeper is not None:
+                    own_cpu, allowed = {_current_cpu()}, os.sched_getaffinity(self._sleeper)
+                    if own_cpu < allowed:
+                        self._affinities = own_cpu, allowed
+                        os.sched_setaffinity(self._sleeper, own_cpu)
+        self._lock.release()
+
+    def move_back(self) -> None:
+        """Restores the affinity of the calling thread, which is the one that waits; idempotent.
+
+        An affinity that the program has set in the meantime stays.
+        """
+        if self._affinities is not None:
+            pinned, allowed = self._affinities
+            if os.sched_getaffinity(0) == pinned:
+                os.sched_setaffinity(0, allowed)
+            self._affinities = None
+
+
+def _cpu_finder() -> Callable[[], int] | None:
+    """Returns libc's ``sched_getcpu``, or ``None`` if the platform has none."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    try:
+        find: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
+    except (AttributeError, OSError):
+        return None
+    return find
+
+
+_current_cpu = _cpu_finder()

@@ -64,15 +64,15 @@ class RunQueue:
     def find_meeting(self) -> tuple[int, ...]:
         """Returns the replicas that meet at one merge point, if no replica runs any more.
 
-        See [Note: Loose points]. If all replicas must meet and do not, returns none.
+        See [Note: Partial merge points]. If all replicas must meet and do not, returns none.
         """
-        waiting, loose = self.waiting, list[int]()
+        waiting, partial = self.waiting, list[int]()
         for r in sorted(waiting):
-            if waiting[r].is_loose:
-                loose.append(r)
-        if loose:
-            first = waiting[loose[0]]
-            return tuple(r for r in loose if not mismatch((first, waiting[r])))
+            if waiting[r].is_partial:
+                partial.append(r)
+        if partial:
+            first = waiting[partial[0]]
+            return tuple(r for r in partial if not mismatch((first, waiting[r])))
         if len(waiting) < len(self.order) or mismatch(waiting.values()):
             return ()
         return tuple(sorted(waiting))

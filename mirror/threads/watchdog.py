@@ -29,7 +29,7 @@ class WatchedCall:
     """One call with a deadline.
 
     Args:
-        break_off: aborts this call and all calls with the same function; the watchdog's thread
+        abort: aborts this call and all calls with the same function; the watchdog's thread
             calls it.
         what: returns the name of the call for the error.
 
@@ -41,10 +41,10 @@ class WatchedCall:
         self,
         work: Callable[[], Any],
         seconds: float,
-        break_off: Callable[[], object],
+        abort: Callable[[], object],
         what: Callable[[], str],
     ) -> None:
-        self._work, self.seconds, self.break_off, self.what = work, seconds, break_off, what
+        self._work, self.seconds, self.abort, self.what = work, seconds, abort, what
         self.deadline = monotonic() + seconds
         self.late: str | None = None
         self.is_given_up = False
@@ -134,10 +134,10 @@ class _Watchdog:
                 f"{stacks()}"
             )
             for other in tuple(self._calls):
-                if other.break_off == call.break_off:
+                if other.abort == call.abort:
                     other.late, other.deadline = message, monotonic() + GRACE_SECONDS
             try:
-                call.break_off()
+                call.abort()
             except Exception:
                 _logger.exception("mirror: breaking off %s failed", call.what())
         else:

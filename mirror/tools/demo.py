@@ -20,30 +20,29 @@ from mirror.strategy.mirrored import MirroredStrategy
 from mirror.tools.demo_images import NUM_CLASSES, Images, load_images
 from mirror.train.loop.hooks import ProgressLine
 
-__all__ = ["DemoOptions", "run_demo"]
-
 NUM_SIMULATED = 4
-# At batches of 64 or more; less, in proportion, for smaller ones. At 0.03 batches of 8 make the
-# training chaotic: ten epochs of the digits let even float64's rounding grow to 0.1.
+# For batches of 64 or more; proportionally less for smaller ones. With 0.03 and batches of 8,
+# training is chaotic: in ten epochs of the digits even the rounding of float64 grows to 0.1.
 LEARNING_RATE = 0.03
 MOMENTUM = 0.9
 TEST_BATCH_SIZE = 1000
 
-# Measured on CPU at the default settings, over 4 seeds with the digits and 3 with Fashion-MNIST:
-# rounding grew to at most 4.2e-6. One example missed once changed some parameter by at least 5e-4.
+# Measured on CPU with the defaults, 4 seeds of the digits and 3 of Fashion-MNIST: rounding grew to
+# at most 4.2e-6. One missed example changed a parameter by at least 5e-4.
 ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What ``mirror demo`` can be asked for.
+    """The options of ``mirror demo``.
 
     Attributes:
         devices: one per replica; ``None`` for all GPUs, else four simulated devices.
-        replicas: so many, dealt in turn to the GPUs, else to the CPU; instead of ``devices``.
-        epochs: ``None`` for as many as take less than about a minute on two cores.
-        batch_size: images in a step of all replicas together.
-        data: directory with gzipped IDX files; ``None`` for what ``load_images`` finds.
+        replicas: the number of replicas, on the GPUs in turn, else on the CPU; instead of
+            ``devices``.
+        epochs: the number of epochs; ``None``: about a minute on two cores.
+        batch_size: the images of a step of all replicas.
+        data: a directory with gzipped IDX files; ``None``: see ``load_images``.
     """
 
     devices: tuple[str, ...] | None = None
@@ -56,7 +55,7 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training run came to: the last epoch's loss and accuracy, and the whole time."""
+    """The result of a training: loss and accuracy of the last epoch, and the total time."""
 
     loss: float
     accuracy: float
@@ -67,7 +66,7 @@ class Outcome:
 class Net(nn.Module):
     """Two convolutions and two linear layers; no dropout and no batch statistics.
 
-    Its activations are smooth and it has no maximum to take, so that rounding stays rounding.
+    It has smooth activations and no maximum, so that rounding is not amplified.
     """
 
     def __init__(self, height: int, width: int) -> None:
@@ -87,7 +86,7 @@ class Net(nn.Module):
 
 
 def run_demo(options: DemoOptions) -> None:
-    """Runs the demo and prints what happens.
+    """Runs the demo and prints its results.
 
     Raises:
         DeviceError: a device does not exist.
@@ -117,7 +116,7 @@ def run_demo(options: DemoOptions) -> None:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
-    """One step, the same for a replica and for a plain device; returns the mean loss."""
+    """Runs one step, on a replica or on a plain device; returns the mean loss."""
     x, y = batch
     loss = F.cross_entropy(model(x), y)
     optimizer.zero_grad()
@@ -148,8 +147,7 @@ def _train_plain(
     model.to(device)
 
     def step(batch: Any) -> Tensor:
-        x, y = batch
-        return train_step(model, optimizer, (x.to(device), y.to(device)))
+        return train_step(model, optimizer, [part.to(device) for part in batch])
 
     batches = _batches(images, options)
     return model, _train(model, step, batches, images, epochs, options, device)
@@ -163,7 +161,7 @@ def _make(images: Images, options: DemoOptions) -> tuple[nn.Module, torch.optim.
 
 
 def _batches(images: Images, options: DemoOptions) -> DataLoader[tuple[Tensor, ...]]:
-    """Shuffled batches, in the same order for every loader with the same seed."""
+    """Returns shuffled batches, in the same order for the same seed."""
     return DataLoader(
         TensorDataset(images.train_x, images.train_y),
         batch_size=options.batch_size,
@@ -209,10 +207,7 @@ def _train(
 
 @torch.no_grad()
 def _accuracy(model: nn.Module, images: Images, device: torch.device) -> float:
-    """The share of test images that the model names rightly.
-
-    A mirrored model splits each of these batches over its replicas and joins their outputs.
-    """
+    """Returns the share of correctly labelled test images; a mirrored model splits each batch."""
     num_right = 0
     for x, y in zip(
         images.test_x.split(TEST_BATCH_SIZE), images.test_y.split(TEST_BATCH_SIZE), strict=True
@@ -233,9 +228,8 @@ def _devices(options: DemoOptions) -> tuple[torch.device, ...]:
 def _comparable(devices: Sequence[torch.device]) -> Iterator[None]:
     """Computes in float32 on GPUs, and with one thread on simulated devices.
 
-    Convolutions on GPUs compute in TF32 by default, and its rounding would hide what is compared.
-    Each replica's thread would use a team of threads of its own for every operation; on images as
-    small as these the teams take several times as long as one thread.
+    The rounding of TF32, the default of convolutions on GPUs, would hide differences. On small
+    images, an OpenMP team per replica takes several times as long as one thread.
     """
     num_threads = torch.get_num_threads()
     if is_simulated(devices):

@@ -1,4 +1,4 @@
-"""Labelled images to train on: IDX files (MNIST, Fashion-MNIST), scikit-learn's digits, ours."""
+"""Images for the demo: IDX files (MNIST, Fashion-MNIST), scikit-learn's digits, drawn digits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,32 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mirror.errors import MirrorError
-from mirror.tools.drawn_digits import draw_digits
-
-__all__ = ["Images", "ImagesError", "load_digits", "load_drawn", "load_idx", "load_images"]
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-"""Where the Debian package dataset-fashion-mnist puts its files."""
+"""The files of the Debian package dataset-fashion-mnist."""
 
 NUM_CLASSES = 10
 
 _TYPE_UINT8 = 8
+
+SIZE = 12
+"""Height and width of an image."""
+
+# Seven rows of five pixels for each digit.
+_FONT = """
+.###.  ..#..  .###.  .###.  ...#.  #####  ..##.  #####  .###.  .###.
+#...#  .##..  #...#  #...#  ..##.  #....  .#...  ....#  #...#  #...#
+#..##  ..#..  ....#  ....#  .#.#.  ####.  #....  ...#.  #...#  #...#
+#.#.#  ..#..  ...#.  ..##.  #..#.  ....#  ####.  ..#..  .###.  .####
+##..#  ..#..  ..#..  ....#  #####  ....#  #...#  ..#..  #...#  ....#
+#...#  ..#..  .#...  #...#  ...#.  #...#  #...#  ..#..  #...#  ...#.
+.###.  .###.  #####  .###.  ...#.  .###.  .###.  ..#..  .###.  .##..
+"""
+_ROWS, _COLUMNS = 7, 5
 
 
 class ImagesError(MirrorError, ValueError):
@@ -35,7 +48,7 @@ class Images:
     """A training and a test set of grey images in 10 classes.
 
     Attributes:
-        name: what they are, for people.
+        name: a name for messages.
         train_x, test_x: float32 in -1..1, shape (count, 1, height, width).
         train_y, test_y: int64 in 0..9, shape (count,).
     """
@@ -50,7 +63,7 @@ class Images:
 def load_images(directory: Path | None = None) -> Images:
     """Loads the IDX files in a directory, else Debian's Fashion-MNIST, else some digits.
 
-    These are scikit-learn's where it is installed, else drawn ones.
+    The digits are scikit-learn's if it is installed, else drawn ones.
 
     Raises:
         ImagesError: see ``load_idx``.
@@ -63,23 +76,47 @@ def load_images(directory: Path | None = None) -> Images:
 
 
 def load_drawn() -> Images:
-    """Draws 2,000 digits of 12x12, the last 400 of them for the test."""
+    """Draws 2,000 digits of 12x12; the last 400 are for the test."""
     x, y = draw_digits(2000)
     train, test = slice(1600), slice(1600, None)
-    return Images(
-        "drawn digits",
-        _scaled(x[train], 255),
-        _labels(y[train]),
-        _scaled(x[test], 255),
-        _labels(y[test]),
-    )
+    return _images("drawn digits", 255, x[train], y[train], x[test], y[test])
+
+
+def draw_digits(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Draws digits that are rotated, slanted, stretched, shifted, faint and noisy.
+
+    Returns:
+        Images, uint8 of shape (count, SIZE, SIZE), and their labels, int64 in 0..9.
+    """
+    draws = np.random.default_rng(seed)
+    digits = draws.permutation(np.arange(count) % 10)
+    angle, slant = draws.uniform(-0.35, 0.35, (2, count, 1, 1))
+    height, width = draws.uniform(0.9, 1.45, (2, count, 1, 1))
+    down, right = draws.uniform(-1.2, 1.2, (2, count, 1, 1))
+    # The position in the glyph of each pixel of an image, in pixels from the centre of the glyph.
+    y, x = np.mgrid[:SIZE, :SIZE] - (SIZE - 1) / 2
+    y, x = y[None] - down, x[None] - right
+    y, x = np.cos(angle) * y - np.sin(angle) * x, np.sin(angle) * y + np.cos(angle) * x
+    y, x = y / height, (x + slant * y) / width
+    grid = torch.from_numpy(np.stack([x / (_COLUMNS / 2), y / (_ROWS / 2)], axis=-1))
+    glyphs = torch.from_numpy(_glyphs()[digits])[:, None]
+    ink = F.grid_sample(glyphs, grid, align_corners=False)[:, 0].numpy()
+    ink = ink * draws.uniform(0.5, 1.0, (count, 1, 1)) + draws.normal(0, 0.12, ink.shape)
+    return np.rint(np.clip(ink, 0, 1) * 255).astype(np.uint8), digits
+
+
+def _glyphs() -> np.ndarray:
+    """Returns the font as float64 of shape (10, rows, columns), 1 where there is ink."""
+    lines = [line.split() for line in _FONT.split("\n") if line]
+    ink = [[[pixel == "#" for pixel in line[i]] for line in lines] for i in range(10)]
+    return np.array(ink, np.float64)
 
 
 def load_idx(directory: Path, name: str) -> Images:
-    """Loads the four gzipped IDX files under the names that MNIST gave them.
+    """Loads the four gzipped IDX files with the names of MNIST.
 
     Raises:
-        ImagesError: a file is missing or damaged, or images and labels do not belong together.
+        ImagesError: a file is missing or damaged, or images and labels do not match.
     """
     train_x, train_y = _read_pair(directory, "train")
     test_x, test_y = _read_pair(directory, "t10k")
@@ -88,9 +125,7 @@ def load_idx(directory: Path, name: str) -> Images:
             f"training and test images must have one size; those in {directory} have "
             f"{_size(train_x)} and {_size(test_x)}"
         )
-    return Images(
-        name, _scaled(train_x, 255), _labels(train_y), _scaled(test_x, 255), _labels(test_y)
-    )
+    return _images(name, 255, train_x, train_y, test_x, test_y)
 
 
 def load_digits() -> Images:
@@ -110,13 +145,7 @@ def load_digits() -> Images:
     order = np.random.default_rng(0).permutation(len(digits.target))
     x, y = digits.images[order], digits.target[order]
     test = np.arange(len(y)) % 5 == 0
-    return Images(
-        "scikit-learn's digits",
-        _scaled(x[~test], 16),
-        _labels(y[~test]),
-        _scaled(x[test], 16),
-        _labels(y[test]),
-    )
+    return _images("scikit-learn's digits", 16, x[~test], y[~test], x[test], y[test])
 
 
 def _read_pair(directory: Path, prefix: str) -> tuple[np.ndarray, np.ndarray]:
@@ -167,9 +196,18 @@ def _size(images: np.ndarray) -> str:
     return "x".join(map(str, images.shape[1:]))
 
 
-def _scaled(images: np.ndarray, brightest: int) -> Tensor:
-    return torch.from_numpy(images.astype(np.float32) * (2 / brightest) - 1).unsqueeze(1)
+def _images(
+    name: str,
+    brightest: int,
+    train_x: np.ndarray,
+    train_y: np.ndarray,
+    test_x: np.ndarray,
+    test_y: np.ndarray,
+) -> Images:
+    """Returns images with brightness scaled from 0..brightest to -1..1."""
 
+    def scale(x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x.astype(np.float32) * (2 / brightest) - 1).unsqueeze(1)
 
-def _labels(labels: np.ndarray) -> Tensor:
-    return torch.from_numpy(labels.astype(np.int64))
+    labels = (torch.from_numpy(y.astype(np.int64)) for y in (train_y, test_y))
+    return Images(name, scale(train_x), next(labels), scale(test_x), next(labels))

@@ -72,13 +72,13 @@ def signs_of(kind, suffix=""):
 
 
 @pytest.mark.parametrize("place", MODULES)
-def test_every_name_on_a_module_says_whose_it_is_and_what_to_do(place):
+def test_every_name_on_a_module_names_its_library_and_a_remedy(place):
     for name, sign in TABLE[place].items():
         check_attribute(MODULES[place], name, sign)
 
 
 @pytest.mark.parametrize("place", CLASSES)
-def test_every_name_on_an_object_says_whose_it_is_and_what_to_do(place):
+def test_every_name_on_an_object_names_its_library_and_a_remedy(place):
     kind = CLASSES[place]
     thing = object.__new__(kind)  # no devices, no servers: what is missing, is so for all
     for name, sign in signs_of(kind):
@@ -253,7 +253,7 @@ def test_texts_end_up_whole():
     assert max(map(len, lines)) <= 99
 
 
-def test_a_name_that_nobody_has_is_an_ordinary_error(objects):
+def test_a_name_of_no_library_is_an_ordinary_error(objects):
     for place, owner in objects.items():
         for name in ("nobody", "_private", "__dunder__"):
             with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):

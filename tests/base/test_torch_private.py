@@ -15,8 +15,8 @@ from mirror import cli
 from mirror.base import dynamo, torch_private
 from mirror.base.torch_private import private_names
 from mirror.errors import StrategyError
-from mirror.replica.gradients.backward_interceptor import register_listener
-from mirror.replica.params.mirrored_parameter import MirroredParameter
+from mirror.replica.gradients.grad_tracker import register_listener
+from mirror.replica.params.torch_function import MirroredParameter
 from mirror.threads import run_queue
 
 ROOT = Path(__file__).parents[2]

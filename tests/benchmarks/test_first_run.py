@@ -65,6 +65,7 @@ def test_everything_is_run_in_order_and_is_one_table_and_one_file(
         "gpu_check: ring, all GPUs",
         "modules loaded when first used: ring, all GPUs",
         "segments that grow: ring, all GPUs",
+        "threads that launch on all GPUs",
         "direct under compute-sanitizer",
         "ring under compute-sanitizer",
         "hierarchical under compute-sanitizer",
@@ -73,9 +74,10 @@ def test_everything_is_run_in_order_and_is_one_table_and_one_file(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(rows)
     assert all(row["name"] in line for row, line in zip(rows, lines, strict=True))
-    (tests, _), (_, alone), (_, lazy), (_, segments), *sanitized = runs
+    (tests, _), (_, alone), (_, lazy), (_, segments), (threads, _), *sanitized = runs
     assert tests[-1].endswith("test_cuda_kernels.py")
     assert alone == {}
+    assert threads[-1] == "benchmarks/gpu_threads.py"
     assert lazy["CUDA_MODULE_LOADING"] == "LAZY"
     assert segments["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert lazy["CUDA_VISIBLE_DEVICES"] == segments["CUDA_VISIBLE_DEVICES"] == "0,1"
@@ -85,7 +87,7 @@ def test_everything_is_run_in_order_and_is_one_table_and_one_file(
 
 
 @pytest.mark.parametrize("need", NEEDS)
-def test_what_a_machine_lacks_is_said_and_what_needs_it_is_not_run(
+def test_what_a_machine_lacks_is_reported_and_what_needs_it_is_skipped(
     first_run, whole, runs, capsys, need
 ):
     lacking = replace(whole, **{need: f"there is no {need} here"})
@@ -93,9 +95,9 @@ def test_what_a_machine_lacks_is_said_and_what_needs_it_is_not_run(
     lines = capsys.readouterr().out.splitlines()
     without = [line for line in lines if line.endswith(f"there is no {need} here")]
     assert all(line.startswith("skipped") for line in without)
-    num_parts = {"gpu": 5, "two_gpus": 2, "cupy": 4, "sanitizer": 3, "pytest": 1}.get(need, 0)
+    num_parts = {"gpu": 5, "two_gpus": 3, "cupy": 4, "sanitizer": 3, "pytest": 1}.get(need, 0)
     assert len(without) == 1 + num_parts  # itself, and every part that needs it
-    assert len(runs) == 7 - num_parts
+    assert len(runs) == 8 - num_parts
     assert not any("Traceback" in line for line in lines)
 
 

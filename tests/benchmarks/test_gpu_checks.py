@@ -11,7 +11,7 @@ import torch
 
 from mirror import comm
 from mirror.comm.kernels.kernel_communicator import KernelCommunicator
-from mirror.device.side_streams import CopyStreams
+from mirror.device.streams import CopyStreams
 from mirror.devices import synchronize
 from tests.gpu.fake import FakeGpus
 
@@ -46,7 +46,7 @@ def load_check(monkeypatch):
 def test_the_short_checks_of_a_gpu_pass_on_simulated_devices(load_check):
     cpu = torch.device("cpu")
     made = [
-        load_check("supervised").made(name, check)
+        load_check("supervised").run_check(name, check)
         for name, check in load_check("gpu_check").checks(cpu, 1000)
         if not LONG.search(name)
     ]

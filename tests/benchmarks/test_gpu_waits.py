@@ -79,7 +79,7 @@ def test_calls_of_nccl_are_counted(waits, monkeypatch):
     monkeypatch.setattr(waits, "CALLS", 3)
     with gpus_with_nccl(2, polls=4) as gpus:
         found = waits.calls_of_nccl(tuple(gpus.devices))
-    # Of one group: 4 times in vain, and each of both.
+    # Of one group: 4 times without effect, and each of both.
     assert [part.split(", ")[1] for part in found.split("; ")] == [
         "6.0 questions",
         "12.0 questions",

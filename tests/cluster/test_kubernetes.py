@@ -75,7 +75,7 @@ def resolver_of(environ, **arguments):
         ),
     ],
 )
-def test_a_pod_is_told_who_it_is(environ, arguments, found):
+def test_a_pod_knows_its_task(environ, arguments, found):
     resolver = resolver_of(environ, **arguments)
     assert resolver.rendezvous() == found
     assert (resolver.task_type, resolver.task_id) == ("worker", found.rank)

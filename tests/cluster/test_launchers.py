@@ -156,7 +156,7 @@ def test_without_torchrun_a_process_is_alone():
     assert (resolver.task_type, resolver.task_id, resolver.master()) == (None, None, "")
 
 
-def test_one_process_needs_no_address_and_nobody_must_tell_the_local_rank():
+def test_one_process_needs_neither_an_address_nor_a_local_rank():
     assert TorchrunResolver(environ={"RANK": "0", "WORLD_SIZE": "1"}).rendezvous().world_size == 1
     by_hand = {name: text for name, text in GOOD_TORCHRUN.items() if not name.startswith("LOCAL")}
     assert TorchrunResolver(environ=by_hand).rendezvous().local_rank is None

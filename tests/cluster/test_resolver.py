@@ -102,7 +102,7 @@ def test_apply_changes_nothing_where_another_rank_is_set(name, said):
     assert environ == {name: said}
 
 
-def test_apply_is_for_this_process_unless_told_otherwise(monkeypatch):
+def test_apply_is_for_this_process_unless_another_is_given(monkeypatch):
     for name in worker(0).rendezvous().variables():
         monkeypatch.setenv(name, "")
     worker(1).apply()
@@ -205,7 +205,7 @@ def test_an_evaluator_and_a_process_without_a_cluster_have_no_others():
     assert single_process().is_chief
 
 
-def test_addresses_that_nobody_told_leave_the_place_on_the_machine_open():
+def test_unknown_addresses_leave_the_local_rank_open():
     assert rendezvous_at({"worker": ["a:1", "", ""]}, "worker", 1) == Rendezvous(
         1, 3, "a", 1, None, None
     )

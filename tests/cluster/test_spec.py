@@ -1,4 +1,4 @@
-"""mirror/cluster/spec.py and simple.py: given clusters, and unions of clusters."""
+"""mirror/cluster/spec.py and resolver.py: given clusters, and unions of clusters."""
 
 import pytest
 from hypothesis import given, settings

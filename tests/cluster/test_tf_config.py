@@ -27,8 +27,7 @@ from mirror.cluster import (
 from mirror.cluster.rendezvous import rendezvous_of
 from mirror.cluster.slurm_step import expand_hostlist, expand_tasks_per_node
 from mirror.cluster.spec import MAX_TASKS
-from tests.cluster.cases import inputs
-from tests.cluster.questions import answers
+from tests.cluster.questions import answers, inputs
 
 CLUSTER = {"chief": ["c:1"], "worker": ["a:2222", "b:2222"]}
 CONFIG = {"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}
@@ -60,7 +59,7 @@ def error_text(ask):
         return str(error)
 
 
-def test_it_says_who_and_where():
+def test_a_task_and_its_address_are_those_of_the_configuration():
     resolver = resolver_of({**CONFIG, "environment": "cloud", "rpc_layer": "grpc"})
     assert resolver.cluster_spec() == ClusterSpec(CLUSTER)
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)

@@ -20,7 +20,7 @@ from mirror.comm.kernels.direct_backend import DirectCommunicator
 from mirror.comm.probe_cache import FOLDER_VARIABLE, Verdict, load, store
 from mirror.comm.subprocess_probe import ProbeUnavailable, run_probe, unsafe_reason
 from mirror.errors import BackendError
-from mirror.tools.doctor.diagnosis import diagnose
+from mirror.tools.diagnosis import diagnose
 from tests.gpu.fake_cupy import gpus_with_cupy
 
 TWO = tuple(torch.device("cuda", i) for i in range(2))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mirror.data import DistributedDataset, distributed_steps
 from mirror.data.input_options import InputOptions
-from mirror.device.side_streams import CopyStreams
+from mirror.device.streams import CopyStreams
 from tests.gpu.fake import FakeGpus
 from tests.pairs import pairwise
 

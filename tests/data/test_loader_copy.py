@@ -83,7 +83,7 @@ MORE = {
 EVERY = DATASETS | MORE
 
 
-def seen(make, num_devices, workers=None, passes=2, **options):
+def read_steps(make, num_devices, workers=None, passes=2, **options):
     """What the replicas get in all passes, as plain values, and where that leaves a generator."""
     torch.manual_seed(5)
     random.seed(5)
@@ -114,9 +114,9 @@ def windows_of(whole, first, count):
 
 
 def assert_windows(make, **options):
-    whole = seen(make, sum(COUNTS), **options)
+    whole = read_steps(make, sum(COUNTS), **options)
     for rank, count in enumerate(COUNTS):
-        found = seen(make, count, Pretended(rank, COUNTS), **options)
+        found = read_steps(make, count, Pretended(rank, COUNTS), **options)
         expected, *streams = windows_of(whole, sum(COUNTS[:rank]), count)
         assert list(found[1:]) == streams
         assert len(found[0]) == len(expected)
@@ -147,8 +147,8 @@ def test_worker_processes_fetch_windows(draw, persistent):
         dataset = Counted() if draw is None else Drawing(draw)
         return DataLoader(dataset, 3, shuffle=True, num_workers=1, persistent_workers=persistent)
 
-    whole = seen(make, 2)
-    found = seen(make, 1, Pretended(1, (1, 1)))
+    whole = read_steps(make, 2)
+    found = read_steps(make, 1, Pretended(1, (1, 1)))
     assert list(found) == windows_of(whole, 1, 1)
 
 
@@ -185,14 +185,14 @@ def check_dataset(worker_id):
 
 def test_the_start_of_a_worker_process_sees_the_users_dataset():
     loader = DataLoader(Counted(4), 4, num_workers=1, worker_init_fn=check_dataset)
-    steps, *_ = seen(lambda: loader, 1, Pretended(0, (1, 1)), passes=1)
+    steps, *_ = read_steps(lambda: loader, 1, Pretended(0, (1, 1)), passes=1)
     assert steps[0][0] == [([[0.0, 0.0], [1.0, 1.0]], 2)]
 
 
 def test_the_users_loader_stays_as_it_is():
     loader = DataLoader(Counted(4), 4)
     before = dict(loader.__dict__)
-    seen(lambda: loader, 1, Pretended(0, (1, 1)))
+    read_steps(lambda: loader, 1, Pretended(0, (1, 1)))
     assert loader.__dict__ == before
     assert not isinstance(loader.dataset, WindowDataset)
 

@@ -156,14 +156,14 @@ class ByEpoch:
 def test_a_sampler_goes_on_in_its_epoch_whatever_kind_of_number_that_is(
     make_strategy, kind, first
 ):
-    def made(epoch):
+    def create(epoch):
         return DataLoader(torch.arange(8), batch_size=2, sampler=ByEpoch(epoch))
 
-    dataset = make_strategy().distribute_dataset(made(kind(3)))
+    dataset = make_strategy().distribute_dataset(create(kind(3)))
     whole = list(map(str, dataset))
     next(iter(dataset))
     state = dataset.state_dict()
-    fresh = make_strategy().distribute_dataset(made(first))
+    fresh = make_strategy().distribute_dataset(create(first))
     fresh.load_state_dict(state)
     assert list(map(str, fresh)) == whole[1:]
     other = make_strategy().distribute_dataset(DataLoader(torch.arange(8), batch_size=2))

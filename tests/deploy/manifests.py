@@ -12,13 +12,63 @@ VERSION = "1.37.0"
 
 
 def documents():
-    """Returns all there are, by file and kind: ``{"job Service": {...}}``."""
+    """Returns all there are, by file and kind: ``{"job Service": {...}}``.
+
+    Several of a kind in one file have their names behind: ``"servers Service train-ps"``.
+    """
     yaml = pytest.importorskip("yaml")
-    return {
-        f"{path.stem} {document['kind']}": document
-        for path in sorted(FOLDER.glob("*.yaml"))
-        for document in yaml.safe_load_all(path.read_text())
-    }
+    found = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        whole = list(yaml.safe_load_all(path.read_text()))
+        kinds = [document["kind"] for document in whole]
+        for document, kind in zip(whole, kinds, strict=True):
+            name = f" {document['metadata']['name']}" if kinds.count(kind) > 1 else ""
+            found[f"{path.stem} {kind}{name}"] = document
+    return found
+
+
+def pod_specs(tree):
+    """Yields the specs of all pods in a manifest: what has containers."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from pod_specs(item)
+    elif isinstance(tree, dict):
+        if "containers" in tree:
+            yield tree
+        else:
+            for child in tree.values():
+                yield from pod_specs(child)
+
+
+def not_restricted(spec):
+    """Yields which rules of the Pod Security Standard "restricted" a pod breaks, and ours."""
+    whole = spec.get("securityContext", {})
+    for field in ("hostNetwork", "hostPID", "hostIPC"):
+        if spec.get(field):
+            yield field
+    if whole.get("runAsNonRoot") is not True or whole.get("runAsUser") == 0:
+        yield "runAsNonRoot"
+    if whole.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
+        yield "seccompProfile"
+    if "fsGroup" not in whole:
+        yield "fsGroup"
+    if "terminationGracePeriodSeconds" not in spec and "restartPolicy" not in spec:
+        yield "terminationGracePeriodSeconds"
+    for volume in spec.get("volumes", ()):
+        if set(volume) - {"name", "emptyDir", "persistentVolumeClaim", "secret", "configMap"}:
+            yield f"the volume {volume['name']}"
+        if "emptyDir" in volume and "sizeLimit" not in volume["emptyDir"]:
+            yield f"the size of the volume {volume['name']}"
+    for container in (*spec["containers"], *spec.get("initContainers", ())):
+        own = container.get("securityContext", {})
+        if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
+            yield "allowPrivilegeEscalation"
+        if own.get("capabilities") != {"drop": ["ALL"]}:
+            yield "capabilities"
+        if own.get("readOnlyRootFilesystem") is not True:
+            yield "readOnlyRootFilesystem"
+        if any("hostPort" in port for port in container.get("ports", ())):
+            yield "hostPort"
 
 
 def wrong(document):

@@ -33,6 +33,8 @@ def on_loopback(text, port):
 def started(container, port, **told):
     """Starts what a container starts, with what it and its surroundings tell."""
     programs = {
+        "tini": [],
+        "--": [],
         "python": [sys.executable],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1"],
         EXAMPLE: [PROGRAM],
@@ -42,7 +44,8 @@ def started(container, port, **told):
         for word in container["command"]
         for part in programs.get(word, [on_loopback(word, port)])
     ]
-    said = {entry["name"]: on_loopback(entry["value"], port) for entry in container.get("env", ())}
+    env = [entry for entry in container.get("env", ()) if entry["name"] != "HOME"]
+    said = {entry["name"]: on_loopback(entry["value"], port) for entry in env}
     return subprocess.Popen(
         command, env=environment(**said, **told), stdout=subprocess.PIPE, text=True, cwd=ROOT
     )

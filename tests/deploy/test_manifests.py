@@ -1,6 +1,7 @@
 """deploy/kubernetes/: the manifests are what Kubernetes, JobSet and Kubeflow take."""
 
 import copy
+import json
 import posixpath
 import re
 import subprocess
@@ -8,17 +9,122 @@ import sys
 
 import pytest
 
-from tests.deploy.manifests import ROOT, documents, wrong
+from tests.deploy.manifests import ROOT, documents, not_restricted, pod_specs, wrong
 from tests.project.test_building import DOCKERFILE, instructions
 
 # Their keys are free to choose.
-FREE = ("selector", "limits", "requests", "labels", "metadata", "rayStartParams")
-LINT = "{extends: default, rules: {document-start: disable, line-length: {max: 100}}}"
+FREE = (
+    "selector",
+    "limits",
+    "requests",
+    "labels",
+    "matchLabels",
+    "metadata",
+    "rayStartParams",
+)
+LINT = (
+    "{extends: default, rules: {document-start: disable, "
+    "line-length: {max: 100, allow-non-breakable-inline-mappings: true}}}"
+)
 
 
 @pytest.mark.parametrize("name", documents())
 def test_a_manifest_is_valid(name):
     assert wrong(documents()[name]) == ""
+
+
+PODS = [name for name, document in documents().items() if [*pod_specs(document)]]
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_are_as_restricted_as_can_be(name):
+    document = documents()[name]
+    for spec in pod_specs(document):
+        assert [*not_restricted(spec)] == []
+        if name != "trainjob TrainJob":  # its runtime sets these
+            assert spec["automountServiceAccountToken"] is False
+            assert spec["enableServiceLinks"] is False
+            for container in spec["containers"]:
+                for kind in ("requests", "limits"):
+                    assert {"cpu", "memory"} <= container["resources"][kind].keys()
+                assert re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", container["image"])
+    assert "app.kubernetes.io/name" in str(document)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spec: spec.update(hostNetwork=True),
+        lambda spec: spec["securityContext"].pop("runAsNonRoot"),
+        lambda spec: spec["securityContext"].pop("seccompProfile"),
+        lambda spec: spec["securityContext"].pop("fsGroup"),
+        lambda spec: spec["containers"][0].pop("securityContext"),
+        lambda spec: spec["containers"][0]["securityContext"].update(privileged=True),
+        lambda spec: spec["containers"][0]["securityContext"]["capabilities"].update(add=["ALL"]),
+        lambda spec: spec["volumes"].append({"name": "host", "hostPath": {"path": "/"}}),
+        lambda spec: spec["volumes"][-1]["emptyDir"].pop("sizeLimit"),
+    ],
+)
+def test_a_pod_that_is_less_restricted_is_found(change):
+    (spec,) = pod_specs(copy.deepcopy(documents()["job Job"]))
+    assert [*not_restricted(spec)] == []
+    change(spec)
+    assert [*not_restricted(spec)]
+
+
+def environment_of(container):
+    return {entry["name"]: entry.get("value") for entry in container.get("env", ())}
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_a_program_has_time_to_save_before_it_is_killed(name):
+    """torchrun kills the program after its own limit, and Kubernetes both after the pod's."""
+    document = documents()[name]
+    trainer = document["spec"].get("trainer")
+    for spec in pod_specs(document):
+        for container in spec["containers"]:
+            told = trainer if trainer else container
+            if "torchrun" not in told.get("command", ()):
+                continue
+            limit = int(environment_of(told)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+            assert 30 < limit <= spec["terminationGracePeriodSeconds"] - 10
+
+
+def test_containers_reap_and_pass_signals_on():
+    for name, document in documents().items():
+        for _, words in commands(document, "/"):
+            if name != "rayjob RayJob":  # there Ray starts the program
+                assert words[:2] == ["tini", "--"], name
+    assert "tini" in DOCKERFILE.read_text()
+
+
+def test_servers_have_the_key_of_a_secret_and_the_addresses_of_the_chief():
+    found = documents()
+    servers = {job: found[f"servers StatefulSet train-{job}"] for job in ("ps", "worker")}
+    chief = found["servers Job"]["spec"]["template"]["spec"]["containers"][0]
+    cluster = json.loads(environment_of(chief)["TF_CONFIG"])["cluster"]
+    for job, document in servers.items():
+        service = found[f"servers Service train-{job}"]
+        assert document["spec"]["serviceName"] == service["metadata"]["name"]
+        labels = document["spec"]["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"] == document["spec"]["selector"]["matchLabels"] == labels
+        (container,) = document["spec"]["template"]["spec"]["containers"]
+        assert container["readinessProbe"]["tcpSocket"]["port"] == "mirror"
+        address = container["command"][4]
+        names = [f"train-{job}-{i}" for i in range(document["spec"]["replicas"])]
+        assert cluster[job] == [address.replace("$(POD_NAME)", name) for name in names]
+    for document in (*servers.values(), found["servers Job"]):
+        (container,) = document["spec"]["template"]["spec"]["containers"]
+        (key,) = [e for e in container["env"] if e["name"] == "MIRROR_ENGINE_KEY"]
+        assert key["valueFrom"]["secretKeyRef"] == {"name": "train-key", "key": "key"}
+
+
+def test_the_network_policy_covers_the_pods_of_all_manifests():
+    policy = documents()["network_policy NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "train"}
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    for name in PODS:
+        assert "'app.kubernetes.io/name': 'train'" in str(documents()[name])
 
 
 def test_manifests_are_tidy():
@@ -84,7 +190,7 @@ def test_what_kuberays_operator_would_refuse_is_found(place, value, said):
     assert said in wrong(document)
 
 
-def test_workers_are_as_many_as_they_are_told():
+def test_the_number_of_workers_is_the_given_one():
     found = documents()
     job = found["job Job"]["spec"]
     command = job["template"]["spec"]["containers"][0]["command"]
@@ -136,7 +242,8 @@ def test_the_image_has_the_programs_that_a_manifest_starts(name):
         for word in words
         if word.endswith(".py")
     ]
-    if "command" in str(documents()[name]) or "entrypoint" in str(documents()[name]):
+    words = [word for _, all_words in commands(documents()[name], folder) for word in all_words]
+    if words and "serve" not in words:
         assert started
     for path in started:
         (source,) = [

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.device.device_mesh import DeviceMesh
-from mirror.device.device_remap import DeviceRemap, without_remap
+from mirror.device.device_mesh import DeviceMesh, DeviceRemap, without_remap
 from mirror.errors import CompileError
 
 CPU = torch.device("cpu")

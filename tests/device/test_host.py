@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mirror.device import machine_facts
-from mirror.device.machine_facts import facts_of_machine
+from mirror.device import host as machine_facts
+from mirror.device.host import facts_of_machine
 
 ROOT = str(Path(__file__).parents[2])
 STEPS, BLOCKS, BYTES = 5, 4, 24 * 2**20
@@ -87,7 +87,7 @@ def properties(monkeypatch):
     return found
 
 
-def test_gpus_are_told_apart_and_by_their_order(properties):
+def test_gpus_are_distinguished_by_kind_and_order(properties):
     facts = facts_of_machine(GPUS)
     assert json.loads(json.dumps(facts)) == facts
     assert facts["gpus"] == [

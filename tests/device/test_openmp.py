@@ -1,4 +1,4 @@
-"""mirror/device/openmp.py: the OpenMP threads of one thread end, and can be started again."""
+"""mirror/device/host.py: the OpenMP threads of one thread end, and can be started again."""
 
 import os
 import threading
@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from mirror.device.openmp import release_thread_pool
+from mirror.device.host import release_thread_pool
 
 pytestmark = pytest.mark.skipif(release_thread_pool is None, reason="this OpenMP cannot end teams")
 LARGE = torch.linspace(-1, 1, 1_000_000)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mirror.device.current_streams import CallerStreams, ReplicaStreams
-from mirror.device.side_streams import CopyStreams, SideStream
+from mirror.device.streams import CallerStreams, CopyStreams, ReplicaStreams, SideStream
 from tests.gpu.fake import FakeGpus
 from tests.gpu.order import StreamError
 
@@ -84,7 +83,7 @@ def test_who_acts_stays_on_the_stream_where_it_is_one_of_theirs(gpus):
 
 @pytest.mark.parametrize("is_kept", [True, False])
 @pytest.mark.parametrize("which", ["read", "made"])
-def test_memory_is_kept_for_who_reads_it_and_for_the_streams_noted(which, is_kept):
+def test_memory_is_kept_for_its_readers_and_for_recorded_streams(which, is_kept):
     gpus = FakeGpus(2)
     with pytest.raises(StreamError, match="given out") if not is_kept else nullcontext(), gpus:
         own, default = torch.cuda.Stream("cuda:0"), torch.cuda.default_stream("cuda:0")

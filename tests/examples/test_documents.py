@@ -167,7 +167,8 @@ def subclasses(kind):
 
 def test_every_error_class_is_there():
     import mirror.cli
-    import mirror.tools.planning.workload  # noqa: F401
+    import mirror.tools.planning.workload
+    import mirror.tools.run.script  # noqa: F401
 
     named = {name for name, _ in QUOTES}
     assert set(subclasses(MirrorError)) - named == set()
@@ -179,7 +180,7 @@ def test_messages_are_real(name, quote):
     assert quote == "" or is_real(quote, known_messages())
 
 
-def test_a_message_that_nobody_says_is_found():
+def test_a_message_that_no_code_raises_is_found():
     texts = list(messages("x = f'{a} is one of {b}, ' f'not {c}'"))
     assert is_real("... is one of ..., not ...", texts)
     assert not is_real("... is none of ...", texts)

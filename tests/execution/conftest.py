@@ -1,11 +1,11 @@
-"""Four replicas under either schedule."""
+"""Four replicas under each schedule."""
 
 import pytest
 
 from tests.execution.failing import N
 
 
-@pytest.fixture(params=["lockstep", "staggered"])
+@pytest.fixture(params=["lockstep", "staggered", "parallel"])
 def strategy(request, make_strategy, long_drain):
     return make_strategy(N, schedule=request.param)
 

@@ -14,8 +14,8 @@ from tests.gpu.order import Agent, Order
 class Streams:
     """The streams of simulated GPUs, and which are current in each thread.
 
-    A GPU is as slow as it may be: nothing is done before the host has waited for it, but whoever
-    asks twice whether something is done hears yes the second time.
+    A GPU is as slow as it may be: nothing is done before the host has waited for it, but a second
+    question whether something is done is answered with yes.
 
     Attributes:
         everywhere: all streams, by device and address.

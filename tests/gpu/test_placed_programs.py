@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirror
 from tests.gpu.fake import FakeGpus
-from tests.gpu.placed import ROWS, A, B, C, D, Net, on_cpu
+from tests.gpu.programs import ROWS, A, B, C, D, Net, on_cpu
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from mirror.comm.collective_lock import CollectiveLock
 from mirror.data import DistributedDataset
 from mirror.data.distributed_steps import DistributedSteps
 from mirror.data.input_options import InputOptions
-from mirror.device.current_streams import CallerStreams, ReplicaStreams
-from mirror.device.side_streams import CopyStreams, SideStream
+from mirror.device.streams import CallerStreams, CopyStreams, ReplicaStreams, SideStream
 from mirror.replica.gradients.buckets import Buckets
 from tests.gpu.fake import FakeGpus
 from tests.gpu.order import StreamError

@@ -10,8 +10,7 @@ import mirror
 from tests.gpu.compiling import Training, compiling_gpus, model
 from tests.gpu.fake import FakeGpus
 from tests.gpu.graphs import graphs_on
-from tests.gpu.placed import ROWS
-from tests.gpu.programs import WAYS, names, train
+from tests.gpu.programs import ROWS, WAYS, names, train
 from tests.pairs import EXHAUSTIVE, each_once
 
 TWICE = ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]

@@ -16,9 +16,8 @@ import sys
 import torch
 
 from mirror.threads import run_queue
-from tests.interrupts.inject import Injector
 from tests.interrupts.programs import programs
-from tests.interrupts.trial import Trial
+from tests.interrupts.trial import Injector, Trial
 
 HANG_SECONDS = 60.0
 ERRORS = (KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError)

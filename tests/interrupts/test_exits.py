@@ -178,7 +178,7 @@ def test_a_process_of_multiprocessing_trains_on(training):
 
 
 @needs_fork
-def test_a_process_forked_inside_run_is_told_that_the_others_are_not_there(training):
+def test_a_process_forked_inside_run_raises_because_the_other_replicas_are_missing(training):
     def fn():
         context = mirror.get_replica_context()
         context.all_reduce("sum", torch.ones(1))  # all have begun
@@ -226,5 +226,5 @@ raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 
 
 @needs_fork
-def test_a_forked_process_is_told_that_it_cannot_use_the_gpus_of_the_other(script_pool):
+def test_a_forked_process_raises_when_it_uses_the_gpus_of_its_parent(script_pool):
     assert script_pool.run(GPUS).returncode == 0

@@ -14,7 +14,7 @@ from tests.script_pool import ScriptPool
 def differences():
     """Gives ``differences("layers", "dense")``: by program, what it differs by, and may.
 
-    The programs are functions of files in tests/keras/programs/. See one_device.py.
+    The programs are functions of files in tests/keras/programs/. See mirrored.py.
     """
     if importlib.util.find_spec("keras") is None:
         pytest.skip("Keras is not installed")

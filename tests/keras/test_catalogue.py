@@ -1,6 +1,6 @@
 """Programs of Keras, unchanged in a scope: what they compute is what one device computes.
 
-What they do is in programs/; see one_device.py, which runs them.
+What they do is in programs/; see mirrored.py, which runs them.
 """
 
 import pytest

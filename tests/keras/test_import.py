@@ -14,7 +14,7 @@ def test_importing_mirror_does_not_import_keras():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
-def test_what_keras_lacks_is_said_with_the_remedy():
+def test_what_keras_lacks_is_named_with_the_remedy():
     environ = os.environ | {"KERAS_BACKEND": "tensorflow"}
     script = "import sys; sys.modules['tensorflow'] = None; import mirror.keras"
     done = subprocess.run(

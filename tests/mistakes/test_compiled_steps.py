@@ -148,7 +148,7 @@ def only_uncompiled(model, optimizer):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_call_whose_trace_alone_fails_is_made_and_says_so(num_replicas):
+def test_a_call_fails_after_it_was_made_if_only_its_trace_fails(num_replicas):
     beside = Beside(num_replicas, make_step=only_uncompiled)
     data = batches([6, 6])
     first, second = beside.strategy.distribute_dataset(data)

@@ -213,7 +213,9 @@ RESOLVER = mirror.cluster.SimpleResolver(CLUSTER)
         ("PreemptionCheckpointHandler", RESOLVER, "pass manager="),
     ],
 )
-def test_a_resolver_in_the_place_of_another_argument_is_told_its_keyword(kind, given, answer):
+def test_a_resolver_in_the_place_of_another_argument_raises_and_names_its_keyword(
+    kind, given, answer
+):
     with pytest.raises(TypeError, match=re.escape(answer)):
         getattr(mirror, kind)(given)
 

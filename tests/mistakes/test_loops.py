@@ -104,12 +104,20 @@ ACTIONS = {
         "zero the model, backward, update of data",
     ],
 )
-def test_a_loop_trains_in_run_as_on_one_device(actions, strategy):
+@pytest.mark.parametrize("in_run", [False, True])
+def test_a_loop_trains_as_on_one_device(actions, in_run, strategy):
     def program(model, optimizer, x=X, y=Y):
         for action in actions.split(", "):
             ACTIONS[action](model, optimizer, x, y)
 
-    trains_as_plain(strategy, program, steps=3)
+    if in_run:
+        trains_as_plain(strategy, program, steps=3)
+    else:
+        model, optimizer, _ = mirrored(strategy)
+        for _ in range(3):
+            program(model, optimizer)
+        strategy.check_replicas()
+        assert same(model, plain(program, steps=3))
 
 
 def backward_twice(model, x, y):

@@ -6,9 +6,9 @@ from torch import nn
 
 import mirror
 from mirror.errors import ReplicaMismatchError
-from mirror.replica.params import bitwise
-from mirror.replica.params.bitwise import sum_of_bits
-from mirror.replica.params.param_paths import path_of
+from mirror.replica import replica_checks as bitwise
+from mirror.replica.params.mirrored_tensor import path_of
+from mirror.replica.replica_checks import sum_of_bits
 from tests.gpu.fake import FakeGpus
 from tests.oracle import train
 

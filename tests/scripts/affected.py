@@ -30,6 +30,7 @@ ELSEWHERE = {
     "examples/": ("tests/examples",),
     "mirror/base/migration_hints.txt": ("tests/base/test_migration_hints.py",),
     "mirror/base/torch_names.txt": ("tests/base/test_torch_private.py",),
+    "mirror/strategy/": ("tests/mistakes",),
     "README.md": ("tests/examples/test_documents.py",),
 }
 

@@ -83,7 +83,7 @@ def from_function(strategy, batches, **options):
     )
 
 
-def test_the_function_is_called_once_and_told_the_number_of_replicas(make_strategy):
+def test_the_function_is_called_once_with_the_number_of_replicas(make_strategy):
     strategy = make_strategy(4)
     contexts = []
 
@@ -196,7 +196,7 @@ def test_closing_the_strategy_ends_its_readers(leaks):
             distribute([])
 
 
-def test_a_consumer_that_waits_is_told_when_the_strategy_closes():
+def test_a_waiting_consumer_raises_when_the_strategy_closes():
     strategy = mirror.MirroredStrategy(["cpu"])
     inside, go_on = threading.Event(), threading.Event()
 

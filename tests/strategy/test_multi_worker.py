@@ -18,7 +18,6 @@ from mirror.errors import MirrorError
 from tests.comm.workers.programs import Program
 from tests.comm.workers.test_monitored_wait import quick
 from tests.multi_worker import strategy_of
-from tests.ports import HeldPort
 
 
 def made():
@@ -146,7 +145,7 @@ _KEPT = {
 }
 
 
-def write(path, kept, *, strategy=_SEVERAL, num_local=1, compiled=False, in_main=False):
+def program_that_keeps(kept, *, strategy=_SEVERAL, num_local=1, compiled=False, in_main=False):
     text = _PROGRAM.format(
         strategy=strategy.format(num_local=num_local),
         decorator="@strategy.compile" if compiled else "",
@@ -156,60 +155,68 @@ def write(path, kept, *, strategy=_SEVERAL, num_local=1, compiled=False, in_main
     if in_main:
         lines = "".join(f"    {line}\n" for line in text.splitlines() if line.strip())
         text = f"def main():\n{lines}\n\nif __name__ == '__main__':\n    main()\n"
-    path.write_text(text)
+    return text
 
 
-def said_at_the_end(path, size):
-    """Returns what each of so many processes has written to stderr."""
-    port = HeldPort()
-    try:
-        processes = []
-        for rank in range(size):
-            environ = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")}
-            environ |= {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port.number),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(_ROOT),
-            }
-            if size > 1:
-                environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-            command = [sys.executable, str(path)]
-            processes.append(
-                subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
-            )
-        said = [process.communicate()[1] for process in processes]
-        assert [process.returncode for process in processes] == [0] * size, said
-        return said
-    finally:
-        port.close()
+def environ_of(rank, size, port):
+    environ = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(_ROOT),
+    }
+    return environ | ({"RANK": str(rank), "WORLD_SIZE": str(size)} if size > 1 else {})
 
 
-@pytest.mark.parametrize("in_main", [False, True])
-@pytest.mark.parametrize("kept", ["nothing", "module", "closed", "close"])
-def test_a_program_of_workers_ends_without_a_word(tmp_path, kept, in_main):
-    write(tmp_path / "train.py", kept, in_main=in_main)
-    assert said_at_the_end(tmp_path / "train.py", 2) == ["", ""]
+@pytest.mark.parametrize(
+    ("kept", "size", "options"),
+    [
+        ("module", 2, {}),
+        ("module", 2, {"compiled": True}),
+        ("module", 1, {"strategy": "mirror.MirroredStrategy(['cpu'] * 2)"}),
+    ],
+)
+def test_a_program_ends_without_a_message(tmp_path, kept, size, options, port):
+    """By Python itself; the programs of the next test are forks, which start sooner."""
+    path = tmp_path / "train.py"
+    path.write_text(program_that_keeps(kept, **options))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env=clean | environ_of(rank, size, port),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    written = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * size, written
+    assert written == [""] * size
 
 
-@pytest.mark.parametrize("kept", ["parameters", "optimizer", "strategy", "scope", "iterator"])
-def test_whatever_lives_longer_than_mirrors_modules(tmp_path, kept):
-    write(tmp_path / "train.py", kept, num_local=2)
-    assert said_at_the_end(tmp_path / "train.py", 2) == ["", ""]
-
-
-@pytest.mark.parametrize("kept", ["module", "close"])
-def test_compiled_steps_end_without_a_word(tmp_path, kept):
-    write(tmp_path / "train.py", kept, compiled=True)
-    assert said_at_the_end(tmp_path / "train.py", 2) == ["", ""]
-
-
-@pytest.mark.parametrize("num_local", [1, 2])
-def test_so_does_a_program_of_one_process(tmp_path, num_local):
-    strategy = "mirror.MirroredStrategy(['cpu'] * {num_local})"
-    write(tmp_path / "train.py", "module", strategy=strategy, num_local=num_local)
-    assert said_at_the_end(tmp_path / "train.py", 1) == [""]
+@pytest.mark.parametrize(
+    ("kept", "options"),
+    [
+        *((kept, {}) for kept in ("nothing", "closed", "close")),
+        *((kept, {"in_main": True}) for kept in ("nothing", "module", "closed", "close")),
+        *(
+            (kept, {"num_local": 2})
+            for kept in ("parameters", "optimizer", "strategy", "scope", "iterator")
+        ),
+        ("close", {"compiled": True}),
+    ],
+)
+def test_whatever_outlives_mirrors_modules_a_program_ends_without_a_message(
+    kept, options, script_pool, port
+):
+    program = program_that_keeps(kept, **options)
+    head = "import os, warnings; warnings.resetwarnings(); os.environ.update({})\n"
+    done = script_pool.run_all(
+        [head.format(environ_of(rank, 2, port)) + program for rank in range(2)]
+    )
+    assert [(each.returncode, each.stderr) for each in done] == [(0, "")] * 2
 
 
 STEPS = (
@@ -329,7 +336,7 @@ def _check(seeds, told_by_both):
                 assert "test_multi_worker.py:" in words, (seed, words)
 
 
-def test_who_parts_ways_is_told(worker_pool):
+def test_workers_that_diverge_are_named(worker_pool):
     seeds = list(range(8))
     _check(seeds, worker_pool(2).run(part, seeds, 1))
 
@@ -337,7 +344,7 @@ def test_who_parts_ways_is_told(worker_pool):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("first", "num_devices"), [(100, 1), (160, 1), (220, 2), (260, 2)])
-def test_who_parts_ways_is_told_in_many_programs(worker_pool, first, num_devices):
+def test_workers_that_diverge_are_named_in_many_programs(worker_pool, first, num_devices):
     seeds = list(range(first, first + 40))
     _check(seeds, worker_pool(2).run(part, seeds, num_devices))
 

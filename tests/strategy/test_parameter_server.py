@@ -39,7 +39,7 @@ from mirror.server import FixedShards
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_starts(options, text):
+def test_bad_options_are_refused_before_anything_starts(options, text):
     with pytest.raises(ValueError, match=text):
         mirror.ParameterServerStrategy(**options)
 
@@ -55,7 +55,7 @@ def test_a_cluster_says_how_many_there_are():
         assert (strategy.num_servers, strategy.num_workers) == (2, 3)
 
 
-def test_what_it_says_of_itself():
+def test_its_repr_names_its_options():
     strategy = mirror.ParameterServerStrategy(2, 3, sync=True, replicas_to_aggregate=2)
     assert repr(strategy) == "ParameterServerStrategy(num_servers=2, num_workers=3, sync of 2)"
     assert strategy.num_replicas_in_sync == 2

@@ -11,7 +11,7 @@ import mirror
 from mirror.base import timeline as module
 from mirror.base.timeline import BACKWARD, FORWARD, KINDS, OPTIMIZER, REDUCTION, WAITING
 from tests.oracle import finishes
-from tests.strategy.timed import training
+from tests.strategy.programs import training
 from tests.toy_models import ONES, mirrored_layer, sgd
 
 
@@ -155,7 +155,7 @@ def test_a_trace_that_cannot_be_written_raises_before_it_begins(
     strategy = make_strategy(2)
     trace = strategy.trace(tmp_path / name)
     with pytest.raises(error, match="a trace needs the path of a file") as raised, trace:
-        pytest.fail("a trace that nobody can keep")
+        pytest.fail("a trace without a file")
     assert raised.value.filename == str(tmp_path / name)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "kept.json"]
     assert (tmp_path / "kept.json").read_text() == "kept"

@@ -19,7 +19,7 @@ from tests.toy_models import replica_id
 
 
 def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, leaks):
-    strategy = make_strategy(N)
+    strategy = make_strategy(N, schedule="lockstep")
     for _ in range(3):
         threads = strategy.run(lambda: (meet(), threading.current_thread())[1]).values
         assert threads[0] is threading.current_thread()
@@ -231,14 +231,14 @@ def test_who_gives_the_turn_away_ends_its_team(
 
 
 def loosely(name, met):
-    """Notes who meets at a loose point, and who acts for them."""
+    """Notes who meets at a partial merge point, and who acts for them."""
     replica = current.replica
 
     def action(payloads):
         met.append((name, tuple(payloads), threading.current_thread()))
         return {r: sum(payloads.values()) for r in payloads}
 
-    point = MergePoint(name, name, replica.replica_id, action, "", is_loose=True)
+    point = MergePoint(name, name, replica.replica_id, action, "", is_partial=True)
     return replica.run.merge(replica.replica_id, point)
 
 

@@ -1,18 +1,24 @@
 """schedule="parallel": replicas run at once, or take turns for what they share per process."""
 
+import copy
 import random
 import threading
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror.execution import parallel_runs
+from mirror.replica.modules import per_replica_values, replica_attributes
 from tests.oracle import assert_same, finishes
+from tests.toy_models import replica_id as me
 
 WIDTH = 8
 
@@ -214,6 +220,193 @@ def test_no_replica_clears_the_casts_of_another_one(make_strategy):
     assert torch.is_autocast_cache_enabled()
 
 
+class Keeping(nn.Module):
+    """Keeps what it has seen in a container, which ``keep`` changes in place or replaces."""
+
+    def __init__(self, container, keep):
+        super().__init__()
+        self.linear, self.kept, self.keep = nn.Linear(WIDTH, 3), container, keep
+
+    def forward(self, x):
+        self.keep(self, x)
+        return self.linear(x)
+
+
+CHANGES = {
+    "list": ([], lambda self, x: self.kept.append(len(x))),
+    "dict": ({"last": None}, lambda self, x: self.kept.update(last=x)),
+    "set": (set(), lambda self, x: self.kept.add(x)),
+}
+
+
+@pytest.mark.parametrize("container", CHANGES)
+def test_replicas_whose_forward_changes_a_container_take_turns_from_the_first_run_on(
+    make_strategy, container
+):
+    kept = {}
+    for schedule in ("lockstep", "parallel"):
+        strategy = make_strategy(2, schedule=schedule)
+        with strategy.scope():
+            model = Keeping(*copy.deepcopy(CHANGES[container]))
+        batch = (torch.ones(5, WIDTH),)
+        said = nullcontext()
+        if schedule == "parallel":
+            said = pytest.warns(UserWarning, match="take turns.* a list, dict or set of a module")
+        with said:
+            strategy.run(model, batch)
+        for _ in range(3):
+            strategy.run(model, batch)
+        kept[schedule] = model.kept
+    if container == "list":
+        assert kept["parallel"] == kept["lockstep"] == [5] * 8
+    assert len(kept["parallel"]) == len(kept["lockstep"])
+
+
+def test_a_container_that_forward_replaces_needs_no_turns(make_strategy):
+    strategy = make_strategy(2, schedule="parallel")
+
+    def replace(self, x):
+        self.kept = [*self.kept[-1:], len(x)]
+
+    with strategy.scope():
+        model = Keeping([], replace)
+    for _ in range(20):
+        strategy.run(model, (torch.ones(4, WIDTH),))
+    assert len(set(strategy.run(threading.get_ident).values)) == 2
+
+
+def test_replicas_at_once_use_one_record_of_an_attribute_that_is_new(make_strategy, monkeypatch):
+    # Each would make a record of its own, and the values in one of them would be lost.
+    strategy = make_strategy(2, schedule="parallel")
+    strategy.run(lambda: None)
+    with strategy.scope():
+        model = nn.Linear(WIDTH, 3)
+    both_make_one = threading.Barrier(2, timeout=60)
+
+    class Made(replica_attributes.PerReplicaAttribute):
+        __slots__ = ()
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            both_make_one.wait()
+
+    monkeypatch.setattr(replica_attributes, "PerReplicaAttribute", Made)
+
+    def step(x):
+        for i in range(20):
+            setattr(model, f"own{i}", x)
+
+    x = torch.arange(4.0)
+    _, error, _ = finishes(lambda: strategy.run(step, (x,)), hang_after=60)
+    assert error is None
+    assert all(torch.equal(getattr(model, f"own{i}"), x) for i in range(20))
+
+
+def test_a_replica_waits_until_another_one_has_begun_an_attributes_run(make_strategy, monkeypatch):
+    # The cross-replica context has set another value: those that replicas left are dropped.
+    strategy = make_strategy(2, schedule="parallel")
+    with strategy.scope():
+        model = nn.Linear(WIDTH, 3)
+        model.state = torch.zeros(())
+
+    def step():
+        model.state = model.state + 1
+        return model.state
+
+    for _ in range(2):
+        strategy.run(step)
+    model.state = torch.full((), 10.0)
+    begins, other_has_read = threading.Event(), threading.Event()
+    versions = per_replica_values._versions
+
+    def begin_slowly(value):
+        if me() == 0 and not begins.is_set():
+            begins.set()
+            other_has_read.wait(0.2)  # as long as it can
+        return versions(value)
+
+    def read_second():
+        if me() == 1:
+            assert begins.wait(60)
+        value = model.state
+        if me() == 1:
+            other_has_read.set()
+        return value
+
+    monkeypatch.setattr(per_replica_values, "_versions", begin_slowly)
+    found, error, _ = finishes(lambda: strategy.run(read_second), hang_after=60)
+    assert error is None
+    assert [value.item() for value in found.values] == [10.0, 10.0]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_checkpointed_segments_take_turns_from_the_first_run_on(make_strategy, rate):
+    ends = {}
+    for schedule in ("lockstep", "parallel"):
+        strategy = make_strategy(2, schedule=schedule)
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(rate), nn.Linear(16, 3))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            outputs = checkpoint(model, batch[0], use_reentrant=False)
+            F.cross_entropy(outputs, batch[1]).backward()
+            optimizer.step()
+
+        said = nullcontext()
+        if schedule == "parallel":
+            said = pytest.warns(UserWarning, match="take turns.* as activation checkpointing does")
+        with said:
+            for batch in strategy.distribute_dataset(batches()):
+                strategy.run(step, (batch,))
+        ends[schedule] = model.state_dict()
+    assert_same(ends["parallel"], ends["lockstep"])
+
+
+def test_replicas_that_cache_parametrized_weights_take_turns(make_strategy):
+    # Torch has one cache: a replica would use the weights of another one, with its graph.
+    ends = {}
+    for schedule in ("lockstep", "parallel"):
+        strategy = make_strategy(2, schedule=schedule)
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, 3))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            with parametrize.cached():
+                F.cross_entropy(model(batch[0]) + model(-batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        said = nullcontext()
+        if schedule == "parallel":
+            said = pytest.warns(UserWarning, match=r"take turns.* entered parametrize\.cached")
+        with said:
+            for batch in strategy.distribute_dataset(batches()):
+                strategy.run(step, (batch,))
+        ends[schedule] = model.state_dict()
+    assert_same(ends["parallel"], ends["lockstep"])
+
+
+def test_the_cache_of_weights_is_refused_to_a_replica_among_others(make_strategy):
+    strategy = make_strategy(2, schedule="parallel")
+    strategy.run(lambda: None)
+
+    def enter():
+        with parametrize.cached():
+            pass
+
+    with (
+        pytest.warns(UserWarning, match="take turns"),
+        pytest.raises(mirror.StrategyError, match=r"whose cache they share.* repeat this step"),
+    ):
+        strategy.run(enter)
+    strategy.run(enter)
+
+
 def test_a_run_within_a_merge_is_parallel_as_the_run_around_it(make_strategy):
     strategy = make_strategy(2, schedule="parallel")
 
@@ -237,7 +430,6 @@ def test_a_run_within_a_merge_is_parallel_as_the_run_around_it(make_strategy):
 def test_errors_and_divergence_of_parallel_replicas_reach_the_caller(make_strategy):
     strategy = make_strategy(3, schedule="parallel")
     strategy.run(lambda: None)
-    me = lambda: mirror.get_replica_context().replica_id_in_sync_group  # noqa: E731
 
     def fail():
         if me() == 1:

@@ -116,7 +116,7 @@ def assert_equal_bits(found, expected):
 def test_no_manner_of_auto_is_seen(make_strategy, only, passes, manner, way, n):
     expected, order = trained(make_strategy(n, schedule="lockstep"), way)
     only(manner)
-    found, own_order = trained(make_strategy(n), way)
+    found, own_order = trained(make_strategy(n, schedule="auto"), way)
     assert_equal_bits(found, expected)
     assert own_order == order
     # Mirroring makes hooks; the program is taken to make none when the first steps are over.
@@ -127,7 +127,7 @@ def test_no_manner_of_auto_is_seen(make_strategy, only, passes, manner, way, n):
 def test_passes_with_hooks_are_left_whole(make_strategy, only, passes, hooks):
     expected, order = trained(make_strategy(2, schedule="lockstep"), 1, hooks)
     only(BACKWARD_AT_ONCE)
-    found, own_order = trained(make_strategy(2), 1, hooks)
+    found, own_order = trained(make_strategy(2, schedule="auto"), 1, hooks)
     assert_equal_bits(found, expected)
     assert own_order == order
     assert not passes
@@ -135,7 +135,7 @@ def test_passes_with_hooks_are_left_whole(make_strategy, only, passes, hooks):
 
 def test_hooks_from_before_the_decision_do_not_keep_passes_whole(make_strategy, only, passes):
     only(IN_TURN, BACKWARD_AT_ONCE)
-    strategy = make_strategy(2)
+    strategy = make_strategy(2, schedule="auto")
     model = strategy.mirror(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
@@ -156,10 +156,10 @@ def test_steps_of_another_number_of_threads_begin_anew():
         schedule = Schedule("auto", clock=lambda: now[0])
         for _ in range(2 + 4):
             schedule.step_ended()
-        assert schedule.manner is not IN_TURN or policies.release_thread_pool is None
+        assert schedule.policy is not IN_TURN or policies.release_thread_pool is None
         torch.set_num_threads(3)
         schedule.step_ended()
-        assert schedule.manner is IN_TURN
+        assert schedule.policy is IN_TURN
     finally:
         torch.set_num_threads(before)
 
@@ -167,7 +167,7 @@ def test_steps_of_another_number_of_threads_begin_anew():
 def test_auto_on_one_simulated_device_measures_nothing(make_strategy):
     for schedule in ("auto", "staggered"):
         assert not make_strategy(1, schedule=schedule)._group.runner.schedule.is_measured
-    assert make_strategy(2)._group.runner.schedule.is_measured
+    assert make_strategy(2, schedule="auto")._group.runner.schedule.is_measured
 
 
 A, B, C = (SimpleNamespace(name=name) for name in "ABC")

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import mirror
-from mirror.threads import baton
-from mirror.threads.baton import Baton
+from mirror.threads import replica_threads
 from mirror.threads.lockstep import Lockstep
-from mirror.threads.replica_threads import ReplicaThreads
+from mirror.threads.replica_threads import Baton, ReplicaThreads
 from tests.oracle import finishes
 from tests.threads.meeting import N, meet
 from tests.toy_models import replica_id
@@ -120,7 +119,7 @@ def cpus(monkeypatch):
 
     monkeypatch.setattr(os, "sched_getaffinity", get, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", put, raising=False)
-    monkeypatch.setattr(baton, "_current_cpu", lambda: 2)
+    monkeypatch.setattr(replica_threads, "_current_cpu", lambda: 2)
     return affinity, calls
 
 
@@ -143,9 +142,9 @@ def waits(gate, meanwhile, timeout=20):
 
 def test_a_gate_is_closed_behind_who_went_through():
     gate = Baton()
-    gate.post(near=False)
+    gate.post(same_cpu=False)
     with pytest.raises(RuntimeError):
-        gate.post(near=False)
+        gate.post(same_cpu=False)
     assert gate.wait()
     assert not gate.wait(0.001)
 
@@ -155,7 +154,7 @@ def test_a_wait_that_nobody_ends_near_makes_no_system_call(cpus):
     gate, (affinity, calls) = Baton(), cpus
     for _ in range(3):
         gate.wait(0.0001)
-    _, done = waits(gate, lambda thread: gate.post(near=False))
+    _, done = waits(gate, lambda thread: gate.post(same_cpu=False))
     assert done
     assert (affinity, calls) == ({}, [])
 
@@ -166,7 +165,7 @@ def test_who_is_let_through_near_goes_on_there_and_then_anywhere_again(cpus, mon
     monkeypatch.setattr(
         os, "sched_setaffinity", lambda *a: moved.append(a[1]) or put(*a), raising=False
     )
-    thread, done = waits(gate, lambda _: gate.post(near=True))
+    thread, done = waits(gate, lambda _: gate.post(same_cpu=True))
     assert done
     assert moved == [{2}, {0, 1, 2, 3}]
     assert affinity == {thread: {0, 1, 2, 3}}
@@ -176,13 +175,15 @@ def test_an_affinity_that_others_have_set_meanwhile_stays(cpus, monkeypatch):
     gate, (affinity, _) = Baton(), cpus
     put = os.sched_setaffinity
     monkeypatch.setattr(os, "sched_setaffinity", lambda t, c: put(t, {0, 1}), raising=False)
-    thread, _ = waits(gate, lambda _: gate.post(near=True))
+    thread, _ = waits(gate, lambda _: gate.post(same_cpu=True))
     assert affinity == {thread: {0, 1}}
 
 
 def test_who_may_not_run_there_is_not_moved(cpus):
     gate, (affinity, calls) = Baton(), cpus
-    thread, _ = waits(gate, lambda thread: affinity.update({thread: {1}}) or gate.post(near=True))
+    thread, _ = waits(
+        gate, lambda thread: affinity.update({thread: {1}}) or gate.post(same_cpu=True)
+    )
     assert affinity == {thread: {1}}
     assert "set" not in calls
 
@@ -208,7 +209,7 @@ def test_who_times_out_while_it_is_moved_keeps_its_affinity(cpus, monkeypatch):
 
     monkeypatch.setattr(os, "sched_getaffinity", slowly, raising=False)
     gate._lock = TimesOut()
-    thread, done = waits(gate, lambda _: gate.post(near=True))
+    thread, done = waits(gate, lambda _: gate.post(same_cpu=True))
     assert not done
     assert affinity == {thread: {0, 1, 2, 3}}
     assert gate._affinities is None
@@ -222,13 +223,29 @@ def test_threads_that_meet_near_may_use_all_cpus_between():
         for _ in range(50):
             gates[1].wait()
             seen.append(os.sched_getaffinity(0))
-            gates[0].post(near=True)
+            gates[0].post(same_cpu=True)
 
     thread = threading.Thread(target=other)
     thread.start()
     for _ in range(50):
-        gates[1].post(near=True)
+        gates[1].post(same_cpu=True)
         gates[0].wait()
         seen.append(os.sched_getaffinity(0))
     thread.join(20)
     assert seen == [allowed] * 100
+
+
+def test_a_signal_that_comes_just_before_the_callers_thread_sleeps_is_handled():
+    # It does not wake the thread, which must wake up on its own.
+    waiting, timeouts = Baton(is_of_caller=True), []
+
+    class Lock:
+        """Python handles signals between two calls."""
+
+        def acquire(self, timeout):
+            timeouts.append(timeout)
+            return len(timeouts) == 3
+
+    waiting._lock = Lock()
+    assert waiting.wait()
+    assert timeouts == [replica_threads.SIGNAL_SECONDS] * 3

@@ -179,7 +179,7 @@ def test_a_run_in_order_is_so_whoever_blocks():
 
 def test_the_next_begins_when_a_backward_pass_does(make_strategy, nobody_looks):
     # The engine works without the interpreter: this replica is not stalled.
-    strategy = make_strategy(3)
+    strategy = make_strategy(3, schedule="lockstep")
     strategy._group.runner.locksteps.schedule = "staggered"  # that of GPUs
     together = threading.Barrier(3, timeout=20)
 

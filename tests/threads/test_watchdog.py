@@ -32,12 +32,12 @@ class Waiting:
             raise self.error
         return "done"
 
-    def break_off(self):
+    def abort(self):
         self.is_over.set()
 
 
-def call(work, seconds=0.05, break_off=None):
-    return WatchedCall(work, seconds, break_off or work.break_off, lambda: "the work").make()
+def call(work, seconds=0.05, abort=None):
+    return WatchedCall(work, seconds, abort or work.abort, lambda: "the work").make()
 
 
 @pytest.mark.parametrize("error", [None, ValueError("broken off")])
@@ -52,7 +52,7 @@ def test_what_takes_too_long_is_broken_off_however_it_ends_then(error):
 
 
 def test_what_ends_in_time_ends_as_it_is():
-    assert call(lambda: 3, seconds=20, break_off=bool) == 3
+    assert call(lambda: 3, seconds=20, abort=bool) == 3
     with pytest.raises(ValueError, match="mine"):
         WatchedCall(lambda: int("mine"), 20, bool, str).make()
 
@@ -62,7 +62,7 @@ def test_all_that_break_off_ends_are_late():
 
     def wait():
         try:
-            WatchedCall(shared, 60, shared.break_off, lambda: "the other").make()
+            WatchedCall(shared, 60, shared.abort, lambda: "the other").make()
         except mirror.CollectiveTimeoutError as error:
             errors.append(str(error))
 
@@ -91,8 +91,8 @@ def heard_from(then):
 def test_what_goes_on_all_the_same_is_told_of_once(monkeypatch):
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.02)
     work = Waiting()
-    with heard_from(then=work.break_off) as heard, pytest.raises(mirror.CollectiveTimeoutError):
-        call(work, break_off=bool)
+    with heard_from(then=work.abort) as heard, pytest.raises(mirror.CollectiveTimeoutError):
+        call(work, abort=bool)
     (message,) = heard
     assert "the work was broken off, and still goes on 0.02 s later" in message
     assert 'thread "MainThread":' in message
@@ -104,8 +104,8 @@ def test_a_failing_break_off_is_told_of():
     def fail():
         raise RuntimeError("no")
 
-    with heard_from(then=work.break_off) as heard, pytest.raises(mirror.CollectiveTimeoutError):
-        call(work, break_off=fail)
+    with heard_from(then=work.abort) as heard, pytest.raises(mirror.CollectiveTimeoutError):
+        call(work, abort=fail)
     assert heard == ["mirror: breaking off the work failed"]
 
 
@@ -125,7 +125,7 @@ def test_a_call_that_has_returned_is_kept_by_nobody(monkeypatch):
         work = Waiting()
         reference = weakref.ref(work)
         with suppress(mirror.CollectiveTimeoutError):
-            call(work if seconds < 20 else partial(int, 3), seconds, work.break_off)
+            call(work if seconds < 20 else partial(int, 3), seconds, work.abort)
         del work
         gc.collect()
         deadline = time.monotonic() + 20  # who broke it off may not be back yet
@@ -138,10 +138,10 @@ def test_one_thread_that_ends_when_nothing_is_called(monkeypatch, leaks):
     for _ in range(2):  # it begins again
         monkeypatch.setattr(watchdog, "IDLE_SECONDS", 20)  # longer than these calls take
         for _ in range(3):
-            call(lambda: 3, seconds=60, break_off=bool)
+            call(lambda: 3, seconds=60, abort=bool)
         (thread,) = leaks.threads("mirror watchdog")
         assert thread.daemon
         monkeypatch.setattr(watchdog, "IDLE_SECONDS", 0.02)
-        call(lambda: 3, seconds=1, break_off=bool)  # it checks again
+        call(lambda: 3, seconds=1, abort=bool)  # it checks again
         thread.join(60)
         assert not thread.is_alive()

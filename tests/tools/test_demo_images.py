@@ -11,8 +11,15 @@ from torch import nn
 
 from mirror.errors import MirrorError
 from mirror.tools import demo_images
-from mirror.tools.demo_images import ImagesError, load_digits, load_drawn, load_idx, load_images
-from mirror.tools.drawn_digits import SIZE, draw_digits
+from mirror.tools.demo_images import (
+    SIZE,
+    ImagesError,
+    draw_digits,
+    load_digits,
+    load_drawn,
+    load_idx,
+    load_images,
+)
 
 NAMES = {
     "train-images-idx3-ubyte.gz": (5, 2, 3),

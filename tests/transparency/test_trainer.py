@@ -64,7 +64,7 @@ def llama():
 
 
 @pytest.mark.parametrize("evaluated_only", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_where_it_sees_several_gpus_the_way_off_is_told_and_right(
+def test_where_it_sees_several_gpus_the_error_names_a_remedy_that_works(
     evaluated_only, train, make_strategy
 ):
     plain = llama()

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mirror.base.atomic_file import replace_atomically
+from mirror.base.private_folder import private_folder, read_private
 from mirror.comm.argument_checks import HALF_DTYPES
 from mirror.comm.kernels.kernel_arguments import KernelArguments
 from mirror.errors import BackendError
@@ -159,10 +160,12 @@ def binary(unit: Unit, capability: int) -> Path:
     facts = repr((text, options, nvrtc.getVersion()))
     name = f"mirror_{hashlib.sha256(facts.encode()).hexdigest()}.bin"
     file = _folder() / name
-    if not file.exists():
+    try:
+        read_private(file)
+    except OSError:  # it does not exist, or another user can change it
         data = _compile(nvrtc, text, options, is_machine_code=architecture.startswith("sm_"))
         # Another process that compiles the same unit never reads a partial file.
-        with replace_atomically(file) as new:
+        with replace_atomically(file, 0o600) as new:
             new.write(data)
     return file
 
@@ -194,10 +197,13 @@ def _compile(nvrtc: Any, text: str, options: tuple[str, ...], *, is_machine_code
 
 @cache
 def _folder() -> Path:
-    """Returns CuPy's folder of compiled kernels, or a new one if that is not writable."""
+    """Returns CuPy's folder of compiled kernels, or a new one.
+
+    A new one is used if that is not writable, or if other users can change it.
+    """
     folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder(folder, create=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:

@@ -31,8 +31,8 @@ from mirror.comm.nccl.nccl_backend import NcclCommunicator, seconds_to_get_ready
 from mirror.comm.workers.monitored_wait import TIMED_OUT
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.events import Event, record_event
-from mirror.device.machine_facts import facts_of_gpu
-from mirror.device.side_streams import SideStream
+from mirror.device.host import facts_of_gpu
+from mirror.device.streams import SideStream
 
 _PAUSE_SECONDS = 50e-6
 

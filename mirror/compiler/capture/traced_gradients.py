@@ -13,7 +13,7 @@ from mirror.compiler.capture.trace_modes import SPARSE
 from mirror.compiler.state_tensors import StateTensor
 from mirror.errors import CompileError
 from mirror.replica.gradients.ready_grads import local_grad, set_local_grad
-from mirror.replica.params.gradient_hooks import through_hooks
+from mirror.replica.params.replicated_param import through_hooks
 
 Refusal = Callable[..., CompileError]
 Meet = Callable[[Sequence[StateTensor], list[Tensor]], list[Tensor]]
@@ -54,7 +54,7 @@ class TracedGradients:
         self._is_settling = False  # then torch's functions see the slots themselves
 
     def _take_hooks(self, place: StateTensor, leaf: Tensor) -> None:
-        """Has a parameter's hooks called as in any backward pass; see ``gradient_hooks.py``."""
+        """Has a parameter's hooks called as in any backward pass; see ``replicated_param.py``."""
         if place.record is not None:
             if place.record.hooks and leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(lambda _: queue_callback(self.settle))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import pickle
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from mirror.base.private_folder import private_folder, read_private
 from mirror.compiler.lowering.programs import CallableProgram
 from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan
 from mirror.compiler.torch_internals import Sizes, cache_folder, library_of, program_of_library
@@ -62,12 +62,13 @@ def _write(
     pieces: StepPlan,
     sizes: Sizes,
 ) -> None:
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private_folder(folder.parent, create=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         digests = []
         for i, library in enumerate(libraries):
             shutil.copyfile(library, made / f"{i}.so")
+            (made / f"{i}.so").chmod(0o600)
             digests.append(_digest(made / f"{i}.so"))
         levels = [
             PlanLevel(_without_graph(level.shared), _without_graph(level.own), level.meetings)
@@ -75,6 +76,7 @@ def _write(
         ]
         index = (replace(pieces, levels=levels), [*map(tuple, numbers)], digests, sizes)
         (made / _INDEX).write_bytes(pickle.dumps(index))
+        (made / _INDEX).chmod(0o600)
         made.rename(folder)
     except OSError:
         if not (folder / _INDEX).exists():  # else another process was first
@@ -90,13 +92,15 @@ def _without_graph(piece: ProgramPiece | None) -> ProgramPiece | None:
 def load_program(key: str) -> tuple[StepPlan, list[Ready], Sizes] | None:
     """Returns what was kept by this key, ready to be called; ``None``: nothing, or no longer."""
     root = _root()
-    if root is None or not _is_ours(root):
-        return None
-    folder = root / key
-    if not (folder / _INDEX).exists():
+    if root is None or not (root / key / _INDEX).exists():
         return None
     try:
-        pieces, numbers, digests, sizes = pickle.loads((folder / _INDEX).read_bytes())
+        folder = private_folder(root / key)
+    except OSError as error:  # another user can change it, and its code is run
+        logger.info("programs of a compiled step are not loaded: %s", error)
+        return None
+    try:
+        pieces, numbers, digests, sizes = pickle.loads(read_private(folder / _INDEX))
         if digests != [_digest(folder / f"{i}.so") for i in range(len(digests))]:
             raise OSError(f"{folder} has been damaged")
         levels = [
@@ -121,20 +125,9 @@ def _called(
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_private(path)).hexdigest()
 
 
 def _root() -> Path | None:
     folder = cache_folder()
     return None if folder is None else folder / "mirror_steps"
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether a folder was made by this user, and none else may write to it: its code is run."""
-    try:
-        status = folder.stat()
-    except OSError:
-        return False
-    return not hasattr(os, "getuid") or (
-        status.st_uid == os.getuid() and not status.st_mode & 0o022
-    )

@@ -29,7 +29,7 @@ from mirror.compiler.torch_internals import Sizes, sizes_of
 from mirror.compiler.user_lines import first_line
 from mirror.device.cuda_graph import CudaGraph, has_graphs
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.packed_reducer import Reducer
+from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.modules.recording import suspend_recording
 from mirror.replica.params.replicated_params import MirroredTensors

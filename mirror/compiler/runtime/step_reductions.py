@@ -12,9 +12,8 @@ from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.state_tensors import StateTensor
 from mirror.errors import GradientError
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.packed_reducer import MovedTensors, Reducer
-from mirror.replica.gradients.non_finite import NonFiniteCheck
-from mirror.replica.multi_worker.worker_non_finite import NonFinite
+from mirror.replica.collectives.reduce_ops import MovedTensors, Reducer
+from mirror.replica.gradients.non_finite import NonFinite, NonFiniteCheck
 
 _WHAT = "gradients of a compiled step"
 

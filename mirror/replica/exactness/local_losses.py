@@ -1,6 +1,5 @@
 """Checks that replicas' losses inside ``run`` have the gradients of one device.
 
-[Note: Local losses]
 Inside ``run`` each replica has its own loss. Gradients are weighted by the replicas' numbers of
 examples, unless the program sets other weights. That is one device's gradient for a mean over
 examples, and not for other losses. The graphs show the loss by the rules of split calls:
@@ -26,8 +25,7 @@ from torch import Tensor
 
 from mirror.data.split_batch import GivenWeights, counts_of
 from mirror.execution.replicas import RunView
-from mirror.replica.exactness.batch_dim_rules import batch_dim_uses
-from mirror.replica.exactness.contrastive import products_below
+from mirror.replica.exactness.batch_dim_rules import batch_dim_uses, products_below
 from mirror.replica.exactness.loss_graph import (
     Term,
     UnknownNode,

@@ -14,7 +14,7 @@ on top of its autograd graph show that: they are sums, differences and multiples
     of parameters only                  the same                  any weights of sum 1
 
 Terms with the same weights are joined exactly. Any other value of the batch (a root of a mean, a
-sum over an unknown number, ``batch_dim_rules.py``, ``contrastive.py``) is averaged by examples,
+sum over an unknown number, what ``batch_dim_rules.py`` finds) is averaged by examples,
 with a warning. Without known nodes (compiled code, a Python function, no graph) the value is
 taken for a mean over examples.
 """
@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from mirror.replica.collectives.reduce_ops import summed
-from mirror.replica.exactness.batch_dim_rules import are_linear, batch_dim_uses
-from mirror.replica.exactness.contrastive import compare_examples
+from mirror.replica.exactness.batch_dim_rules import are_linear, batch_dim_uses, compare_examples
 from mirror.replica.exactness.loss_graph import (
     CHOICES,
     Term,

@@ -5,7 +5,7 @@ The first pass records the order in which gradients arrive. The order is cut int
 recorded again when another order has come twice in a row. On every replica the last parameter of a
 bucket has a hook. When the gradients of all replicas have arrived, in this order, the replica that
 comes last launches the bucket. First it moves the gradients into a flat buffer, on the compute
-streams, which frees their memory for the rest of the pass: [Note: Gradients in flat buffers]. Then
+streams, which frees their memory for the rest of the pass: ``grad_access.py``. Then
 a ``SideStream`` reduces the buffer. Buckets are launched in one fixed order. The last bucket is
 reduced when the pass has ended, since no computation is left to overlap with. So a model smaller
 than one bucket has no overhead.
@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, EXPOSED, OVERLAPPED, REDUCTION
 from mirror.comm.packing import plan_packs
-from mirror.device.side_streams import SideStream
+from mirror.device.streams import SideStream
 from mirror.execution.current_replica import current
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.packed_reducer import Reducer
+from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
@@ -182,8 +182,6 @@ class Buckets:
 
     def launched(self) -> list[list[ReplicaParameter]]:
         """Returns each replica's copies whose gradients are in flight, in order."""
-        if not self.in_flight:
-            return [[] for _ in self._tracker.pending]
         parts = [reduction.copies for reduction in self.in_flight]
         return [[*chain(*(part[r] for part in parts))] for r in range(len(self._tracker.pending))]
 

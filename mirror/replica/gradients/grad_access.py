@@ -4,7 +4,6 @@ A read waits until the gradients are reduced: [Note: Lazy gradients]. A gradient
 cross-replica context has read may have been changed, so it is broadcast before the next run. A
 gradient that replicas set inside ``run`` must be the same on all of them.
 
-[Note: Gradients in flat buffers]
 A backend that packs moves gradients into flat buffers, reduces them there, and leaves them there:
 ``p.grad`` is then a view of a buffer, with the strides that autograd gave it. Nothing is copied
 back. The sum includes the factor of a mean; only NCCL multiplies afterwards.
@@ -38,15 +37,14 @@ from torch.utils.hooks import RemovableHandle
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass, compile_context, queue_callback
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import replica_of
+from mirror.execution.current_replica import current, replica_of
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replica, Replicas, RunView
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.ready_grads import local_grad, plus, set_local_grad
-from mirror.replica.params.gradient_hooks import GradientHook
 from mirror.replica.params.mirrored_tensor import share_storage
-from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+from mirror.replica.params.replicated_param import GradientHook, ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
 from mirror.replica.params.subclasses import same_kind
 
@@ -176,9 +174,9 @@ class GradAccess:
         Returns:
             False, and drops nothing, if gradients are pending or deferred.
         """
-        replica, gradients = replica_of(self._replicas), self.unreduced
-        if replica is not None:
-            if gradients.must_reduce(replica.replica_id):
+        replica, gradients = current.replica, self.unreduced
+        if replica is not None and replica.replicas is self._replicas:
+            if gradients.has_arrived(replica.replica_id) or gradients.deferred:
                 return False
             targets = [targets[replica.replica_id]]
         else:
@@ -294,7 +292,7 @@ class GradAccess:
             gradients.observe(replica)
 
     def receive(self, variable: ReplicatedParam, parameter: Tensor) -> None:
-        """Moves gradients of the parameter object to a copy. See [Note: Past resolution]."""
+        """Moves gradients of the parameter object to a copy. See ``replicated_params.py``."""
         if "_is_received" in parameter.__dict__:
             return
         parameter.__dict__["_is_received"] = True
@@ -348,10 +346,7 @@ def _have_equal_values(some: Tensor | None, other: Tensor | None) -> bool:
 
 
 def copy_without_bucket(grad: Tensor) -> Tensor:
-    """Makes copies and pickles of a gradient contain it alone, not its whole bucket; returns it.
-
-    See [Note: Gradients in flat buffers].
-    """
+    """Makes copies and pickles of a gradient contain it alone, not its bucket; returns it."""
     if (
         type(grad) is Tensor
         and grad.layout is torch.strided

@@ -2,7 +2,7 @@
 
 [Note: Lazy gradients]
 A backward pass leaves each replica's local gradient in the C++ slot of its copies, and
-``GradTracker`` records it: [Note: Silent copies]. The reduction runs when a gradient is first used
+``GradTracker`` records it: ``grad_tracker.py``. The reduction runs when a gradient is first used
 (``p.grad`` or ``optimizer.step()``, a merge point inside ``run``), or when ``run`` ends. Several
 backward passes before that cost one reduction. A hook never waits. Pending gradients are recorded
 per replica: with one record for all, replica 1's ``zero_grad`` would reduce replica 0's gradients.
@@ -27,7 +27,7 @@ context starts from the loss of the whole batch, so its local gradients are adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 
@@ -40,10 +40,9 @@ from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replica, Replicas, RunView
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.packed_reducer import Reducer
-from mirror.replica.gradients.backward_interceptor import register_listener
+from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.buckets import Buckets
-from mirror.replica.gradients.grad_tracker import GradTracker
+from mirror.replica.gradients.grad_tracker import GradTracker, register_listener
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
     DeferredGrads,
@@ -62,7 +61,7 @@ from mirror.replica.gradients.ready_grads import (
     take,
     weigh,
 )
-from mirror.replica.params.replicated_param import ReplicatedParam
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.threads.merge_point import MergePoint
 
 
@@ -276,7 +275,8 @@ class GradReducer:
         for mine, reduced in zip(targets, columns, strict=True):
             accumulate(mine, reduced)
         self._runner.unfinished = self._runner.running is not None
-        self.tracker.forget_streams()
+        if self.tracker.streams is not None:
+            self.tracker.forget_streams()
 
     def _without_unusual(
         self, variables: list[ReplicatedParam], columns: list[ReplicaGrads], scale: float
@@ -307,13 +307,17 @@ class GradReducer:
         Raises:
             GradientError: a gradient is not finite, and ``finite`` checks that.
         """
-        launched = self.buckets.launched()
-        arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
+        arrived: Sequence[Sequence[ReplicaParameter]] = self.pending
+        num_launched = 0
+        if self.buckets.in_flight:
+            launched = self.buckets.launched()
+            num_launched = len(launched[0])
+            arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
         known = self._arrivals is not None and self._arrivals.are_ready(arrived)
         if not known:
             self._arrivals = ReadyGrads(arrived)
         assert self._arrivals is not None
-        rest = self._arrivals.after(len(launched[0]))
+        rest = self._arrivals.after(num_launched) if num_launched else self._arrivals
         if self._finite is not None:
             grads = [
                 list(map(local_grad, mine)) if shares.get(r) else []  # a share of 0 is not checked

@@ -1,31 +1,54 @@
-"""GradTracker: which copies have a local gradient that is not reduced yet.
+"""Backward passes: their begin and end; GradTracker records the gradients that they bring.
 
-[Note: Silent copies]
 A post-accumulate hook, ``list.append`` itself, records each copy that gets a gradient. Every hook
 takes the GIL in the middle of a backward pass, which otherwise runs without it, while another
 replica's Python needs it. So when a pass has brought the same gradients in the same order as the
 pass before, those copies lose their hooks and become silent. Their slots are searched when a pass
 ends, when a replica reads gradients during a pass, and when the strategy is next used after a pass
-outside ``run``; ``pending`` is incomplete until then. ``backward_interceptor.py`` reports the
-begin and end of every pass. If buckets fill in another order than the recorded one, the copies get
-their hooks back, to record the new order.
+outside ``run``; ``pending`` is incomplete until then. If buckets fill in another order than the
+recorded one, the copies get their hooks back, to record the new order.
 
 The slot says whether there is a gradient; ``pending`` only says where to search, and the order of
 arrival. An entry without a gradient (the gradient was set, or is in a bucket) does no harm.
+
+Torch has hooks for gradients, but none for the start of a backward pass. So the function through
+which ``backward`` and ``torch.autograd.grad`` start the engine is wrapped, once, when the first
+strategy is created. The wrapper costs one microsecond per pass. It also splits passes outside
+``run``: see [Note: Graph boundaries].
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
+
 from mirror.base.at_fork import reinit_after_fork
-from mirror.device.current_streams import ReplicaStreams
+from mirror.base.dynamo import disable_dynamo
+from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest
+from mirror.base.torch_private import (
+    PASS,
+    current_graph_task_id,
+    transforms_of,
+    without_transforms,
+    wrap_once,
+)
+from mirror.device.streams import ReplicaStreams
+from mirror.errors import StrategyError
+from mirror.execution.current_replica import current, renaming
 from mirror.execution.replicas import Replicas
+from mirror.execution.runner import runner_of
+from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad
+from mirror.replica.gradients.unmirrored import check_pass, leaves_of
+from mirror.replica.multi_worker.pass_weights import start_without_examples
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+from mirror.replica.params.replicated_params import param_of
+from mirror.replica.params.torch_function import MirroredParameter, all_leaves
 from mirror.values import are_identical
 
 
@@ -109,7 +132,8 @@ class GradTracker:
             return
         self._remove(this, (self.unsettled[replica_id], self._passes[replica_id]))
         self.find(replica_id)
-        self._record_streams((replica_id,))
+        if self.streams is not None:
+            self._record_streams((replica_id,))
 
     def _remove(self, this: BackwardPass, lists: Iterable[Any]) -> None:
         for passes in lists:
@@ -151,9 +175,10 @@ class GradTracker:
             if silent:
                 with self.lock:
                     found = [copy for copy in silent if local_grad(copy) is not None]
+                    if pending:
+                        found += [copy for copy in pending if not copy.is_silent]
                     if found or pending:
-                        with_hooks = [copy for copy in pending if not copy.is_silent]
-                        pending[:] = [*found, *with_hooks]
+                        pending[:] = found
 
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether these copies have arrived first on every replica, in this order.
@@ -190,10 +215,10 @@ class GradTracker:
 
         Work on these streams uses the gradients' memory now, and may use it after the pass.
         """
-        if self.streams is not None:
-            for r in replica_ids:
-                if self.pending[r]:
-                    self.streams.record(r)
+        assert self.streams is not None
+        for r in replica_ids:
+            if self.pending[r]:
+                self.streams.record(r)
 
     def forget_streams(self) -> None:
         """Drops the recorded streams, after the gradients on them were reduced."""
@@ -212,7 +237,7 @@ class GradTracker:
     # Hooks
 
     def drop_hooks(self, arrivals: ReadyGrads) -> None:
-        """Removes the hooks of copies that arrive in a known order. See [Note: Silent copies]."""
+        """Removes the hooks of copies that arrive in a known order."""
         if arrivals is self._silent_order:
             return
         self._silent_order = arrivals
@@ -237,3 +262,175 @@ def _without(
     variable: ReplicatedParam, copies: Iterable[ReplicaParameter]
 ) -> list[ReplicaParameter]:
     return [copy for copy in copies if copy.variable is not variable]
+
+
+_lock = threading.Lock()
+_trackers: tuple[weakref.ref[GradTracker], ...] = ()  # those that are called for every pass
+
+
+def watch_backward() -> None:
+    """Wraps the start of backward passes; does nothing where torch lacks the function."""
+    if hasattr(torch.autograd, PASS):
+        wrap_once(torch.autograd, PASS, _wrap_backward)
+
+
+def register_listener(tracker: GradTracker) -> bool:
+    """Registers a tracker for the begin and end of every backward pass.
+
+    Returns:
+        Whether this torch can report them.
+    """
+    global _trackers
+    with _lock:
+        alive = (reference for reference in _trackers if reference() is not None)
+        _trackers = (*alive, weakref.ref(tracker))
+    return hasattr(torch.autograd, PASS)
+
+
+def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    @disable_dynamo
+    def wrapped_backward(*args: Any, **kwargs: Any) -> Any:
+        replica = current.replica
+        if replica is not None and replica.tracing is not None:
+            return run(*args, **kwargs)
+        accumulates = kwargs.get("accumulate_grad", True)
+        if args[4]:
+            args = _with_all_leaves(*args)
+        if accumulates and not getattr(args[0][0], "requires_grad", True):
+            args = start_without_examples(*args)
+        if replica is None:
+            timeline, lane = latest(), CROSS
+        else:
+            timeline, lane = replica.replicas.timeline, replica.replica_id
+        if timeline is not None:
+            timeline.begin(lane, BACKWARD)
+        if replica is not None:
+            args = _with_own_gradients(*args)
+            if accumulates:
+                check_pass(replica.run, lane, args)
+            else:
+                _refuse_hooks(args[4])
+        elif accumulates:
+            _refuse_during_runs(args)
+        elif transforms_of(args[0][0]):
+            _refuse_transformed(args[0], args[4])
+        this, begun = BackwardPass(), list[tuple[GradTracker, int | None]]()
+        try:
+            if accumulates:
+                _begin_in_trackers(this, begun)
+            if replica is None:
+                return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
+            replica.run.lockstep.let_next_begin(lane)  # the engine runs without the GIL
+            if replica.replicas.places.is_model_parallel:
+                with renaming(replica):  # torch removes this mode for the time of backward
+                    return run(*args, **kwargs)
+            return run(*args, **kwargs)
+        finally:
+            this.is_over = True
+            for tracker, replica_id in begun:
+                tracker.end_pass(this, replica_id)
+            if timeline is not None:
+                timeline.end(lane, BACKWARD)
+
+    return wrapped_backward
+
+
+def lane_here() -> tuple[Timeline | None, int]:
+    """Returns the timeline of the calling code, and its lane in it."""
+    replica = current.replica
+    if replica is None:
+        return latest(), CROSS
+    return replica.replicas.timeline, replica.replica_id
+
+
+def _with_all_leaves(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
+    """Replaces mirrored parameters in ``backward(inputs=...)`` by their copies.
+
+    Needed by older versions of torch: they ignore ``__torch_function__`` of the inputs here.
+    """
+    retain, create, inputs, *others = rest
+    for given in inputs:
+        if isinstance(given, MirroredParameter):
+            inputs = tuple(all_leaves(inputs))
+            break
+    return outputs, grads, retain, create, inputs, *others
+
+
+def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
+    """Clones the gradients that a user passes.
+
+    All replicas may pass the same tensor, and autograd may put it into ``.grad`` as it is.
+    """
+    own = list(grads)
+    for i, grad in enumerate(grads):
+        if grad is not None and grad.dim():
+            own[i] = grad.clone()
+    return outputs, tuple(own), *rest
+
+
+def _refuse_hooks(inputs: Iterable[Any]) -> None:
+    """Raises StrategyError for ``torch.autograd.grad`` inside ``run`` if an input has hooks.
+
+    A hook sees the gradient of the whole batch, and a replica has only its own.
+    """
+    for captured in inputs:
+        if not isinstance(captured, ReplicaParameter):
+            continue
+        variable = captured.variable
+        if variable.hooks and len(variable.copies) > 1:
+            raise StrategyError(
+                f"torch.autograd.grad inside strategy.run gives each replica its own gradient, "
+                f"but a hook of parameter {variable.name!r} has to see that of the whole batch; "
+                "call it outside run, use backward(), or remove the hook"
+            )
+
+
+def _refuse_transformed(outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
+    """Raises StrategyError if torch.func differentiates by parameters on one of several workers.
+
+    A function that calls a mirrored module is refused at the call; this one calls none.
+    Gradients of single examples, under ``vmap``, need no other worker.
+    """
+    if any("vmap" in transforms_of(output) for output in outputs):
+        return
+    for transformed in inputs:
+        variable = param_of(without_transforms(transformed))
+        if variable is not None and variable.replicas.workers.is_multi_process:
+            raise StrategyError(
+                f"torch.func differentiates by the mirrored parameter {variable.name!r} outside "
+                "run, on one of several workers: the gradient would be of this worker's examples "
+                "alone; use loss.backward() or torch.autograd.grad(loss, parameters), which give "
+                "that of all workers, or detach the parameters for this worker's own gradient"
+            )
+
+
+def _refuse_during_runs(args: Any) -> None:
+    """Raises StrategyError for a pass in the cross-replica context while another thread runs.
+
+    Its gradients would be taken for those of the run's own passes, and weighted like them.
+    """
+    for reference in _trackers:
+        tracker = reference()
+        if tracker is None or not runner_of(tracker.replicas).runs_elsewhere:
+            continue
+        for leaf in leaves_of(args):
+            variable = param_of(leaf)
+            if variable is not None and variable.replicas is tracker.replicas:
+                runner_of(tracker.replicas).check_between_runs("a backward pass")
+
+
+def _begin_in_trackers(this: BackwardPass, begun: list[tuple[GradTracker, int | None]]) -> None:
+    """Calls ``begin_pass`` of all trackers, and appends each to ``begun``.
+
+    The tracker of the current replica gets its index, the others get None.
+    """
+    replica = current.replica
+    within = current_graph_task_id() != -1
+    for reference in _trackers:
+        tracker = reference()
+        if tracker is not None:
+            replica_id = None
+            if replica is not None and tracker.replicas is replica.replicas:
+                replica_id = replica.replica_id
+            tracker.begin_pass(this, replica_id, within=within)
+            begun.append((tracker, replica_id))

@@ -1,21 +1,25 @@
-"""NonFiniteCheck: finds NaN and infinities while the replica that has them is still known.
+"""Gradients that are not finite, found while the replica or worker that has them is still known.
 
-With several replicas, local gradients are checked before they are reduced. A strategy of one
-replica reduces nothing, so its gradients are checked before each optimizer step.
+``NonFiniteCheck``: with several replicas, local gradients are checked before they are reduced. A
+strategy of one replica reduces nothing, so its gradients are checked before each optimizer step.
+``NonFinite``: if one worker finds such a gradient, all workers raise.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import GradientError
-from mirror.replica.params.param_paths import path_of
+from mirror.replica.gradients.ready_grads import ReplicaGrads
+from mirror.replica.params.mirrored_tensor import path_of
+from mirror.replica.params.replicated_param import ReplicatedParam
 
 
 class NamedParam(Protocol):
@@ -118,3 +122,52 @@ def _not_finite(grad: Tensor, name: str) -> GradientError:
         "find the operation that made them (torch.autograd.set_detect_anomaly), or leave the "
         "guard off with a GradScaler, which skips such steps"
     )
+
+
+class NonFinite:
+    """The gradients that are not finite on this worker, since the last exchange.
+
+    Args:
+        finite: checks gradients; ``None`` for no check.
+
+    Attributes:
+        is_looked_for: whether gradients are checked.
+        found: the error that ``exchange`` will raise.
+    """
+
+    def __init__(self, workers: LocalWorkerGroup, finite: NonFiniteCheck | None) -> None:
+        self._workers, self._finite = workers, finite
+        self.is_looked_for = finite is not None
+        self.found: GradientError | None = None
+
+    def are_non_finite(self, columns: Sequence[ReplicaGrads]) -> bool:
+        """Whether some gradients are not finite; records nothing."""
+        return self._finite is not None and not self._finite.all_finite(columns)
+
+    def scan(
+        self,
+        variables: Sequence[ReplicatedParam | None],
+        columns: Sequence[ReplicaGrads],
+        shares: Mapping[int, float],
+    ) -> None:
+        """Records the first gradient that is not finite, of replicas with a share."""
+        if self._finite is None or self.found is not None:
+            return
+        grads = [mine if shares.get(r) else [] for r, mine in enumerate(columns)]
+        if self.are_non_finite(grads):
+            try:
+                self._finite.raise_error(grads, variables)
+            except GradientError as error:
+                self.found = error
+
+    def exchange(self) -> None:
+        """Raises GradientError on all workers if one of them has recorded an error."""
+        mine, self.found = self.found, None
+        messages = self._workers.exchange(
+            "a look for gradients that are not finite", None, lambda: str(mine or "").encode()
+        )
+        if mine is not None:
+            raise mine
+        for message in messages:
+            if message:
+                raise GradientError(message.decode())

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import num_sharers
 from mirror.replica.collectives.reduce_ops import summed
-from mirror.replica.params.gradient_hooks import through_hooks
 from mirror.replica.params.mirrored_tensor import GRAD
-from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam, through_hooks
 from mirror.values import are_identical
 
 ReplicaGrads = list[Any]  # one replica's local gradients; None where it has none
@@ -58,8 +57,6 @@ class ReadyGrads:
 
     def after(self, num_taken: int) -> ReadyGrads:
         """Returns the arrivals without the first ``num_taken`` of every replica."""
-        if num_taken == 0:
-            return self
         if self._rest is None or self._rest[0] != num_taken:
             self._rest = (num_taken, ReadyGrads([copies[num_taken:] for copies in self._arrived]))
         return self._rest[1]
@@ -67,8 +64,9 @@ class ReadyGrads:
 
 def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
     """Takes the local gradients out of the slots of copies; returns a list per replica."""
-    columns: list[ReplicaGrads] = [list(map(local_grad, mine)) for mine in copies]
+    columns: list[ReplicaGrads] = []
     for mine in copies:
+        columns.append(list(map(local_grad, mine)))
         for copy in mine:
             set_local_grad(copy, None)
     return columns

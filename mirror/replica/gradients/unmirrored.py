@@ -55,6 +55,7 @@ class UnmirroredParams:
         replicas: the strategy's replicas.
         leaves: by run, the unmirrored leaves that its replicas have trained.
         losses: the losses from which they have started backward passes.
+        passes: the number of checked passes, by code, instruction and replica.
     """
 
     def __init__(
@@ -62,20 +63,20 @@ class UnmirroredParams:
     ) -> None:
         self.replicas = replicas
         self._registry, self._recorded = registry, recorded
-        # The number of checked passes, by code, instruction and replica.
-        self._passes: dict[tuple[CodeType, int, int], int] = {}
+        self.passes: dict[tuple[CodeType, int, int], int] = {}
         self.losses = LocalLosses()
         self.leaves: weakref.WeakKeyDictionary[RunView, UnmirroredLeaves] = (
             weakref.WeakKeyDictionary()
         )
         self._unused = [replicas]  # until their first use
-        self._has_warned = self._has_leaves = False
+        self._has_warned = False
         _by_replicas.put(replicas, self)
 
     def part(self) -> LifecycleHooks:
         """Returns the hooks that record the strategy's use and warn of models made in a run."""
         prepare = WhilePending(self._unused, self.record_use)
-        return LifecycleHooks(name="plain", prepare=prepare, finish=self._warn)
+        finish = WhilePending(self.leaves, self._warn)
+        return LifecycleHooks(name="plain", prepare=prepare, finish=finish)
 
     def record_use(self) -> None:
         """Records the first use of a strategy, if it has mirrored nothing yet."""
@@ -93,22 +94,13 @@ class UnmirroredParams:
         """Whether warnings for this strategy end: it is closed, or has mirrored something."""
         return runner_of(self.replicas).is_closed or self._registry.has_owned
 
-    def count_pass(self, place: tuple[CodeType, int, int]) -> int:
-        """Counts a pass from a call site; returns its number, 0 if it needs no check."""
-        seen = self._passes.get(place, 0)
-        if seen >= _MAX_PASSES or len(self._passes) >= _MAX_CALL_SITES:
-            return 0
-        self._passes[place] = seen + 1
-        return seen + 1
-
     def leaves_in(self, run: RunView) -> UnmirroredLeaves:
         """Returns the unmirrored leaves that the replicas of a run have trained."""
-        self._has_leaves = True
         return self.leaves.setdefault(run, UnmirroredLeaves())
 
     def _warn(self, run: Run) -> None:
         """Warns once per strategy if a replica of the run has made and trained a model."""
-        if not self._has_leaves or self._has_warned:
+        if self._has_warned:
             return
         leaves = self.leaves.get(run)
         if leaves is not None and leaves.has_stepped:
@@ -182,9 +174,11 @@ def check_pass(run: RunView, replica_id: int, args: Sequence[Any]) -> None:
         return
     unmirrored = _unmirrored_of(run.replicas)
     caller = sys._getframe(4)  # of Tensor.backward, past torch.autograd.backward and our wrapper
-    nth = unmirrored.count_pass((caller.f_code, caller.f_lasti, replica_id))
-    if not nth:
+    place = (caller.f_code, caller.f_lasti, replica_id)
+    seen = unmirrored.passes.get(place, 0)
+    if seen >= _MAX_PASSES or len(unmirrored.passes) >= _MAX_CALL_SITES:
         return
+    unmirrored.passes[place] = nth = seen + 1
     unmirrored.losses.record(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
     if not run.replicas.weighted:
         return

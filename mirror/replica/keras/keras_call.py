@@ -2,7 +2,7 @@
 
 Masks, which Keras stores on tensors, are split with the tensors. ``compute_loss``, metrics,
 ``optimizer.apply`` and callbacks of ``fit`` run once, in the cross-replica context, on the whole
-batch. See [Note: State of Keras layers] in ``layer_writes.py``.
+batch. See ``keras_layers.py``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from mirror.execution.current_replica import current
 from mirror.execution.replicas import Replica
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
-from mirror.replica.keras.keras_library import (
+from mirror.replica.keras.keras_layers import (
     KerasThreadState,
+    LayerWrites,
+    assign_merged,
     imported,
     is_stateless,
     keras_device,
     library,
+    wrap_metrics,
 )
-from mirror.replica.keras.keras_metrics import wrap_metrics
 from mirror.replica.keras.keras_optimizers import wrap_optimizers
-from mirror.replica.keras.layer_writes import LayerWrites, assign_merged
 from mirror.replica.modules.recording import recording
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.threads.merge_point import MergePoint

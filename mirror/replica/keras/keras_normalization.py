@@ -22,7 +22,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     The arguments are those of ``keras.layers.BatchNormalization``; masks are respected. Outside a
     mirrored model it is that layer. There is one collective in the forward and one in the backward
-    pass; see [Note: One collective of deviations] in ``layers/sync_batch_norm.py``.
+    pass; see ``layers/sync_batch_norm.py``.
 
     Raises:
         StrategyError: ``synchronized=True`` is given, which Keras has for other backends.

@@ -22,8 +22,8 @@ from mirror.execution.replicas import Replica
 from mirror.execution.run_state import Run
 from mirror.execution.runner import runner_of
 from mirror.execution.step_ends import step_ends
-from mirror.replica.gradients.backward_interceptor import lane_here
-from mirror.replica.keras.keras_library import keras_device, library
+from mirror.replica.gradients.grad_tracker import lane_here
+from mirror.replica.keras.keras_layers import keras_device, library
 from mirror.threads.merge_point import MergePoint
 
 

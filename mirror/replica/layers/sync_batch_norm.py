@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.base.dynamo import disable_dynamo
-from mirror.base.migration_hints import signposted_keywords
+from mirror.base.migration_hints import keywords_with_hints
 from mirror.base.torch_private import wrap_once
 from mirror.execution.current_replica import current
 from mirror.execution.replicas import Replica
@@ -20,7 +20,7 @@ from mirror.replica.collectives.collectives import all_reduce
 from mirror.replica.modules.call_interceptor import owner_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_forward_of_part = _BatchNorm.forward  # torch's own, whatever is wrapped around it later
+_forward_of_part = _BatchNorm.forward  # torch's own, also if it is wrapped later
 
 
 def wrap_torch_sync_batch_norm() -> None:
@@ -66,7 +66,6 @@ class SyncBatchNorm(_BatchNorm):
     ``run``, it is ``nn.BatchNorm``; without running statistics, eval mode also takes the
     statistics of the whole batch.
 
-    [Note: One collective of deviations]
     ``E[x^2] - E[x]^2`` loses all digits if the mean is large. So each replica contributes its
     count, mean and sum of squared deviations, which combine as in Chan, Golub and LeVeque (1979).
     They cannot be summed directly: each replica writes them into its own row of a table of zeros.
@@ -88,7 +87,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-@signposted_keywords("mirror.nn.convert_sync_batchnorm")
+@keywords_with_hints("mirror.nn.convert_sync_batchnorm")
 def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
     """Converts every batch normalisation in ``module``, itself included, in place.
 
@@ -173,10 +172,7 @@ def _update_running_stats(layer: _BatchNorm, mean: Tensor, var: Tensor, count: T
 
 
 def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean, biased variance and count per channel of the batch; differentiable.
-
-    See [Note: One collective of deviations].
-    """
+    """Returns mean, biased variance and count per channel of the batch; differentiable."""
     channels = x.shape[1]
     mean, squares = _deviations(wide, x)
     count = mean.new_full((1,), _num_values(x))

@@ -68,7 +68,7 @@ class Interceptor:
 def interceptor_of(module: nn.Module | None) -> Interceptor | None:
     """Returns a module's interceptor, except one that came with a copied ``__dict__``.
 
-    See [Note: Copied routes].
+    See ``split_call.py``.
     """
     route = None if module is None else module.__dict__.get(SPLIT_CALL)
     return route if isinstance(route, Interceptor) and route.module() is module else None

@@ -18,9 +18,9 @@ from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
 from mirror.replica.modules.call_interceptor import MirroredModules
 from mirror.replica.params.mirrored_buffer import MirroredBuffer
-from mirror.replica.params.mirrored_parameter import MirroredParameter
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
+from mirror.replica.params.torch_function import MirroredParameter
 
 
 class WatchedDict(dict[str, Any]):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mirror.base.dynamo import is_compiled, refuse_unknown_compiler
 from mirror.base.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_lacking
-from mirror.device.device_remap import without_remap
+from mirror.device.device_mesh import without_remap
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -36,11 +36,17 @@ from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.autograd_functions import watch_functions
 from mirror.replica.keras.keras_call import KerasCall
-from mirror.replica.keras.keras_library import is_layer
+from mirror.replica.keras.keras_layers import is_layer
 from mirror.replica.layers.max_norm_embedding import renormalizes
 from mirror.replica.layers.sync_batch_norm import wrap_torch_sync_batch_norm
 from mirror.replica.modules.call_interceptor import interceptor_of, watch_compile
-from mirror.replica.modules.conversions import watch_conversions
+from mirror.replica.modules.conversions import (
+    IGNORED,
+    refuse_wrapper,
+    tell_of_ignored,
+    watch_conversions,
+    watch_wrappers,
+)
 from mirror.replica.modules.metric_calls import (
     is_metric,
     watch_log,
@@ -48,17 +54,10 @@ from mirror.replica.modules.metric_calls import (
     watch_metric,
 )
 from mirror.replica.modules.module_dicts import OpaqueDict, ReplicaDict, WatchedDict
-from mirror.replica.modules.own_copies import watch_copies
 from mirror.replica.modules.per_replica_values import ModuleAttributes
-from mirror.replica.modules.replica_attributes import is_own, watch_attributes
+from mirror.replica.modules.replica_attributes import is_own, watch_attributes, watch_copies
 from mirror.replica.modules.split_call import CallInterceptor
-from mirror.replica.modules.wrappers import (
-    IGNORED,
-    refuse_wrapper,
-    tell_of_ignored,
-    watch_wrappers,
-)
-from mirror.replica.params.buffers import Buffers
+from mirror.replica.params.mirrored_buffer import Buffers
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.pending_modules import PendingModules, is_uninitialized
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams

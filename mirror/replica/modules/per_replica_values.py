@@ -1,6 +1,5 @@
 """Per-replica values: what each replica has set as a module's attribute, and how they are joined.
 
-[Note: States of an attribute]
 An attribute that replicas have set goes through these states:
 
     between runs
@@ -38,12 +37,12 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError, StructureError
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replica, RunView
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import weighted_mean
-from mirror.replica.gradients.graph_boundary import mark_boundary
+from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.scatter_gather.gather import join_outputs
 from mirror.replica.scatter_gather.scatter import SplitPlan
@@ -62,21 +61,18 @@ class ModuleAttributes:
         self._of_runs: weakref.WeakKeyDictionary[RunView, list[PerReplicaAttribute]] = (
             weakref.WeakKeyDictionary()
         )
-        self._has_noted = False  # spares most runs a lookup
 
     def part(self) -> LifecycleHooks:
         """Returns the hooks of the attributes. See [Note: Parts]."""
-        return LifecycleHooks(name="attributes", finish=self._join, recover=self._of_runs.clear)
+        finish = WhilePending(self._of_runs, self._join)
+        return LifecycleHooks(name="attributes", finish=finish, recover=self._of_runs.clear)
 
     def record(self, run: RunView, own: PerReplicaAttribute) -> None:
         """Records an attribute, to be joined when the replicas of a run return or merge."""
         self._of_runs.setdefault(run, []).append(own)
-        self._has_noted = True
 
     def _join(self, run: Run) -> None:
-        if not self._has_noted:
-            return
-        own = self._of_runs.pop(run, None)
+        own = self._of_runs.pop(run, [])
         while own:
             own.pop().join(run)
 
@@ -98,7 +94,7 @@ class _InRun:
 
 
 class PerReplicaAttribute:
-    """The replicas' values of one attribute of one module. See [Note: States of an attribute].
+    """The replicas' values of one attribute of one module.
 
     ``_now`` is its state in a run; ``_left`` and ``_joined`` are that between runs.
     """

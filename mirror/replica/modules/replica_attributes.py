@@ -7,7 +7,7 @@ Rule: when a replica first sets or deletes an attribute, the module's class gets
 that name. It returns to every replica of a mirrored module its own value; on other modules it acts
 as if there were none. After the run the values are joined into the module's ordinary attribute,
 which the cross-replica context and copies made there see. (Copies that a replica makes have its
-own value: ``own_copies.py``.)
+own values: ``watch_copies``.)
 
     values of the replicas                        value of the module
     tensors of the shape it had before            their mean, weighted by examples; the first
@@ -22,7 +22,7 @@ submodules created). If replicas leave it different, the run fails.
 
 A value that replicas only read stays as it was. In the next run every replica continues with its
 own value, unless the cross-replica context has set another. Of that, each gets its part if it is
-batched as the run's batch is, else a copy. See [Note: States of an attribute].
+batched as the run's batch is, else a copy. See ``per_replica_values.py``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from mirror.base.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
 from mirror.execution.current_replica import current
 from mirror.execution.replicas import Replica
 from mirror.replica.modules.call_interceptor import interceptor_of, owner_of
+from mirror.replica.modules.conversions import IGNORED, tell_of_ignored
 from mirror.replica.modules.per_replica_values import MISSING, PerReplicaAttribute
 from mirror.replica.modules.split_call import CallInterceptor
-from mirror.replica.modules.wrappers import IGNORED, tell_of_ignored
 from mirror.replica.params.replicated_param import ReplicaParameter
 
 # The attributes that torch sets on a module, such as ``training``, are equal on all replicas.
@@ -199,3 +199,48 @@ def _notice(module: nn.Module, name: str, value: Any) -> None:
     with _installing:
         setattr(type(module), name, ReplicaAttribute(name, existing))
     forget_compiled()  # compiled code reads the instance's __dict__
+
+
+def watch_copies() -> None:
+    """Makes ``copy`` and ``pickle`` see the replica's values of attributes; once, permanently."""
+    wrap_once(nn.Module, "__reduce_ex__", _reducing)
+
+
+def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = original(self, protocol)
+        if current.replica is None or not isinstance(reduced, tuple) or len(reduced) < 3:
+            return reduced
+        route, state = interceptor_of(self), reduced[2]
+        if not isinstance(route, CallInterceptor):
+            return reduced
+        if isinstance(state, dict):
+            state = _own_state(self, state, route)
+        elif isinstance(state, tuple) and state and isinstance(state[0], dict):  # it has slots
+            state = (_own_state(self, state[0], route), *state[1:])
+        return (*reduced[:2], state, *reduced[3:])
+
+    return reduce_ex
+
+
+def _own_state(module: nn.Module, state: dict[str, Any], route: CallInterceptor) -> dict[str, Any]:
+    """Returns the state of a reduced module, with the replica's own values."""
+    own_state = dict(state)
+    # With attributes first set in this run, unless the class selects its state itself.
+    for name in {*state, *route.own} if _gives_all(type(module)) else state:
+        found = own_values(module, name) if is_own(module, name) else None
+        if found is None:
+            continue
+        own, replica = found
+        value = own.read(replica)
+        if value is MISSING:
+            own_state.pop(name, None)
+        else:
+            own_state[name] = value
+    return own_state
+
+
+def _gives_all(kind: type[nn.Module]) -> bool:
+    return kind.__reduce__ is object.__reduce__ and (
+        getattr(kind, "__getstate__", None) is getattr(nn.Module, "__getstate__", None)
+    )

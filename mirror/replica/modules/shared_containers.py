@@ -22,38 +22,46 @@ _CONTAINERS = frozenset((list, dict, set, deque))
 _TORCHS = WEIGHT_LISTS | frozenset(nn.Module().__dict__) | {"_all_weights"}
 
 
-class _Contents:
-    """The elements of a container at one moment; equal to others if all are the same objects."""
-
-    __slots__ = ("_elements",)
-
-    def __init__(self, container: Any) -> None:
-        pairs = type(container) is dict
-        self._elements = [*container, *(container.values() if pairs else ())]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Contents):
-            return NotImplemented
-        return list(map(id, self._elements)) == list(map(id, other._elements))
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def containers_of(modules: ModuleRegistry) -> ProcessState:
     """Returns the contents of the modules' containers, for ``ParallelRuns``."""
-
-    def contents() -> dict[tuple[int, str], _Contents]:
-        return {key: _Contents(container) for key, container in _containers(modules)}
-
     return ProcessState(
-        contents,
+        lambda: _Contents(modules),
         "forward changes a list, dict or set of a module in place, which they share; set a new "
         "one, as in self.seen = [*self.seen, x], which each replica keeps for itself",
     )
 
 
-def _containers(modules: ModuleRegistry) -> Iterator[tuple[tuple[int, str], Any]]:
+class _Contents:
+    """The elements of all containers at one moment.
+
+    Equal to those of another moment if no container that is there at both has other objects.
+    """
+
+    __slots__ = ("_found",)
+
+    def __init__(self, modules: ModuleRegistry) -> None:
+        self._found = {id(one): (one, _elements(one)) for one in _containers(modules)}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Contents):
+            return NotImplemented
+        both = self._found.keys() & other._found.keys()
+        return not any(
+            list(map(id, self._found[key][1])) != list(map(id, other._found[key][1]))
+            for key in both
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _elements(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return list(container)
+
+
+def _containers(modules: ModuleRegistry) -> Iterator[Any]:
     for module, _ in modules.mirrored():
         for name, value in module.__dict__.items():
             if type(value) in _CONTAINERS and name not in _TORCHS and not is_own(module, name):
-                yield (id(module), name), value
+                yield value

@@ -5,21 +5,19 @@
                                                 replica calls the module, the outputs are gathered
     of a submodule, or on a replica             the module's own call, on the replica's copies
     in a backward pass outside ``run``          the module's own call, on the copies of one
-                                                replica: [Note: Recomputation]
+                                                replica, see below
 
-[Note: Copied routes]
-Problem: torch calls the entry ``_compiled_call_impl`` of ``module.__dict__`` without the module as
-an argument. Libraries for meta-learning copy that dict by hand into another module, to run forward
+Torch calls the entry ``_compiled_call_impl`` of ``module.__dict__`` without the module as an
+argument. Libraries for meta-learning copy that dict by hand into another module, to run forward
 with other parameters, and so copy this interceptor. (Ordinary copies and pickles have ``None``.)
-Rule: a call checks which module holds the interceptor. If it is not its own module, the call is
-an ordinary one; such a module is an ordinary module that shares mirrored parameters.
+So a call checks which module holds the interceptor. If it is not its own module, the call is an
+ordinary one; such a module is an ordinary module that shares mirrored parameters.
 
-[Note: Recomputation]
-Problem: activation checkpointing calls part of a forward again, in the backward pass. Outside
-``run`` that pass goes through the graphs of all replicas in one thread, where no replica is
-current, and a submodule called there must not split what is one replica's part already.
-Rule: the ancestors of the node that the engine executes include a copy, which shows the replica.
-If the whole call of a module was under checkpointing, outside ``run``, it is split again.
+Activation checkpointing calls part of a forward again, in the backward pass. Outside ``run`` that
+pass goes through the graphs of all replicas in one thread, where no replica is current, and a
+submodule called there must not split what is one replica's part already. The ancestors of the node
+that the engine executes include a copy, which shows the replica. If the whole call of a module was
+under checkpointing, outside ``run``, it is split again.
 """
 
 from __future__ import annotations
@@ -70,13 +68,12 @@ from mirror.execution.run_state import recomputing
 from mirror.execution.runner import Runner
 from mirror.replica.layers.max_norm_embedding import renormalize_everywhere, renormalizes
 from mirror.replica.modules.call_interceptor import Interceptor, MirroredModules
-from mirror.replica.modules.metric_calls import is_metric
+from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
 from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
-from mirror.replica.scatter_gather.merge_call_joined import merge_call_joined
 from mirror.replica.scatter_gather.mutations import join_changes
 from mirror.replica.scatter_gather.recurrent_states import (
     LAYERS,
@@ -148,7 +145,7 @@ class CallInterceptor(Interceptor):
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
 
     def _is_copied_into(self, holder: Any) -> bool:
-        """Whether another module holds this interceptor. See [Note: Copied routes]."""
+        """Whether another module holds this interceptor."""
         is_module = isinstance(holder, nn.Module)
         return is_module and holder.__dict__.get(SPLIT_CALL) is self
 

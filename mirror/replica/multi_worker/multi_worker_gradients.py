@@ -3,7 +3,7 @@
 Each worker sums its replicas' gradients on their devices. The sums travel in one buffer per
 bucket, and are copied to all replicas. No thread is needed: sums of torch.distributed are
 asynchronous. A hook launches a bucket during the pass, and the first use of a gradient waits. When
-buckets travel is explained by [Note: Agreed buckets] in ``bucket_order.py``; how passes are
+buckets travel is explained by [Note: Agreed buckets] in ``in_flight.py``; how passes are
 weighted by [Note: Shares of workers] in ``pass_weights.py``.
 """
 
@@ -23,9 +23,9 @@ from mirror.execution.current_replica import current, replica_of
 from mirror.execution.lifecycle import nothing
 from mirror.execution.replicas import Replicas, RunView
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.packed_reducer import Reducer
+from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.replica.gradients.non_finite import NonFiniteCheck
+from mirror.replica.gradients.non_finite import NonFinite, NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
     ReadyGrads,
     are_usual,
@@ -34,13 +34,9 @@ from mirror.replica.gradients.ready_grads import (
     take,
     weigh,
 )
-from mirror.replica.multi_worker.bucket_order import BucketOrder, agree
-from mirror.replica.multi_worker.contributions import refuse_graphs
-from mirror.replica.multi_worker.in_flight import InFlight
-from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
-from mirror.replica.multi_worker.stand_in import trained_params
-from mirror.replica.multi_worker.worker_bucket import WorkerBucket
-from mirror.replica.multi_worker.worker_non_finite import NonFinite
+from mirror.replica.multi_worker.in_flight import BucketOrder, InFlight, agree
+from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights, trained_params
+from mirror.replica.multi_worker.worker_bucket import WorkerBucket, refuse_graphs
 from mirror.replica.multi_worker.worker_reduction import WorkerReduction
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import MirroredTensors, param_of

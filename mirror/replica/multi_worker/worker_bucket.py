@@ -1,15 +1,33 @@
 """WorkerBucket: variables whose gradients travel between workers in one buffer, and its layout.
 
-The layout is the same on all workers: a gradient travels with the strides of its variable, not
-with its own. It stays in the buffer, and ``p.grad`` is a view of it, see
-[Note: Gradients in flat buffers]. Sparse gradients are in no bucket; ``sum_sparse`` exchanges
+``Contributions`` is this worker's part of a reduction, summed over its replicas with their shares.
+``Trailer`` has the numbers that travel after a bucket's gradients, and are summed with them. Each
+worker writes its own; after the sum every worker reads the same trailer:
+
+flags        one per variable. A worker writes 1 for a gradient that counts, 2^-10 for a gradient
+             of weight 0, and 0 for none. If all write 0, ``grad`` is unchanged.
+marks        16 numbers, all 0 but one, which depends on the reduction and the bucket: so a worker
+             that sums a bucket of another reduction is detected
+weight       the worker's weight; see [Note: Shares of workers]
+more         1 from a worker that has gradients of a second pass: all workers reduce once more
+non_finite   1 from a worker that has found a gradient that is not finite
+failed       1 from a worker that has failed, and will not take part in the rest
+mixed        1 from a worker whose calls since the last reduction had different weights
+sparse       1 from a worker that has set sparse gradients aside: all agree on an order without
+             their variables
+
+The layout of a bucket is the same on all workers: a gradient travels with the strides of its
+variable, not with its own. It stays in the buffer, and ``p.grad`` is a view of it, see
+``grad_access.py``. Sparse gradients are in no bucket; ``sum_sparse`` exchanges
 their indices and values as tensors of any size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +35,248 @@ from torch import Tensor, nn
 from mirror.comm.host.host_library import BufferAddresses, library
 from mirror.comm.packing import ALIGNMENT_BYTES, have_same_strides
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
-from mirror.replica.collectives.reduce_ops import summed
-from mirror.replica.multi_worker.trailer import COUNTS, NUM_OTHERS, UsualTrailers
+from mirror.device.streams import ReplicaStreams
+from mirror.errors import StrategyError
+from mirror.execution.replicas import Replicas
+from mirror.replica.collectives.reduce_ops import Reducer, summed
+from mirror.replica.gradients.ready_grads import (
+    ReplicaGrads,
+    are_usual,
+    common_scale,
+    plus,
+    unshare,
+    weigh,
+)
+from mirror.replica.multi_worker.pass_weights import Deferred
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+
+
+class Contribution(NamedTuple):
+    """This worker's part of a bucket.
+
+    Attributes:
+        columns: per replica, real gradients with zeros for absent ones; or only their sums.
+        flags: one per variable, see ``worker_bucket.py``.
+        scales: the factor by which each column is still to be multiplied.
+    """
+
+    columns: Sequence[Sequence[Tensor]]
+    flags: Sequence[float]
+    scales: Sequence[float]
+
+
+class Contributions:
+    """Computes this worker's contributions.
+
+    Args:
+        deferred: the deferred gradients; a contribution removes those that it contains.
+        streams: on GPUs, the streams of the backward passes.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        reducer: Reducer,
+        deferred: Deferred,
+        streams: ReplicaStreams | None,
+    ) -> None:
+        self._devices, self._workers = replicas.devices, replicas.workers
+        self._reducer, self._deferred, self._streams = reducer, deferred, streams
+
+    def contribution_of(
+        self, bucket: WorkerBucket, columns: list[ReplicaGrads], shares: Mapping[int, float]
+    ) -> Contribution:
+        """Returns the contribution to a bucket.
+
+        Args:
+            columns: each replica's gradients, which are overwritten.
+        """
+        flags: Sequence[float] = bucket.all_count
+        if self._deferred or not self._all_count(columns, shares):
+            flags, shares = self._filled(bucket, columns, shares)
+        if bucket.has_complex:
+            columns = [bucket.real(column) for column in columns]
+        if self._workers.sums_replicas:
+            return Contribution(columns, flags, [shares.get(r, 0.0) for r in range(len(columns))])
+        if len(columns) == 1 or not flags:
+            return Contribution(columns[:1], flags, [shares.get(0, 0.0)])
+        moved = self._reducer.move(columns, self._streams)
+        unshare(columns, moved.staying)
+        scale = common_scale(shares) if len(shares) == len(columns) else None
+        if scale is None:
+            scale = 1.0
+            for r, column in enumerate(columns):
+                share = shares.get(r, 0.0)
+                if share not in (0.0, 1.0):  # with share 0 the column is zeros already
+                    torch._foreach_mul_(column, share)
+        self._reducer.all_reduce(moved, scale)
+        return Contribution(columns[:1], flags, [1.0])
+
+    def usual_scale(
+        self, columns: Sequence[ReplicaGrads], shares: Mapping[int, float]
+    ) -> float | None:
+        """Returns the common share of all replicas.
+
+        ``None`` if shares differ or are 0, or if a gradient is absent or not dense.
+        """
+        if self._deferred.has_passes or len(shares) < len(columns):
+            return None
+        if len(columns) == 1:
+            scale = shares.get(0)
+            return scale if scale and are_usual(columns[0]) else None
+        scale = common_scale(shares)
+        return scale if scale and all(map(are_usual, columns)) else None
+
+    @staticmethod
+    def _all_count(columns: Sequence[ReplicaGrads], shares: Mapping[int, float]) -> bool:
+        if len(shares) < len(columns) or not all(shares.values()):
+            return False
+        return all(map(are_usual, columns))
+
+    def _filled(
+        self, bucket: WorkerBucket, columns: Sequence[ReplicaGrads], shares: Mapping[int, float]
+    ) -> tuple[list[float], Mapping[int, float]]:
+        """Replaces gradients that are absent or have no share by zeros; returns flags, shares."""
+        flags = [0.0] * len(bucket.variables)
+        for r, column in enumerate(columns):
+            counts = COUNTS if shares.get(r, 0.0) else IS_THERE
+            for i, grad in enumerate(column):
+                if grad is not None:
+                    flags[i] = max(flags[i], counts)
+        refuse_graphs(columns)
+        if self._deferred:  # deferred gradients are weighted already
+            weigh(list(columns), shares)
+            shares = dict.fromkeys(range(len(columns)), 1.0)
+            for i, variable in enumerate(bucket.variables):
+                kept = None if variable is None else self._deferred.pop_dense(variable)
+                for column, summand in zip(columns, kept or (), strict=False):
+                    column[i] = plus(column[i], summand)
+                    flags[i] = COUNTS
+        for r, (column, device) in enumerate(zip(columns, self._devices, strict=True)):
+            for i, grad in enumerate(column):
+                if grad is None or not shares.get(r, 0.0):  # replaced, since 0 * NaN is NaN
+                    column[i] = bucket.zeros(i, device)
+        return flags, shares
+
+    def sparse_contribution(
+        self, variable: ReplicatedParam, columns: list[ReplicaGrads], shares: Mapping[int, float]
+    ) -> Tensor | None:
+        """Returns the contribution to one variable, sparse if all replicas' gradients are."""
+        refuse_graphs(columns)
+        weigh(columns, shares)
+        kept = self._deferred.pop(variable, None) or [None] * len(columns)
+        own = (column[0] for column in columns)
+        grads = [plus(grad, summand) for grad, summand in zip(own, kept, strict=True)]
+        present = [grad for grad in grads if grad is not None]
+        if not all(grad.is_sparse for grad in present):
+            present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
+        return summed(present, self._devices[0]) if present else None
+
+
+def refuse_graphs(columns: Sequence[ReplicaGrads]) -> None:
+    """Raises StrategyError for gradients that carry a graph."""
+    if any(grad is not None and grad.requires_grad for column in columns for grad in column):
+        raise StrategyError(
+            "gradients of several workers carry no graph, but backward was called with "
+            "create_graph=True; call backward() without it: only gradients of the model's inputs "
+            "may have a graph, by torch.autograd.grad(..., create_graph=True)"
+        )
+
+
+COUNTS, IS_THERE = 1.0, 2.0**-10
+_MARKS = 16
+_MARKED = [[float(i == mark) for i in range(_MARKS)] for mark in range(_MARKS)]
+_NUM_AFTER_MARKS = 6
+NUM_OTHERS = _MARKS + _NUM_AFTER_MARKS
+_MAX_CACHED = 4 * _MARKS  # more than one per mark, as batches may have several sizes
+
+
+class Trailer(NamedTuple):
+    """A trailer, summed over all workers."""
+
+    flags: Sequence[float]
+    marks: Sequence[float]
+    weight: float
+    more: float
+    non_finite: float
+    failed: float
+    mixed: float
+    sparse: float
+
+    def is_marked(self, number: int, size: int) -> bool:
+        """Whether all workers have written the mark of this number."""
+        return list(self.marks) == [size * mark for mark in _MARKED[number % _MARKS]]
+
+
+class UsualTrailers:
+    """The trailers of the usual case: every worker has all gradients, and no flag is set.
+
+    They are cached per mark, and compared as a whole.
+
+    Args:
+        dtype: float32 or float64.
+    """
+
+    def __init__(self, num_flags: int, dtype: torch.dtype) -> None:
+        self._flags = [COUNTS] * num_flags
+        self._code = "f" if dtype == torch.float32 else "d"
+        self._own: dict[tuple[int, float], bytes] = {}
+        self._all: dict[tuple[int, float, int], list[float]] = {}
+
+    def own(self, number: int, weight: float) -> bytes:
+        """Returns this worker's trailer, as bytes of the dtype."""
+        key = number % _MARKS, weight
+        known = self._own.get(key)
+        if known is None:
+            if len(self._own) >= _MAX_CACHED:
+                self._own.clear()
+            known = array(self._code, write_trailer(self._flags, number, weight)).tobytes()
+            self._own[key] = known
+        return known
+
+    def all(self, number: int, total: float, size: int) -> list[float]:
+        """Returns the sum of all workers' trailers.
+
+        Args:
+            total: the sum of their weights.
+            size: the number of workers.
+        """
+        key = number % _MARKS, total, size
+        known = self._all.get(key)
+        if known is None:
+            if len(self._all) >= _MAX_CACHED:
+                self._all.clear()
+            known = [size * one for one in write_trailer(self._flags, number, 0.0)]
+            known[-_NUM_AFTER_MARKS] = total
+            self._all[key] = known
+        return known
+
+
+def write_trailer(
+    flags: Sequence[float],
+    number: int,
+    weight: float,
+    *,
+    more: bool = False,
+    non_finite: bool = False,
+    failed: bool = False,
+    mixed: bool = False,
+    sparse: bool = False,
+) -> list[float]:
+    """Returns a worker's trailer as numbers.
+
+    Args:
+        number: the number of the reduction and the bucket, which is marked modulo 16.
+    """
+    return [*flags, *_MARKED[number % _MARKS], weight, more, non_finite, failed, mixed, sparse]
+
+
+def read_trailer(numbers: Sequence[float]) -> Trailer:
+    """Returns the trailer that the numbers encode."""
+    num_flags = len(numbers) - NUM_OTHERS
+    end = num_flags + _MARKS
+    return Trailer(numbers[:num_flags], numbers[num_flags:end], *numbers[end:])
+
 
 # For ``map``, which costs less than a Python loop.
 _is_contiguous, _data_ptr, _as_strided_ = Tensor.is_contiguous, Tensor.data_ptr, Tensor.as_strided_

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.packed_reducer import Reducer
+from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.grad_tracker import GradTracker
+from mirror.replica.gradients.non_finite import NonFinite
 from mirror.replica.gradients.ready_grads import (
     ReplicaGrads,
     accumulate,
@@ -21,13 +22,15 @@ from mirror.replica.gradients.ready_grads import (
     set_local_grad,
     take,
 )
-from mirror.replica.multi_worker.bucket_order import BucketOrder
-from mirror.replica.multi_worker.contributions import Contributions
-from mirror.replica.multi_worker.in_flight import BucketInFlight, InFlight
+from mirror.replica.multi_worker.in_flight import BucketInFlight, BucketOrder, InFlight
 from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights, SeveralCalls
-from mirror.replica.multi_worker.trailer import IS_THERE, Trailer
-from mirror.replica.multi_worker.worker_bucket import WorkerBucket, sum_sparse
-from mirror.replica.multi_worker.worker_non_finite import NonFinite
+from mirror.replica.multi_worker.worker_bucket import (
+    IS_THERE,
+    Contributions,
+    Trailer,
+    WorkerBucket,
+    sum_sparse,
+)
 from mirror.replica.params.replicated_param import ReplicatedParam
 
 

@@ -1,8 +1,7 @@
 """MirroredOptimizer: steps over mirrored parameters, for any ``torch.optim.Optimizer``.
 
-[Note: Steps]
-Problem: a step needs one replica's parameters, and the optimizer holds the mirrored ones. So they
-are swapped: [Note: Lending an optimizer] in ``param_swap.py``.
+A step needs one replica's parameters, and the optimizer holds the mirrored ones. So they are
+swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
 
     context        what happens at optimizer.step()
     run            a merge, where the gradients are reduced. Then each replica steps, in its turn.
@@ -14,7 +13,6 @@ are swapped: [Note: Lending an optimizer] in ``param_swap.py``.
     parameters     with hooks of the user, or for a class that is not torch's: one step on the
                    mirrored parameters themselves; all replicas get the result
 
-[Note: One device, one step]
 Replicas that share a device, such as simulated ones, need not compute the same update N times:
 replica 0 steps, and the others copy its values. That takes a fifth of the time and keeps one state
 instead of N. The steps that were called then find no parameter groups. Torch's optimizers accept
@@ -36,18 +34,17 @@ from mirror.base.torch_private import has_step_hooks
 from mirror.devices import using
 from mirror.execution.current_replica import replica_of
 from mirror.execution.replicas import Replica
-from mirror.replica.optimizers.created_in_run import Action, step_point
-from mirror.replica.optimizers.group_options import (
+from mirror.replica.optimizers.merge_call_shared import Action, step_point, whole_loss
+from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
+from mirror.replica.optimizers.optimizer_state import NO_REPLICA, ParamGroupSwap, ReplicaStates
+from mirror.replica.optimizers.param_groups import (
     Options,
+    StepOnce,
     keep_options,
     options_of,
     refuse_different,
+    refuse_what_is_not_mirrored,
 )
-from mirror.replica.optimizers.merge_call_shared import whole_loss
-from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
-from mirror.replica.optimizers.optimizer_state import ReplicaStates
-from mirror.replica.optimizers.param_groups import StepOnce, refuse_what_is_not_mirrored
-from mirror.replica.optimizers.param_swap import NO_REPLICA, ParamGroupSwap
 from mirror.replica.optimizers.step_dispatch import (
     is_torchs_own,
     kept_by,
@@ -72,11 +69,12 @@ Step = Callable[..., Any]
 
 
 class MirroredOptimizer:
-    """One optimizer over mirrored parameters. See [Note: Steps].
+    """One optimizer over mirrored parameters.
 
     Attributes:
         loan: swaps its groups and state for one replica's.
         states: its state on every replica.
+        met: the replicas that have met, and step one after the other now.
         steps_once: whether a step has changed values of the optimizer outside its state.
     """
 
@@ -90,7 +88,8 @@ class MirroredOptimizer:
         self.loan = ParamGroupSwap(
             optimizer, self.states, self.replicas.num_replicas, optimizers.lent
         )
-        self._met: set[int] = set()  # the replicas that have met, and step one after the other
+        self.met: set[int] = set()
+        self._left: dict[int, Options] = {}  # by replica, the options that its step has left
         self.steps_once = False
         optimizers.add(self)
 
@@ -101,10 +100,6 @@ class MirroredOptimizer:
 
     # Steps inside run
 
-    def has_met(self, replica: Replica) -> bool:
-        """Returns whether a replica has met the others, and makes its own step now."""
-        return replica.replica_id in self._met and replica.replicas is self.replicas
-
     def step_in_run(
         self, step: Step, optimizer: Optimizer, context: Replica, args: Any, kwargs: Any
     ) -> Any:
@@ -114,38 +109,56 @@ class MirroredOptimizer:
             step: the class's step, with the hooks of torch around it.
         """
         loan = self.loan
-        is_in_turn, has_hooks = context.replica_id in self._met, has_step_hooks(optimizer)
+        is_in_turn, has_hooks = context.replica_id in self.met, has_step_hooks(optimizer)
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
                 args, kwargs = _with_closure(args, kwargs, StepOnce(closure()))
         # 1. All replicas meet: the gradients are reduced; one replica may step for all.
-        steps_once = False
+        steps_once = at_once = False
         if not is_in_turn:
             if not loan.parameters.are_mirrored:
                 refuse_what_is_not_mirrored(optimizer)
             by_itself = closure is not None and not self.replicas.has_parameter_device
-            steps_once = not (by_itself or has_hooks) and self._steps_once(optimizer)
+            if self.replicas.steps_once and not (by_itself or has_hooks):
+                steps_once = is_torchs_own(type(optimizer))
+            if context.run.lockstep.is_eager and closure is None:
+                at_once = not (steps_once or has_hooks) and is_torchs_own(type(optimizer))
 
             def action(payloads: dict[int, Any]) -> dict[int, Any]:
                 self._meet(optimizer, context, payloads)
                 loan.refresh(only_first=steps_once)
                 if steps_once:
                     self._step_first(optimizer, context.run.active[0])
+                elif at_once:
+                    loan.swap_in_all()
                 return payloads
 
-            self._merge(optimizer, context, "optimizer.step", action, options_of(optimizer))
+            seen = options_of(optimizer)
+            point = step_point(optimizer, self._serial, "optimizer.step", seen, action)
+            context.run.merge(context.replica_id, point)
+        if at_once:
+            return self._step_clone(step, optimizer, context)
         # 2. The replica steps. A step that raises is ended by ``end_failed``.
         loan.swap_in(NO_REPLICA if steps_once else context.replica_id)
         context.lent.append(loan)
         result = step(optimizer, *args, **kwargs)
         loan.is_begun = False
         context.lent.remove(loan)
-        left = options_of(optimizer)
-        loan.swap_out()
         # 3. All replicas meet again, if one could see what another one's step leaves.
-        if not is_in_turn and (has_hooks or not context.run.lockstep.takes_turns):
+        left = None
+        if has_hooks or not context.run.lockstep.takes_turns:
+            left = self._left[context.replica_id] = options_of(optimizer)
+        loan.swap_out()
+        if left is not None and not is_in_turn:
             self._end_together(optimizer, context, left)
+        return result
+
+    def _step_clone(self, step: Step, optimizer: Optimizer, context: Replica) -> Any:
+        """Makes the step of one of the replicas that step at once."""
+        clone = self.loan.clone_of(context.replica_id)
+        result = step(clone)
+        self._end_together(optimizer, context, options_of(clone))
         return result
 
     def step_leader_first(
@@ -161,7 +174,7 @@ class MirroredOptimizer:
             refuse_what_is_not_mirrored(optimizer)
             self._meet(optimizer, context, payloads)
             self.loan.refresh()
-            self._met = set(context.run.active)
+            self.met = set(context.run.active)
             return payloads
 
         def follow(payloads: dict[int, Any]) -> dict[int, Any]:
@@ -180,13 +193,14 @@ class MirroredOptimizer:
         outcome = (has_changed, result)
         has_changed, result = self._merge(optimizer, context, "the first step", follow, outcome)
         if has_changed:
-            self._met.discard(context.replica_id)
+            self.met.discard(context.replica_id)
             return result
         if context.replica_id != leader:
             result = refusing_draws(step, context.device)
-        self._met.discard(context.replica_id)
+        self.met.discard(context.replica_id)
         if has_step_hooks(optimizer) or not context.run.lockstep.takes_turns:
-            self._end_together(optimizer, context, options_of(optimizer))
+            left = self._left.pop(context.replica_id, None) or options_of(optimizer)
+            self._end_together(optimizer, context, left)
         return result
 
     def _meet(self, optimizer: Optimizer, context: Replica, seen: dict[int, Options]) -> None:
@@ -209,6 +223,9 @@ class MirroredOptimizer:
 
         def keep(payloads: dict[int, Any]) -> dict[int, Any]:
             refuse_different(optimizer, payloads, "after a step")
+            if self.loan.is_swapped_in:  # all replicas have stepped at once
+                self.loan.is_begun = False
+                self.loan.swap_out()
             if 0 not in payloads:
                 keep_options(self.loan.groups, payloads[min(payloads)])
             return payloads
@@ -216,10 +233,6 @@ class MirroredOptimizer:
         self._merge(optimizer, context, "the end of optimizer.step", keep, left)
 
     # One step for all
-
-    def _steps_once(self, optimizer: Optimizer) -> bool:
-        """Whether one replica steps for all, without hooks. See [Note: One device, one step]."""
-        return self.replicas.steps_once and is_torchs_own(type(optimizer))
 
     def _step_first(self, optimizer: Optimizer, leader: int) -> None:
         """Steps the first replica and copies the result to all. See [Note: One device...]."""
@@ -247,7 +260,7 @@ class MirroredOptimizer:
         loan, closure = self.loan, args[0] if args else kwargs.get("closure")
         if closure is not None or has_step_hooks(optimizer) or not is_torchs_own(type(optimizer)):
             return self._step_mirrored_params(step, optimizer, args, kwargs, closure)
-        steps_once = self._steps_once(optimizer)
+        steps_once = self.replicas.steps_once
         loan.refresh(only_first=steps_once)
         self.runner.unfinished = True
         if steps_once:
@@ -305,7 +318,7 @@ class MirroredOptimizer:
     def end_failed(self, error: BaseException) -> None:
         """Ends a step that has raised; a note on the error says what the step may have left."""
         was_begun, self.loan.is_begun = self.loan.is_begun, False
-        self._met.clear()
+        self.met.clear()
         replica = replica_of(self.replicas)
         if was_begun:
             add_note(error, _PARTLY)

@@ -16,10 +16,9 @@ from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas, RunView, SwappedOptimizer, WeakReplicaMap
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
-from mirror.replica.gradients.central_access import CentralAccess
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.param_groups import ParamGroupsView
-from mirror.replica.params.central_param import CentralParam
+from mirror.replica.params.central_param import CentralAccess, CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.replica_checks import ComparePair, VisitValue
@@ -88,13 +87,17 @@ class OptimizerRegistry:
 
     def check(self, look: ComparePair) -> None:
         """Calls ``look`` with the state of every replica and that of the first one."""
-        for optimizer in tuple(self._all):
+        for optimizer in self._in_use():
             optimizer.check(look)
 
     def show_first(self, see: VisitValue) -> None:
         """Calls ``see`` with the first replica's state of all optimizers."""
-        for optimizer in tuple(self._all):
+        for optimizer in self._in_use():
             optimizer.show_first(see)
+
+    def _in_use(self) -> list[OptimizerOfReplicas]:
+        """Returns the records of optimizers that live; without the GIL, some outlive theirs."""
+        return [mirrored for mirrored in tuple(self._all) if mirrored.optimizer is not None]
 
     # Gradients and values
 
@@ -117,7 +120,7 @@ class OptimizerRegistry:
             variable.broadcast(source, others)
             self.gradients.broadcast(variable, source, others)
 
-    # One step for all: see [Note: One device, one step]
+    # One step for all: see ``mirrored_optimizer.py``
 
     def gather(self, parameters: ParamGroupsView, leader: int) -> None:
         """Copies the gradients that a step for all needs to an idle first replica."""

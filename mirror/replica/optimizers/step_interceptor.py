@@ -37,23 +37,24 @@ from mirror.base.torch_private import has_step_hooks, put_hooks_around, wrap_onc
 from mirror.execution.current_replica import current, refuse_within_another
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.step_ends import step_ends
-from mirror.replica.gradients.backward_interceptor import lane_here
+from mirror.replica.gradients.grad_tracker import lane_here
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step
-from mirror.replica.optimizers.created_in_run import watch_making
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
-from mirror.replica.optimizers.group_options import options_of, refuse_different
-from mirror.replica.optimizers.lr_schedulers import watch_schedulers
 from mirror.replica.optimizers.merge_call_shared import (
     is_watched,
     mark_watched,
     merge_call_shared,
+    watch_making,
+    watch_schedulers,
     wrap_in_subclasses,
 )
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
+    options_of,
+    refuse_different,
     refuse_what_is_not_mirrored,
     replicas_in,
     replicas_reached,
@@ -191,7 +192,9 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
     is_traced = replica is not None and replica.tracing is not None
     if only_replicas and has_hooks_around and not is_traced:
         refuse_step(optimizer)
-    timeline, lane = lane_here()
+    timeline, lane = (
+        lane_here() if replica is None else (replica.replicas.timeline, replica.replica_id)
+    )
     if timeline is not None:
         timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
     try:
@@ -227,8 +230,9 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and (replica is None or replica.lent):
         mirror.recover()
-    if mirror is not None and replica is not None and mirror.has_met(replica):
-        return mirror  # another replica may have its groups swapped in, so they tell nothing
+    if mirror is not None and replica is not None and replica.replicas is mirror.replicas:
+        if replica.replica_id in mirror.met:
+            return mirror  # another replica may have its groups swapped in, so they tell nothing
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
         replicas = replicas_in(optimizer)
         if replicas is None:

@@ -19,28 +19,36 @@ tensors of one storage share. Raw storage (``p.data``) can be written without a 
 while a tensor that exposes it lives, the value counts as changed. The same holds for writes of
 another thread during a run. A gradient that the program has read is broadcast before the next run
 or optimizer step.
+
+A hook of a parameter, ``p.register_hook``, sees what it would see on one device: once per backward
+pass, the gradient over the whole batch, which it may replace.
+
+    backward()               a pass that reaches a parameter with hooks is reduced when it ends,
+                             also under ``no_sync``; the hooks get the first replica's reduced
+                             gradient before it is added to ``.grad``, and all replicas take their
+                             result
+    torch.autograd.grad      outside ``run`` the hooks get the sum over the copies, which is
+                             returned; inside, where a replica gets its own gradient, it raises
+                             StrategyError for a parameter with hooks
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass
+from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import runner_of
-from mirror.replica.params.gradient_hooks import (
-    GradientHook,
-    refuse_own_hook,
-    refuse_post_accumulate_hook,
-)
 from mirror.replica.params.mirrored_tensor import DATA, REQUIRES_GRAD, raw_set_data, share_storage
 from mirror.replica.params.subclasses import (
     copied_once,
@@ -81,7 +89,7 @@ class ReplicaParameter(nn.Parameter):
 
     Attributes:
         arrival_hook: records that a local gradient has arrived. It exists once the copy has
-            required a gradient, and is removed while ``is_silent``: [Note: Silent copies].
+            required a gradient, and is removed while ``is_silent``: ``grad_tracker.py``.
         ends_passes: whether a backward pass that reaches the copy ends with a reduction.
     """
 
@@ -199,7 +207,7 @@ class GradientAccess(Protocol):
         """Tracks the local gradients of a copy, once it requires them."""
 
     def receive(self, variable: ReplicatedParam, parameter: Tensor) -> None:
-        """Moves gradients of the parameter object to a copy. See [Note: Past resolution]."""
+        """Moves gradients of the parameter object to a copy. See ``replicated_params.py``."""
 
     def add_hook(self, variable: ReplicatedParam, hook: GradientHook) -> RemovableHandle:
         """Registers a hook that gets the reduced gradient of every backward pass from now on."""
@@ -226,7 +234,7 @@ class ReplicatedParam:
             that it sees. The first replica's, unless there is a parameter device.
         leaves: the tensors where gradients arrive in the cross-replica context, ``shown`` first.
         version: the version of ``shown`` when all copies were last equal.
-        hooks: the gradient hooks, by handle id; see ``gradient_hooks.py``.
+        hooks: the gradient hooks, by handle id; see ``replicated_param.py``.
         handles: the tensors that expose raw storage in the cross-replica context.
     """
 
@@ -378,3 +386,42 @@ class ReplicatedParam:
         REQUIRES_GRAD.__set__(copy, requires_grad)
         self.targets[replica_id].requires_grad_(requires_grad)
         self.gradients.track(copy)
+
+
+GradientHook = Callable[[Tensor], "Tensor | None"]
+
+
+def through_hooks(
+    hooks: Mapping[int, GradientHook], grad: Tensor, *, is_batched: bool = False
+) -> Tensor:
+    """Returns a gradient after it has passed through a variable's hooks.
+
+    Args:
+        is_batched: whether the first dimension enumerates gradients; hooks do not see it.
+    """
+
+    def call_hooks(grad: Tensor) -> Tensor:
+        for hook in tuple(hooks.values()):
+            replaced = hook(grad)
+            grad = grad if replaced is None else replaced
+        return grad
+
+    if not hooks:
+        return grad
+    return torch.func.vmap(call_hooks)(grad) if is_batched else call_hooks(grad)
+
+
+def refuse_own_hook() -> NoReturn:
+    """Raises StrategyError: the hook would get one replica's gradient."""
+    raise StrategyError(
+        "a gradient hook of a parameter sees the gradient of the whole batch, so it is "
+        "registered once: call register_hook outside strategy.run, and outside forward"
+    )
+
+
+def refuse_post_accumulate_hook() -> NoReturn:
+    """Raises StrategyError: the hook would run before the gradient is reduced."""
+    raise StrategyError(
+        "a post-accumulate hook would run before this parameter's gradient is reduced over the "
+        "replicas; read p.grad after backward(), or use register_hook"
+    )

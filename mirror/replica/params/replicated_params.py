@@ -3,7 +3,6 @@
 ``MirroredTensors`` registers parameters and buffers while they live. ``ReplicatedParams`` mirrors
 parameters in place, and broadcasts their values before and after runs.
 
-[Note: Past resolution]
 C++ code that does not call ``__torch_function__`` gets the object ``p`` itself: extensions,
 ``torch.jit.script``, the transforms of ``torch.func``. The values are right: ``p`` has replica 0's
 storage, and all replicas are equal before a step; on several devices torch raises its own error.
@@ -11,24 +10,40 @@ So that such code is differentiated, ``p`` requires a gradient when its copies d
 the gradient to the copy of the replica that runs the pass. In a pass outside ``run`` it goes to
 replica 0's, where it is added like any other. The graph of a forward from before ``p`` was
 mirrored also ends at ``p``.
+
+``p.requires_grad_(False)`` and ``p.data = tensor`` inside ``run`` act on the replica's own copy. A
+training step that freezes parameters for a while, or replaces and restores their values, does so
+on every replica. If only one replica assigned, the replicas would diverge. So a run records
+assignments, and compares:
+
+    requires_grad    at merge points, and when the run ends
+    values           when the run ends, bit for bit, of the variables whose ``.data`` was set
+
+In-place writes are not recorded; ``check_replicas`` finds them.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from mirror.base.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
+from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
-from mirror.replica.params.gradient_hooks import refuse_post_accumulate_hook
-from mirror.replica.params.mirrored_parameter import MirroredParameter
-from mirror.replica.params.replicated_param import GradientAccess, ReplicatedParam
+from mirror.execution.run_state import Run
+from mirror.replica.params.replicated_param import (
+    GradientAccess,
+    ReplicatedParam,
+    refuse_post_accumulate_hook,
+)
 from mirror.replica.params.subclasses import derived_class, refuse_operations
+from mirror.replica.params.torch_function import MirroredParameter
+from mirror.replica.replica_checks import same_bits
 
 T = TypeVar("T")
 
@@ -225,3 +240,51 @@ def param_of(key: Any) -> ReplicatedParam | None:
         return key._mirrored
     variable: ReplicatedParam | None = getattr(key, "variable", None)
     return variable
+
+
+Assigned = Mapping[ReplicatedParam, bool]  # the value: whether ``.data`` was assigned
+
+
+def assigned_part() -> LifecycleHooks:
+    """Returns the hooks that compare the assignments of a run."""
+    return LifecycleHooks(
+        name="assigned",
+        on_merge=lambda run: refuse_unequal_flags(run.assigned, run),
+        finish=_finish,
+    )
+
+
+def _finish(run: Run) -> None:
+    if run.assigned:
+        assigned, run.assigned = run.assigned, {}
+        refuse_unequal_flags(assigned, run)
+        refuse_unequal_values(assigned, run)
+
+
+def refuse_unequal_flags(assigned: Assigned, run: Run) -> None:
+    """Raises StrategyError if ``requires_grad`` of a variable differs between replicas."""
+    first, *others = run.active
+    for variable in assigned:
+        expected = variable.copies[first].requires_grad
+        for r in others:
+            if variable.copies[r].requires_grad != expected:
+                raise StrategyError(
+                    f"requires_grad of parameter {variable.name!r} was set to {expected} on "
+                    f"replica {first} and {not expected} on replica {r}, but a parameter is one "
+                    "for all replicas; freeze and unfreeze it outside strategy.run, or on every "
+                    "replica"
+                )
+
+
+def refuse_unequal_values(assigned: Assigned, run: Run) -> None:
+    """Raises StrategyError if ``p.data = ...`` has set different values on replicas."""
+    first, *others = run.active
+    for variable, has_values in assigned.items():
+        for r in others if has_values else ():
+            if not same_bits(variable.targets[first], variable.targets[r]):
+                raise StrategyError(
+                    f"the .data of parameter {variable.name!r} was assigned inside strategy.run, "
+                    f"and replica {r} has other values now than replica {first}; assign it "
+                    "outside strategy.run, or the same values on every replica (random tensors "
+                    "differ between replicas)"
+                )

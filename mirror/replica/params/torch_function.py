@@ -1,7 +1,8 @@
-"""``__torch_function__`` for functions that act on a mirrored variable as a whole.
+"""MirroredParameter, the object that users see, and the functions that act on all its copies.
 
-Most functions compute with one copy, see [Note: Resolution]. The functions here concern all
-copies: ``grad``, ``data``, ``requires_grad``, hooks, ``backward`` and ``torch.autograd.grad``.
+Most functions compute with one copy, see [Note: Resolution]. ``__torch_function__`` calls the
+functions here instead if they concern all copies: ``grad``, ``data``, ``requires_grad``, hooks,
+``backward`` and ``torch.autograd.grad``.
 """
 
 from __future__ import annotations
@@ -16,15 +17,93 @@ from torch.autograd.graph import get_gradient_edge
 
 from mirror.base.torch_private import NEW_PARAMETER, WithoutSubclass
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
 from mirror.replica.collectives.reduce_ops import summed
-from mirror.replica.params.gradient_hooks import (
+from mirror.replica.params.mirrored_tensor import (
+    DATA,
+    GRAD,
+    REQUIRES_GRAD,
+    MirroredTensor,
+    resolve,
+    special,
+)
+from mirror.replica.params.replicated_param import (
+    ReplicaParameter,
+    ReplicatedParam,
     refuse_own_hook,
     refuse_post_accumulate_hook,
     through_hooks,
 )
-from mirror.replica.params.mirrored_parameter import MirroredParameter
-from mirror.replica.params.mirrored_tensor import DATA, GRAD, REQUIRES_GRAD, resolve, special
-from mirror.replica.params.subclasses import parameter_like
+from mirror.replica.params.subclasses import copied_once, parameter_like, set_to
+
+
+class MirroredParameter(MirroredTensor, nn.Parameter):
+    """A parameter that resolves to the current replica's copy. See [Note: Resolution]."""
+
+    _mirrored: ReplicatedParam
+
+    def _resolve(self, func: object = None) -> Tensor:
+        return self._copy()
+
+    def _copy(self) -> ReplicaParameter:
+        variable = self._mirrored
+        replica_id = variable.forward_param()
+        return variable.first() if replica_id is None else variable.copies[replica_id]
+
+    def _expose(self, handle: Tensor | None) -> None:
+        self._mirrored.expose_storage(handle)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient of the current replica; waits for the reduction."""
+        variable, replica = self._mirrored, current.replica
+        if replica is None or replica.replicas is not variable.replicas:
+            return variable.gradients.read(variable, None)
+        r, unreduced = replica.replica_id, variable.gradients.unreduced
+        # The fast path of ``read``, without a call, when nothing is pending. The compiler must not
+        # take it: a trace would assume that nothing is ever pending.
+        if (
+            unreduced.pending[r]
+            or unreduced.unsettled[r]
+            or unreduced.deferring
+            or unreduced.deferred
+            or torch.compiler.is_compiling()
+        ):
+            return variable.gradients.read(variable, r)
+        return variable.targets[r].grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._mirrored.gradients.write(self._mirrored, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._mirrored.gradients.write(self._mirrored, None)
+
+    def _set_data(self, data: Tensor) -> None:
+        self._mirrored.set_data(data)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the current copy requires a gradient."""
+        return self._copy().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._mirrored.set_requires_grad(value)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Does the same as ``p.data = source``; the source is a tensor."""
+        return set_to(self, source, *args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._copy())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return copied_once(self, lambda: self._copy().plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copy().__reduce_ex__(protocol)
 
 
 @special(GRAD.__get__)
@@ -83,7 +162,7 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
 
 @special(Tensor.register_hook)
 def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """Registers a hook that gets the gradient over the whole batch: see ``gradient_hooks.py``."""
+    """Registers a hook for the gradient over the whole batch: see ``replicated_param.py``."""
     if not isinstance(self, MirroredParameter):
         return self._resolve().register_hook(hook)
     if self._mirrored.forward_param() is not None:
@@ -137,7 +216,7 @@ def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
     copies = parameter._mirrored.leaves if is_outside else (parameter._resolve(),)
     if not copies[0].requires_grad:
         return copies
-    # The parameter object is a leaf as well: see [Note: Past resolution].
+    # The parameter object is a leaf as well: see ``replicated_params.py``.
     with WithoutSubclass():
         return *copies, get_gradient_edge(parameter)
 

@@ -33,7 +33,7 @@ from mirror.replica.exactness.loss_reduction import (
     weighted_sum,
     weights_of,
 )
-from mirror.replica.gradients.graph_boundary import mark_boundary
+from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.scatter_gather.containers import (
     IMMUTABLE,
     assign,

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from mirror.device.device_mesh import DeviceMesh
-from mirror.device.side_streams import CopyStreams
+from mirror.device.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
 from mirror.execution.current_replica import current
 from mirror.replica.params.mirrored_tensor import MirroredTensor

@@ -127,7 +127,8 @@ class Listener:
         with self._lock:
             self._pending.pop(sock, None)
         sock.close()
-        self._log(f"refused a connection: {error}")
+        if not isinstance(error, EOFError):  # a probe that only connects is no attack
+            self._log(f"refused a connection: {error}")
 
     def _refuse_next(self, error: OSError) -> None:
         """Closes the next connection, with the spare descriptor; see [Note: Floods]."""

@@ -115,7 +115,7 @@ class SocketClient:
                 self._connection = Connection(self._open(), self)
             return self._connection
 
-    def _open(self) -> Channel:
+    def _open(self, num_retries: int = 2) -> Channel:
         where = self._address["host"], self._address["port"]
         try:
             sock = socket.create_connection(where, timeout=ACTOR_SECONDS)
@@ -124,7 +124,11 @@ class SocketClient:
         try:
             set_options(sock)
             return authenticate(sock, actor_credentials(self._key, self._address))
-        except (EOFError, OSError) as error:
+        except (EOFError, ConnectionError) as error:
+            if num_retries:  # closed in favour of others: [Note: Floods]
+                return self._open(num_retries - 1)
+            raise ActorDied(self.name, f"its process has ended ({error})") from None
+        except OSError as error:
             raise ActorDied(self.name, f"its process has ended ({error})") from None
 
 

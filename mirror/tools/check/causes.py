@@ -1,14 +1,15 @@
-"""Causes: what makes replicas differ from one device, by the first event that differs.
+"""The likely cause of a difference, from the first event that differs.
 
-first difference                                cause                    remedy
-output of a BatchNorm                           statistics per replica   SyncBatchNorm
-output of Dropout, of a function that draws     random numbers           --no-dropout
-a number that differs between replicas          state outside the model  buffers, run
-a number that is another on all replicas        depends on batch size    whole batch
-any other function of tensors in a forward      mixes examples           outside, all_gather
-the same, which leaves one number               loss is no mean          per-example losses
-the loss in run                                 loss is no mean          reduce first
-the input                                       different data           one loader
+first event that differs                          cause                    remedy
+input of the model                                different data           one loader
+another event than on one device                  another branch           pass the condition
+output of a BatchNorm                             statistics per replica   SyncBatchNorm
+output of Dropout, of a function that draws       random numbers           --no-dropout
+a function of a tensor that replicas have apart   state outside the model  buffers, all_reduce
+a number that differs between replicas            state outside the model  pass as an argument
+a number that follows the part's size             size of the batch        all_reduce the size
+the loss in run, an output that is one number     loss is no mean          per-example losses
+any other function of tensors in a forward        mixes examples           outside, all_gather
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mirror.tools.check.compare import Difference, nearest_of
+from mirror.tools.check.differences import Difference, aligned, nearest_of
+from mirror.tools.check.fingerprint import relative
 from mirror.tools.check.record import (
-    ENTER,
-    EXIT,
     GRADIENT,
+    INPUT,
     LOSS,
     OP,
+    OUTPUT,
     PARAMETER,
     PART,
     Record,
@@ -34,13 +36,14 @@ _GENERATORS = ("torch", "Python's random", "NumPy's random")
 _CONTRACTING = frozenset("matmul mm bmm einsum cdist __matmul__ tensordot pdist linear".split())
 _STATISTICS = frozenset("batch_norm instance_norm".split())
 _SHOWN = 4  # replicas whose values are shown
+_FEW_UNITS = 4 * 2.0**-23  # of float32
 
 
 @dataclass
-class Finding:
-    """What is told of a difference; see ``CheckVerdict``."""
+class Cause:
+    """What is told of a difference; see ``CheckResult``."""
 
-    cause: str = ""
+    kind: str = ""
     why: str = ""
     remedy: str = ""
     module: str = ""
@@ -50,27 +53,27 @@ class Finding:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def diagnose_error(error: dict[str, Any]) -> Finding:
+def diagnose_error(error: dict[str, Any]) -> Cause:
     """Returns the cause of an error that the strategy raises, and one device does not."""
     message = error.get("message", "")
     line = error.get("line", "")
     if "modified by an inplace operation" in message:
-        return Finding(
+        return Cause(
             "state kept outside the model",
             "the replicas write in place to a tensor that they share, and the backward pass of "
             f"another one still needs it. {message}",
-            "keep it as a buffer of the model (register_buffer), or write it outside of forward",
+            "keep it as a buffer of the model (register_buffer), or write it outside forward",
             line=line,
         )
-    if "trained in run" in message or "not mirrored" in message or "unmirrored" in message:
-        return Finding(
+    if "that no strategy mirrors" in message or "are not mirrored" in message:
+        return Cause(
             "a parameter that was never mirrored",
             message,
             "make it an attribute of a module (nn.Parameter, nn.ParameterList, nn.ModuleList), so "
             "that it is among model.parameters()",
             line=line,
         )
-    return Finding("an error", message, _remedy_in(message), line=line)
+    return Cause("an error", message, _remedy_in(message), line=line)
 
 
 def _remedy_in(message: str) -> str:
@@ -86,7 +89,7 @@ def diagnose(
     others: Sequence[RecordedEvent],
     one: Record,
     many: Record,
-) -> Finding:
+) -> Cause:
     """Returns the cause of a difference.
 
     Args:
@@ -97,34 +100,77 @@ def diagnose(
     """
     first = inside or found
     event = first.event
-    if event.depth == 0 and event.kind == ENTER:
+    if event.depth == 0 and event.kind == INPUT:
         return _of_data(first, one, many)
-    finding = Finding(module=_module_of(event, some), line=event.where)
-    finding.module_class = _class_of(finding.module, some)
+    if event.kind == GRADIENT:
+        first = _nearly_equal_loss(found, some, others) or first
+        event = first.event
+    cause = Cause(module=_module_of(event, some), line=event.where)
+    cause.module_class = _class_of(cause.module, some)
     if event.kind == OP:
-        finding.operation = str(event.info.get("op", ""))
-    drawn = _drawn_in(event, some)
-    wrote = _writes_outside(event, some)
-    if first.reason == "other" or event.info.get("op") == "parted":
-        return _of_other_way(first, finding)
-    if event.info.get("norm") or finding.operation in _STATISTICS:
-        return _of_statistics(finding)
+        cause.operation = str(event.info.get("op", ""))
+    if first.reason == "other" or event.info.get("op") == "branch":
+        return _of_branch(first, cause)
+    if event.info.get("norm") or cause.operation in _STATISTICS:
+        return _of_statistics(cause)
     if event.info.get("dropout") or event.info.get("random"):
-        return _of_random(finding, "torch")
-    if len(drawn) and drawn != ["torch"]:
-        return _of_random(finding, " and ".join(drawn))
-    if event.kind == OP and first.one is not None and first.many is not None:
+        return _of_random(cause, "torch")
+    drawn = _drawn_in(event, some)
+    if drawn and drawn != ["torch"]:
+        return _of_random(cause, " and ".join(drawn))
+    written = _written_outside(event, some, others)
+    if written is not None:
+        return _of_state(cause, written)
+    source, is_product = _source(first, some, others)
+    if not is_product and event.kind == OP and first.one is not None and first.many is not None:
         numbers = first.one.info.get("numbers")
         of_replicas = first.many.info.get("numbers_of_replicas")
         if of_replicas and any(n != numbers for n in of_replicas):
-            return _of_numbers(finding, numbers, of_replicas)
-    if wrote is not None:
-        return _of_state(finding, wrote)
+            return _of_numbers(cause, first.many, numbers, of_replicas)
     if event.kind == LOSS:
-        return _of_loss_in_run(first, finding)
+        return _of_loss_in_run(first, cause)
     if event.kind in (GRADIENT, PARAMETER):
-        return _of_gradient(first, finding, others)
-    return _of_mixing(first, finding, some, others)
+        return _of_gradient(first, cause, others)
+    if _is_loss(found, first, is_product):
+        return _of_loss_output(found, first, cause, others)
+    return _of_mixing(cause, source)
+
+
+def _is_loss(found: Difference, first: Difference, is_product: bool) -> bool:
+    """Whether an output of one number is wrong in what no example has for itself."""
+    if found.event.kind not in (OUTPUT, GRADIENT) or is_product:
+        return False
+    if found.event.kind == OUTPUT and not _is_scalar(found.event):
+        return False
+    if _is_scalar(first.event):
+        return True
+    return first.many is not None and not _has_way(first.many, "cat", "interleaved")
+
+
+def _is_scalar(event: RecordedEvent) -> bool:
+    return bool(event.prints) and event.prints[0].shape == ()
+
+
+def _has_way(event: RecordedEvent, *ways: str) -> bool:
+    return any(way.startswith(ways) for way in event.ways)
+
+
+def _nearly_equal_loss(
+    found: Difference, some: Sequence[RecordedEvent], others: Sequence[RecordedEvent]
+) -> Difference | None:
+    """Returns the first 0-d value in forward that differs by a little more than rounding.
+
+    The roots of the replicas' means nearly have the mean of the whole batch, and other gradients.
+    """
+    for i, a, c in aligned(some, others):
+        if a is None or c is None or a.key != c.key or a is found.one:
+            return None
+        if a.depth == 0 or not _is_scalar(a) or "values_of_replicas" not in c.info:
+            continue
+        distance, nearest = nearest_of(a.prints[0], c)
+        if nearest is not None and distance > _FEW_UNITS * a.prints[0].norm:
+            return Difference(i, a, c, relative(distance, a.prints[0].norm), print_many=nearest)
+    return None
 
 
 # Where it is
@@ -132,9 +178,9 @@ def diagnose(
 
 def _module_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> str:
     """Returns the module whose code makes an event."""
-    if event.kind in (OP, EXIT):
+    if event.kind in (OP, OUTPUT):
         return event.name
-    if event.kind == ENTER:
+    if event.kind == INPUT:
         opened = [e.name for e in _open_before(event, events)]
         return opened[-1] if opened else event.name
     return ""
@@ -148,9 +194,9 @@ def _open_before(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[
             break
         if other.info.get("part", 0):
             continue
-        if other.kind == ENTER:
+        if other.kind == INPUT:
             opened.append(other)
-        elif other.kind == EXIT and opened:
+        elif other.kind == OUTPUT and opened:
             opened.pop()
     return opened
 
@@ -168,17 +214,17 @@ def _call_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[Reco
     is_inside = False
     for other in events:
         if other.depth == 0:
-            if other.kind == ENTER and not is_inside:
+            if other.kind == INPUT and not is_inside:
                 call = []
             is_inside = False
         call.append(other)
         if other is event:
             is_inside = True
-        if is_inside and other.depth == 0 and other.kind == EXIT:
+        if is_inside and other.depth == 0 and other.kind == OUTPUT:
             break
     start = next((i for i, e in enumerate(events) if e is event), 0)
     for other in events[start + 1 :]:
-        if other.depth == 0 and other.kind == ENTER:
+        if other.depth == 0 and other.kind == INPUT:
             break
         call.append(other)
     return call
@@ -194,198 +240,237 @@ def _drawn_in(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str
     return [name for name, some, other in names if some != other]
 
 
-def _writes_outside(event: RecordedEvent, events: Sequence[RecordedEvent]) -> RecordedEvent | None:
-    """Returns where the call writes a tensor that is kept outside the model."""
-    return next((e for e in _call_of(event, events) if e.info.get("writes_outside")), None)
+def _written_outside(
+    event: RecordedEvent, some: Sequence[RecordedEvent], others: Sequence[RecordedEvent]
+) -> RecordedEvent | None:
+    """Returns where the call uses a tensor outside the model that its forward changes."""
+    for other in _call_of(event, some):
+        if other.info.get("writes_outside"):
+            return other
+        if other is event:
+            break
+    for one, many in zip(_call_of(event, some), _many_of_call(event, some, others), strict=False):
+        if one.key != many.key:
+            break
+        sums = many.info.get("outside_of_replicas")
+        if sums and any(each != one.info.get("outside") for each in sums):
+            return one
+        if one is event:
+            break
+    return None
+
+
+def _many_of_call(
+    event: RecordedEvent, some: Sequence[RecordedEvent], others: Sequence[RecordedEvent]
+) -> Sequence[RecordedEvent]:
+    """Returns the strategy's events of the same outermost call."""
+    call = _call_of(event, some)
+    start = next((i for i, e in enumerate(some) if call and e is call[0]), 0)
+    number = sum(e.depth == 0 and e.kind == INPUT for e in some[:start])
+    found = [i for i, e in enumerate(others) if e.depth == 0 and e.kind == INPUT]
+    return others[found[number] :] if number < len(found) else ()
 
 
 # What it is
 
 
-def _of_statistics(finding: Finding) -> Finding:
-    finding.cause = "batch statistics per replica"
-    finding.why = (
-        f"{finding.module_class or finding.operation} normalises with mean and variance of its "
+def _of_statistics(cause: Cause) -> Cause:
+    cause.kind = "batch statistics per replica"
+    cause.why = (
+        f"{cause.module_class or cause.operation} normalises with mean and variance of its "
         "replica's part of the batch, and one device with those of the whole batch"
     )
-    finding.remedy = (
+    cause.remedy = (
         "mirror.nn.convert_sync_batchnorm(model), or mirror run --sync-batch-norm for the "
         "unchanged script"
     )
-    return finding
+    return cause
 
 
-def _of_random(finding: Finding, generator: str) -> Finding:
-    finding.cause = "random numbers"
-    finding.why = (
+def _of_random(cause: Cause, generator: str) -> Cause:
+    cause.kind = "random numbers"
+    cause.why = (
         f"forward draws from {generator}: each replica draws for its part, so the numbers are "
         "others than one device's, of the same distribution"
     )
-    finding.remedy = (
+    cause.remedy = (
         "none is needed for training; to compare the rest, mirror check --no-dropout, or draw "
-        "outside of the model and pass the numbers as an argument"
+        "outside the model and pass the numbers as an argument"
     )
-    return finding
+    return cause
 
 
-def _of_numbers(finding: Finding, one: Any, many: Sequence[Any]) -> Finding:
-    finding.values = {"one device": one, "replicas": list(many[:_SHOWN])}
-    if any(numbers != many[0] for numbers in many):
-        finding.cause = "state kept outside the model"
-        finding.why = (
-            "a Python number in forward is not the same on all replicas: a counter, a global or "
-            "an attribute that every replica changes, or a value computed of its part"
+def _of_numbers(cause: Cause, event: RecordedEvent, one: Any, many: Sequence[Any]) -> Cause:
+    cause.values = {"one device": one, "replicas": list(many[:_SHOWN])}
+    counts = event.info.get("counts") or []
+    if not _follows_size(one, many, counts):
+        cause.kind = "state kept outside the model"
+        cause.why = (
+            "a Python number in forward differs between the replicas: a counter, a global or "
+            "an attribute that every replica changes, or a value computed from its part"
         )
-        finding.remedy = (
-            "change it once per step outside of forward, or pass it as an argument; a value of "
-            "the batch needs mirror.get_replica_context().all_reduce"
+        cause.remedy = (
+            "change it once per step outside forward, or pass it as an argument; compute a value "
+            "of the batch with mirror.get_replica_context().all_reduce"
         )
-        return finding
-    finding.cause = "depends on the size of the batch"
-    finding.why = (
-        "a Python number in forward is computed of the batch: a replica has its part's, one "
-        "device the whole batch's"
+        return cause
+    cause.kind = "depends on the size of the batch"
+    cause.why = (
+        "a Python number in forward is computed from the size of the batch: a replica has that of "
+        "its part, one device that of the whole batch"
     )
-    finding.remedy = (
-        "compute it outside of the model and pass it as an argument, or all_reduce('sum', ...) "
-        "the number of examples"
+    cause.remedy = (
+        "compute it outside the model and pass it as an argument, or all_reduce('sum', ...) the "
+        "number of examples"
     )
-    return finding
+    return cause
 
 
-def _of_state(finding: Finding, wrote: RecordedEvent) -> Finding:
-    finding.cause = "state kept outside the model"
-    finding.why = (
-        f"forward writes a tensor that is no buffer of the model ({wrote.info.get('op')} at "
-        f"{wrote.where}): the replicas share it, and each writes of its own part"
-    )
-    finding.remedy = (
-        "register it as a buffer and compute it of values of all replicas "
-        "(mirror.get_replica_context().all_reduce, all_gather), or write it outside of forward"
-    )
-    finding.line = wrote.where or finding.line
-    return finding
+def _follows_size(one: Any, many: Sequence[Any], counts: Sequence[float]) -> bool:
+    """Whether numbers may follow the size of a part; a counter begins as on one device."""
+    by_count: dict[float, Any] = {}
+    pairs = zip(many, counts, strict=False)
+    is_function = all(by_count.setdefault(count, n) == n for n, count in pairs)
+    return is_function and all(numbers != one for numbers in many)
 
 
-def _of_other_way(first: Difference, finding: Finding) -> Finding:
+def _of_state(cause: Cause, event: RecordedEvent) -> Cause:
+    cause.kind = "state kept outside the model"
+    verb = "writes" if event.info.get("writes_outside") else "replaces"
+    cause.why = (
+        f"forward {verb} a tensor that is no buffer of the model, used in {event.info.get('op')} "
+        f"at {event.where}: the replicas share it, and each computes it from its own part"
+    )
+    cause.remedy = (
+        "register it as a buffer and compute it from values of all replicas "
+        "(mirror.get_replica_context().all_reduce, all_gather), or update it outside forward"
+    )
+    cause.module = event.name
+    cause.line = event.where or cause.line
+    return cause
+
+
+def _of_branch(first: Difference, cause: Cause) -> Cause:
     one, many = first.one, first.many
-    finding.cause = "takes another way through the code"
+    cause.kind = "takes another branch"
     of_one = f"{one.info.get('op') or one.name} at {one.where}" if one else "nothing"
-    if many is not None and many.info.get("op") == "parted":
-        of_many = "; ".join(many.info.get("ways", []))
+    if many is not None and many.info.get("op") == "branch":
+        of_many = "; ".join(many.info.get("branches", []))
     else:
         of_many = f"{many.info.get('op') or many.name} at {many.where}" if many else "nothing"
-    finding.values = {"one device": of_one, "replicas": of_many}
-    finding.why = (
-        "forward branches on something that a replica has otherwise than one device: the size of "
-        "its part, a value computed of it, a counter, or a random number"
+    cause.values = {"one device": of_one, "replicas": of_many}
+    cause.why = (
+        "forward branches on something that differs between a replica and one device: the size of "
+        "its part, a value computed from it, a counter, or a random number"
     )
-    finding.remedy = (
-        "branch on what all replicas have alike: pass it as an argument, or all_reduce it first"
+    cause.remedy = (
+        "branch on what is equal on all replicas: pass it as an argument, or all_reduce it first"
     )
-    finding.line = (many.where if many else "") or finding.line
-    return finding
+    cause.line = (many.where if many else "") or cause.line
+    return cause
 
 
-def _of_loss_in_run(first: Difference, finding: Finding) -> Finding:
+def _of_loss_in_run(first: Difference, cause: Cause) -> Cause:
     one, many = first.one, first.many
-    finding.cause = "a loss that is no mean over examples"
+    cause.kind = "a loss that is no mean over examples"
     values = many.info.get("values_of_replicas") if many else None
     if one is not None and one.prints and one.prints[0].shape == ():
-        finding.values["one device"] = _number(one.prints[0].values[0])
+        cause.values["one device"] = _number(one.prints[0].values[0])
     if values:
-        finding.values["replicas"] = [_number(v) for v in values[:_SHOWN]]
+        cause.values["replicas"] = [_number(v) for v in values[:_SHOWN]]
         counts = (many.info.get("counts") if many else None) or [1.0] * len(values)
         total = sum(v * c for v, c in zip(values, counts, strict=False)) / sum(counts)
-        finding.values["they combine to"] = _number(total)
-    finding.why = (
+        cause.values["they combine to"] = _number(total)
+    cause.why = (
         "the replicas' losses count with their examples, and their mean is not the loss of the "
         "whole batch"
     )
-    finding.remedy = (
-        "compute the loss outside of run, of gathered outputs; or from sums that "
+    cause.remedy = (
+        "compute the loss outside run, from gathered outputs; or from sums that "
         "mirror.get_replica_context().all_reduce('sum', ...) has made whole, before the root, "
         "quotient or logarithm"
     )
-    return finding
+    return cause
 
 
-def _of_gradient(first: Difference, finding: Finding, events: Sequence[RecordedEvent]) -> Finding:
+def _of_gradient(first: Difference, cause: Cause, events: Sequence[RecordedEvent]) -> Cause:
     event = first.event
-    finding.module = event.name.rpartition(".")[0]
-    finding.line = ""
+    cause.module = event.name.rpartition(".")[0]
+    cause.line = ""
     losses = [e for e in events if e.kind == LOSS and e.info.get("values_of_replicas")]
     if losses:
-        found = _of_loss_in_run(Difference(0, None, losses[0], 0.0), finding)
+        found = _of_loss_in_run(Difference(0, None, losses[0], 0.0), cause)
         found.line = losses[0].where
         return found
     if event.name.startswith("parameter "):
-        finding.cause = "a parameter that was never mirrored"
-        finding.why = f"{event.name} of the optimizer belongs to no module that was called"
-        finding.remedy = "make it an attribute of a module (nn.Parameter, nn.ParameterList)"
-        return finding
-    finding.cause = f"another {event.kind}"
-    finding.why = (
+        cause.kind = "a parameter that was never mirrored"
+        cause.why = f"{event.name} of the optimizer belongs to no module that was called"
+        cause.remedy = "make it an attribute of a module (nn.Parameter, nn.ParameterList)"
+        return cause
+    cause.kind = f"another {event.kind}"
+    cause.why = (
         "outputs and losses are equal, and the gradients are not: a backward pass of its own (a "
         "custom Function, a hook, a penalty on gradients) mixes or counts examples"
     )
-    finding.remedy = "look at what backward does with this parameter; compute it outside of run"
-    return finding
+    cause.remedy = "look at what backward does with this parameter; compute it outside run"
+    return cause
 
 
-def _of_mixing(
-    first: Difference,
-    finding: Finding,
-    some: Sequence[RecordedEvent],
-    others: Sequence[RecordedEvent],
-) -> Finding:
-    event = first.event
-    source = _source(first, some, others)
+def _of_loss_output(
+    found: Difference, first: Difference, cause: Cause, others: Sequence[RecordedEvent]
+) -> Cause:
+    cause.kind = "a loss that is no mean over examples"
+    name = found.event.name
+    shown = [first.many, *(e for e in others if e.kind in (PART, OUTPUT) and e.name == name)]
+    values = next((e.info["values_of_replicas"] for e in shown if e and _of_replicas(e)), None)
+    if _is_scalar(first.event):
+        cause.values["one device"] = _number(first.event.prints[0].values[0])
+    if values:
+        cause.values["replicas"] = [_number(v) for v in values[:_SHOWN]]
+    cause.why = (
+        f"{cause.operation or 'the output'} computes one number from a replica's part, and the "
+        "mean of the replicas' numbers is not that of the whole batch"
+    )
+    cause.remedy = (
+        "return one value per example, or the outputs, and compute the loss outside the "
+        "model; inside, all_reduce the sums before the root, quotient or logarithm"
+    )
+    return cause
+
+
+def _of_replicas(event: RecordedEvent) -> bool:
+    return bool(event.info.get("values_of_replicas"))
+
+
+def _of_mixing(cause: Cause, source: RecordedEvent | None) -> Cause:
     if source is not None:
-        finding.operation = str(source.info.get("op") or finding.operation)
-        finding.line = source.where or finding.line
-    whole = event.prints[0] if event.prints else None
-    values = first.many.info.get("values_of_replicas") if first.many else None
-    part = next((e for e in others if e.kind == PART and e.name == event.name), None)
-    if values is None and part is not None:
-        values = part.info.get("values_of_replicas")
-    is_loss = whole is not None and whole.shape == ()
-    if is_loss and source is None:
-        finding.cause = "a loss that is no mean over examples"
-        finding.values["one device"] = _number(whole.values[0]) if whole is not None else ""
-        if values:
-            finding.values["replicas"] = [_number(v) for v in values[:_SHOWN]]
-        finding.why = (
-            f"{finding.operation or 'the output'} makes one number of a replica's part, and the "
-            "replicas' numbers do not combine to that of the whole batch"
-        )
-        finding.remedy = (
-            "return one value per example, or the outputs, and compute the loss outside of the "
-            "model; inside, all_reduce the sums before the root, quotient or logarithm"
-        )
-        return finding
-    finding.cause = "a forward that mixes examples"
-    finding.why = (
-        f"{finding.operation or 'its code'} computes over the examples of the batch, and a "
+        cause.operation = str(source.info.get("op") or cause.operation)
+        cause.line = source.where or cause.line
+    cause.kind = "a forward that mixes examples"
+    cause.why = (
+        f"{cause.operation or 'its code'} computes over the examples of the batch, and a "
         "replica has only those of its part"
     )
-    finding.remedy = (
-        "compute it outside of the model, of the joined outputs; or gather first inside, with "
+    cause.remedy = (
+        "compute it outside the model, from the gathered outputs; or gather first inside, with "
         "mirror.get_replica_context().all_gather(value)"
     )
-    return finding
+    return cause
 
 
 def _source(
     first: Difference, some: Sequence[RecordedEvent], others: Sequence[RecordedEvent]
-) -> RecordedEvent | None:
-    """Returns an earlier operation, which compares examples or reduces over them.
+) -> tuple[RecordedEvent | None, bool]:
+    """Returns an earlier operation that compares examples with each other or reduces over them.
 
-    A product of examples with each other has another shape on a part, and a mean over the part
-    is not wrong by itself: both show in what is made of them.
+    A product of examples with each other has another shape on a part. A mean over the part is not
+    wrong by itself; what is computed from it is.
+
+    Returns:
+        The event on one device, if there is one, and whether it is such a product.
     """
     if first.one is None or first.many is None:
-        return None
+        return None, False
     ones = [e for e in _until(some, first.one) if e.kind == OP]
     manys = [e for e in _until(others, first.many) if e.kind == OP]
     found = None
@@ -398,19 +483,19 @@ def _source(
             batch = sum(c.info.get("counts", [0.0]))
             is_square = sum(size == batch for size in whole.shape) > 1
             if whole.is_float and (is_square or a.info.get("op") in _CONTRACTING):
-                return a
-            continue
-        way = c.ways[c.prints.index(nearest)] if len(c.ways) == len(c.prints) else ""
-        if way in ("mean", "sum") and len(whole.shape) and whole.is_float:
-            found = a
-    return found
+                return a, True
+        elif whole.is_float and whole.shape:
+            ways = (w for w, p in zip(c.ways, c.prints, strict=False) if p is nearest)
+            if next(ways, "") in ("mean", "sum"):
+                found = a
+    return found, False
 
 
 def _until(events: Sequence[RecordedEvent], last: RecordedEvent) -> list[RecordedEvent]:
     """Returns the events of the same outermost call up to one."""
     found: list[RecordedEvent] = []
     for event in events:
-        if event.depth == 0 and event.kind == ENTER:
+        if event.depth == 0 and event.kind == INPUT:
             found = []
         found.append(event)
         if event is last:
@@ -418,10 +503,10 @@ def _until(events: Sequence[RecordedEvent], last: RecordedEvent) -> list[Recorde
     return found
 
 
-def _of_data(first: Difference, one: Record, many: Record) -> Finding:
+def _of_data(first: Difference, one: Record, many: Record) -> Cause:
     event = first.event
-    finding = Finding(line=event.where, cause="different data")
-    finding.remedy = (
+    cause = Cause(line=event.where, kind="different data")
+    cause.remedy = (
         "make the loader once, with a generator of its own "
         "(DataLoader(generator=torch.Generator().manual_seed(0))), and sample by nothing that "
         "replicas or processes have apart"
@@ -429,24 +514,24 @@ def _of_data(first: Difference, one: Record, many: Record) -> Finding:
     whole = first.one.prints[0] if first.one is not None and first.one.prints else None
     if first.reason == "shape" and whole is not None and first.many is not None:
         shapes = [list(f.shape) for f in first.many.prints]
-        finding.values = {"one device": list(whole.shape), "replicas": shapes}
-        finding.why = "a batch of another size comes in"
+        cause.values = {"one device": list(whole.shape), "replicas": shapes}
+        cause.why = "a batch of another size comes in"
     elif whole is not None and first.print_many is not None:
         if whole.has_same_rows(first.print_many):
-            finding.cause = "different order of data"
-            finding.why = "the same examples come in another order"
+            cause.kind = "different order of data"
+            cause.why = "the same examples come in another order"
         else:
-            finding.why = "other examples come in"
+            cause.why = "other examples come in"
     drew = _first_draw(first, one, many)
     if drew is not None:
-        finding.why += (
+        cause.why += (
             f", because {drew[0]} has moved otherwise since step {drew[1].step}: forward draws "
             "from it, and a replica draws for its part only"
         )
         if drew[2]:
-            finding.line = drew[2]
-        finding.cause = "random numbers"
-    return finding
+            cause.line = drew[2]
+        cause.kind = "random numbers"
+    return cause
 
 
 def _first_draw(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _BUCKETS = 1024
-_MOST_VALUES = 4096  # up to so many are kept as they are
+_MOST_VALUES = 4096  # a tensor with at most so many is kept as it is
 _ROWS = 2048  # of the table of signs
 _SMALLEST = 1e-30
 

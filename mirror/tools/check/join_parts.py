@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mirror.tools.check.fingerprint import Fingerprint, fingerprint
 
-_MOST_DIMS = 5  # among the first so many dimensions that of the examples is looked for
+_MOST_DIMS = 5  # the examples' dimension is one of the first so many
 
 
 def join_parts(

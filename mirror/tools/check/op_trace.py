@@ -6,16 +6,20 @@ shapes alone, whose result is compared where something is computed of it.
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mirror.execution.current_replica import current
 from mirror.threads.user_frames import user_line
+from mirror.tools.check.replica_log import ReplicaLog
 
 if TYPE_CHECKING:
     from mirror.execution.replicas import Replica
@@ -33,109 +37,85 @@ _UNSEEN = frozenset(
 )
 
 
-@dataclass
-class Item:
-    """An event inside an outermost call, as one replica sees it."""
-
-    kind: str
-    name: str
-    where: str
-    depth: int
-    tensors: list[Tensor]
-    info: dict[str, Any]
-
-
-@dataclass
-class RecordingLane:
-    """What one replica, or code outside of replicas, is doing.
-
-    Attributes:
-        path: the modules that are being called, outermost first.
-        items: the events inside the outermost call.
-        numbers: how many numbers ``items`` have.
-        arrived: how many optimizer steps it has come to, inside ``run``.
-        trace: what notes operations, while the outermost call is recorded deeply.
-        is_busy: whether the operations are the recorder's own.
-    """
-
-    path: list[nn.Module] = field(default_factory=list)
-    items: list[Item] = field(default_factory=list)
-    numbers: int = 0
-    arrived: int = 0
-    trace: OpTrace | None = None
-    is_busy: bool = False
-
-
-class OpRecorder(Protocol):
-    """The recorder, as an ``OpTrace`` calls it."""
-
-    in_backward: int
-
-    def has_ops(self) -> bool:
-        """Returns whether the operations of this step are recorded."""
-
-    def note_op(self, lane: RecordingLane, result: Any, info: dict[str, Any], where: str) -> None:
-        """Records one operation."""
+_TORCH = f"{torch.__path__[0]}{os.sep}"
+_MIRROR = f"{Path(__file__).resolve().parents[2]}{os.sep}"
+_LAYERS = (f"{_TORCH}nn{os.sep}modules{os.sep}", _MIRROR)
+_LIBRARIES = (_TORCH, _MIRROR)
 
 
 class OpTrace(TorchFunctionMode):
-    """Notes functions on one lane while it is entered.
+    """Notes functions on one log while it is entered.
 
     Args:
-        recorder, lane: what notes them, and where.
-        replica: whose functions they are; a replica may run inside a call on the same thread.
+        log: of the replica, or of code outside replicas.
+        replica: the replica whose functions are noted; another one may run on the same thread.
+        is_on: whether functions are noted now.
+        note: called with the log, the result, the facts of the call, and the user's line.
     """
 
-    def __init__(self, recorder: OpRecorder, lane: RecordingLane, replica: Replica | None) -> None:
+    def __init__(
+        self,
+        log: ReplicaLog,
+        replica: Replica | None,
+        is_on: Callable[[], bool],
+        note: Callable[[ReplicaLog, Any, dict[str, Any], str], None],
+    ) -> None:
         super().__init__()
-        self._recorder, self._lane, self._replica = recorder, lane, replica
-        self._known: dict[int, Any] = {}  # tensors that were made inside, kept alive
-
-    def know(self, tensors: Any) -> None:
-        """Takes tensors for known ones: arguments of the call, and what modules return."""
-        for tensor in tensors:
-            self._known[id(tensor)] = tensor
+        self._log, self._replica, self._is_on, self._note = log, replica, is_on, note
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls a function and notes its result."""
         result = func(*args, **(kwargs or {}))
+        log = self._log
+        if log.is_busy or not self._is_on():
+            return result
+        if current.replica is not self._replica or torch.compiler.is_compiling():
+            return result
         name = getattr(func, "__name__", "")
-        recorder, lane = self._recorder, self._lane
-        if name in _UNSEEN or lane.is_busy or not recorder.has_ops() or recorder.in_backward:
+        outside = [a for a in args if isinstance(a, Tensor) and self._is_outside(a)]
+        if not outside:
+            log.know(result if isinstance(result, (tuple, list)) else (result,))
+        caller = sys._getframe(1)
+        if name in _UNSEEN or not log.path or _is_in_layer(caller):
             return result
-        if current.replica is not self._replica:
+        values = args[0] if name == "__setitem__" else result
+        if not isinstance(values, (Tensor, tuple, list)):
             return result
-        if not lane.path or type(lane.path[-1]).__module__.startswith(("torch.nn", "mirror.")):
-            return result
-        own = sys._getframe(1)
         info: dict[str, Any] = {"op": name}
         if name in _RANDOM:
             info["random"] = True
         numbers = [
-            value
+            float(value)
             for value in (*args, *(kwargs or {}).values())
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         ]
         if numbers:
-            info["numbers"] = [float(value) for value in numbers]
-        outside = [a for a in args if isinstance(a, Tensor) and self._is_outside(a)]
+            info["numbers"] = numbers
         if outside:
-            info["outside"] = True
-        target = args[0] if args else None
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and any(target is tensor for tensor in outside):
-            info["writes_outside"] = True
-        values = target if name == "__setitem__" else result
-        if not isinstance(values, (Tensor, tuple, list)):
-            return result
-        if torch.compiler.is_compiling():
-            return result
-        recorder.note_op(lane, values, info, user_line(own))
-        self.know(t for t in (values if isinstance(values, (tuple, list)) else [values]))
+            info["outside"] = [_checksum(tensor) for tensor in outside]
+            is_write = name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
+            info["writes_outside"] = is_write and any(args[0] is tensor for tensor in outside)
+        self._note(log, values, info, user_line(caller))
+        log.know(values if isinstance(values, (tuple, list)) else (values,))
         return result
 
     def _is_outside(self, tensor: Tensor) -> bool:
         """Whether a tensor is neither made inside the call nor a parameter, buffer or input."""
-        return id(tensor) not in self._known and not isinstance(tensor, torch.nn.Parameter)
+        known = self._log.known or {}
+        return id(tensor) not in known and not isinstance(tensor, torch.nn.Parameter)
+
+
+def _is_in_layer(frame: FrameType | None) -> bool:
+    """Whether the code of torch's own layers, or of mirror, has called a function."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        if frame.f_code.co_filename.startswith(_LAYERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _checksum(tensor: Tensor) -> float:
+    with torch.no_grad():
+        return float(tensor.detach().double().sum()) if not tensor.is_complex() else 0.0

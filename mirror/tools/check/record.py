@@ -13,9 +13,9 @@ import numpy as np
 from mirror.tools.check.fingerprint import Fingerprint
 
 # What an event is of, in the order in which one step has them.
-ENTER = "input"  # of a module's call
+INPUT = "input"  # of a module's call
 OP = "operation"  # a function of tensors that a module's forward calls
-EXIT = "output"  # of a module's call
+OUTPUT = "output"  # of a module's call
 PART = "part"  # what each replica returns of a split call; one device has no such event
 LOSS = "loss"  # where a backward pass begins
 GRADIENT = "gradient"  # as the optimizer sees it
@@ -110,9 +110,9 @@ class RecordOptions:
     Attributes:
         replicas: simulated devices; 0: one device, without a strategy.
         devices: the names of the replicas' devices, instead.
-        steps: after so many the script is ended.
-        deep_steps: of so many the operations inside modules are recorded.
-        perturb: whether to add rounding errors, to see what becomes of them.
+        steps: the number of optimizer steps after which the script is ended.
+        deep_steps: the number of steps whose operations inside modules are recorded.
+        rounding_noise: whether to add rounding errors, to see what becomes of them.
         no_dropout, double, sync_batch_norm: as in ``mirror check``.
     """
 
@@ -120,7 +120,7 @@ class RecordOptions:
     devices: Sequence[str] | None = None
     steps: int = 20
     deep_steps: int = 3
-    perturb: bool = False
+    rounding_noise: bool = False
     no_dropout: bool = False
     double: bool = False
     sync_batch_norm: bool = False

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mirror.errors import short_repr
-from mirror.tools.planning.workload import PlanError, not_negative, positive
+from mirror.tools.planning.workload import PlanError, check_not_negative, check_number
 
 _TOPOLOGY = "NVIDIA/nccl 2.30.7 (2026), src/graph/topo.h"
 _COUNTS = "links per GPU: stas00/ml-engineering (2026), network/README.md"
@@ -150,8 +150,8 @@ def _measured(name: str, numbers: Sequence[float]) -> Bandwidth:
             f"{name} must be a name or (gigabytes per second, microseconds per hop); "
             f"got {short_repr(numbers)}"
         )
-    gigabytes = positive(f"{name}: gigabytes per second", numbers[0])
-    microseconds = not_negative(f"{name}: microseconds per hop", numbers[1])
+    gigabytes = check_number(f"{name}: gigabytes per second", numbers[0])
+    microseconds = check_not_negative(f"{name}: microseconds per hop", numbers[1])
     text = f"{gigabytes:g} GB/s, {microseconds:g} us"
     return Bandwidth(text, gigabytes * 1e9, microseconds * 1e-6, "given")
 

@@ -87,13 +87,13 @@ def plan(
     from mirror.tools.planning.prediction import SCALINGS, Predictor
     from mirror.tools.planning.workload import (
         PlanError,
+        check_choice,
+        check_count,
+        check_number,
         make_workload,
         measure,
-        one_of,
-        positive,
         sizes_of_model,
         sizes_of_numbers,
-        whole,
     )
 
     if model is not None and (parameters is not None or tensors is not None):
@@ -109,12 +109,12 @@ def plan(
     cluster = Cluster(
         link=link_between_devices(link),
         network=link_between_machines(network),
-        devices_per_machine=whole("devices_per_machine", devices_per_machine),
-        algorithm=one_of("algorithm", algorithm, ALGORITHMS),
+        devices_per_machine=check_count("devices_per_machine", devices_per_machine),
+        algorithm=check_choice("algorithm", algorithm, ALGORITHMS),
     )
-    one_of("scaling", scaling, SCALINGS)
-    bucket = positive("bucket_bytes", bucket_bytes)
-    most = whole("max_devices", max_devices)
+    check_choice("scaling", scaling, SCALINGS)
+    bucket = check_number("bucket_bytes", bucket_bytes)
+    most = check_count("max_devices", max_devices)
     seen = measure(measured, model, step_seconds)
     workload = make_workload(
         step_seconds=seen.step_seconds,

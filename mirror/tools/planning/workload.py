@@ -20,69 +20,40 @@ class PlanError(MirrorError, ValueError):
     """An argument of a plan is no step, no link, or no number of devices."""
 
 
-def positive(name: str, value: object) -> float:
-    """Returns a number above 0 as a float.
+def check_number(
+    name: str,
+    value: object,
+    rule: str = "be above 0",
+    fits: Callable[[float], bool] = lambda number: number > 0,
+) -> float:
+    """Returns a finite number that follows a rule, as a float.
 
     Raises:
-        PlanError: it is not; the message has the value.
+        PlanError: it does not; the message has the rule and the value.
     """
-    number = _number(name, value)
-    if number <= 0:
-        raise PlanError(f"{name} must be above 0, got {short_repr(value)}")
-    return number
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise PlanError(f"{name} must be a finite number, got {short_repr(value)}")
+    if not fits(value):
+        raise PlanError(f"{name} must {rule}, got {short_repr(value)}")
+    return float(value)
 
 
-def not_negative(name: str, value: object) -> float:
-    """Returns a number of at least 0 as a float.
-
-    Raises:
-        PlanError: it is not; the message has the value.
-    """
-    number = _number(name, value)
-    if number < 0:
-        raise PlanError(f"{name} must not be below 0, got {short_repr(value)}")
-    return number
+def check_not_negative(name: str, value: object) -> float:
+    """Returns a number of at least 0; raises PlanError for any other value."""
+    return check_number(name, value, "not be below 0", lambda number: number >= 0)
 
 
-def share(name: str, value: object) -> float:
-    """Returns a number from 0 to 1 as a float.
-
-    Raises:
-        PlanError: it is not; the message has the value.
-    """
-    number = _number(name, value)
-    if not 0 <= number <= 1:
-        raise PlanError(f"{name} must be a share from 0 to 1, got {short_repr(value)}")
-    return number
+def check_count(name: str, value: object) -> int:
+    """Returns a whole number of at least 1, of any numeric type; else raises PlanError."""
+    rule = "be a whole number of at least 1"
+    return int(check_number(name, value, rule, lambda n: n >= 1 and n == int(n)))
 
 
-def whole(name: str, value: object) -> int:
-    """Returns a whole number of at least 1, of any numeric type.
-
-    Raises:
-        PlanError: it is not; the message has the value.
-    """
-    number = _number(name, value)
-    if number < 1 or number != int(number):
-        raise PlanError(f"{name} must be a whole number of at least 1, got {short_repr(value)}")
-    return int(number)
-
-
-def one_of(name: str, value: object, choices: Collection[str]) -> str:
-    """Returns a name that is one of the choices.
-
-    Raises:
-        PlanError: it is not; the message lists the choices.
-    """
+def check_choice(name: str, value: object, choices: Collection[str]) -> str:
+    """Returns a name that is one of the choices; raises PlanError for any other value."""
     if not isinstance(value, str) or value not in choices:
         raise PlanError(f"{name} must be one of {', '.join(choices)}; got {short_repr(value)}")
     return value
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise PlanError(f"{name} must be a finite number, got {short_repr(value)}")
-    return float(value)
 
 
 FORWARD_SHARE = 1 / 3
@@ -134,10 +105,6 @@ class Workload:
         """The bytes of all gradients."""
         return sum(self.sizes_bytes)
 
-    def forward_seconds(self, part: float) -> float:
-        """The forward pass of a part of the batch, in proportion."""
-        return (self.step_seconds - self.update_seconds) * part * self.forward_share
-
     def backward_seconds(self, part: float) -> float:
         """The backward pass of a part of the batch, in proportion."""
         return (self.step_seconds - self.update_seconds) * part * (1 - self.forward_share)
@@ -161,8 +128,10 @@ def make_workload(
     Raises:
         PlanError: a number is out of its range, or two numbers contradict each other.
     """
-    step = positive("step_seconds", step_seconds)
-    update = not_negative("update_seconds", 0.0 if update_seconds is None else update_seconds)
+    step = check_number("step_seconds", step_seconds)
+    update = check_not_negative(
+        "update_seconds", 0.0 if update_seconds is None else update_seconds
+    )
     if update >= step:
         raise PlanError(
             f"update_seconds is part of step_seconds, {step:g}, and below it; got {update:g}"
@@ -170,7 +139,7 @@ def make_workload(
     if host_seconds is None:
         host = min(step, LAUNCHES_PER_TENSOR * LAUNCH_SECONDS * len(sizes_bytes))
     else:
-        host = not_negative("host_seconds", host_seconds)
+        host = check_not_negative("host_seconds", host_seconds)
     if host > step:
         raise PlanError(
             "host_seconds is how long the host takes to launch one step of one device, at most "
@@ -178,10 +147,13 @@ def make_workload(
         )
     return Workload(
         step_seconds=step,
-        batch_size=whole("batch_size", batch_size),
+        batch_size=check_count("batch_size", batch_size),
         sizes_bytes=sizes_bytes,
-        forward_share=share(
-            "forward_share", FORWARD_SHARE if forward_share is None else forward_share
+        forward_share=check_number(
+            "forward_share",
+            FORWARD_SHARE if forward_share is None else forward_share,
+            "be a share from 0 to 1",
+            lambda number: 0 <= number <= 1,
         ),
         update_seconds=update,
         host_seconds=host,
@@ -217,8 +189,8 @@ def sizes_of_numbers(
     """
     width = float(wire_dtype.itemsize if wire_dtype else _FLOAT_BYTES)
     if isinstance(parameters, (int, float)):
-        number = whole("parameters", parameters)
-        count = whole("tensors", NUM_TENSORS if tensors is None else tensors)
+        number = check_count("parameters", parameters)
+        count = check_count("tensors", NUM_TENSORS if tensors is None else tensors)
         if count > number:
             raise PlanError(
                 f"{number} parameters cannot be in {count} tensors; "
@@ -234,7 +206,7 @@ def sizes_of_numbers(
             "parameters must be a number of elements, or a list with one for each tensor; "
             f"got {short_repr(parameters)}"
         )
-    return tuple(positive("parameters", number) * width for number in parameters)
+    return tuple(check_number("parameters", number) * width for number in parameters)
 
 
 _WARM_UP = 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,8 @@ from mirror.devices import is_simulated, resolve
 from mirror.errors import StrategyError
 from mirror.replica.layers.sync_batch_norm import synchronize_all
 from mirror.strategy.central_storage import CentralStorageStrategy
-from mirror.strategy.mirrored import MirroredStrategy
+from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
-from mirror.strategy.one_device import OneDeviceStrategy
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import Schedule
 from mirror.tools.run.script import Script, run_as_main, run_script
@@ -67,7 +66,7 @@ def run_command(script: Script, options: RunOptions) -> int:
         if options.report:
             stack.callback(_print_report, strategy, process)
         if options.trace is not None:
-            stack.enter_context(strategy.trace(options.trace))
+            stack.enter_context(_open_trace(strategy, options.trace))
 
         def task() -> None:
             with strategy.scope():
@@ -122,6 +121,20 @@ def _devices(options: RunOptions) -> Sequence[str] | None:
 
 def _is_one_of_several() -> bool:
     return bool(launchers())
+
+
+@contextmanager
+def _open_trace(strategy: Strategy, path: str) -> Iterator[None]:
+    """Records a trace of what happens inside; the script's own OSErrors pass."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(strategy.trace(path))
+        except OSError as error:
+            reason = error.strerror or error
+            raise StrategyError(
+                f"--trace {path}: cannot be written: {reason}; name another file"
+            ) from None
+        yield
 
 
 def _print_report(strategy: Strategy, process: int) -> None:

@@ -59,6 +59,10 @@ class Script:
                 f"can't open file {os.path.abspath(self.name)!r}: there is no such file; the "
                 "script comes after mirror's own options"
             )
+        elif os.path.isdir(self.name) and not os.path.isfile(f"{self.name}/__main__.py"):
+            raise ScriptError(
+                f"can't find '__main__' module in {self.name!r}; name a script in this folder"
+            )
 
     def command(self) -> list[str]:
         """Returns the words of a command line that name this script."""
@@ -93,6 +97,8 @@ def run_as_main(task: Callable[[], None]) -> int:
     ``sys.excepthook`` gets the error, without the frames of this package. The exit code is then 1,
     and after Ctrl-C the process ends by SIGINT, which shells show as 130. Returns 0.
     """
+    is_interrupted: list[bool] = []
+    atexit.register(_end_by_sigint, is_interrupted)  # before the script's, so that it runs last
     try:
         task()
     except (SystemExit, ScriptError):
@@ -100,20 +106,19 @@ def run_as_main(task: Callable[[], None]) -> int:
     except BaseException as error:
         error.__traceback__ = without_our_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        if isinstance(error, KeyboardInterrupt):
-            _end_by_interrupt()
+        is_interrupted += [True] * isinstance(error, KeyboardInterrupt)
         raise SystemExit(1) from None
     return 0
 
 
-def _end_by_interrupt() -> None:
+def _end_by_sigint(is_interrupted: Sequence[bool]) -> None:
     """Ends the process as Python does after an interrupt that nothing handles."""
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
+    if is_interrupted:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -208,38 +213,3 @@ def _make_main(spec: Any, origin: str) -> ModuleType:
     main.__dict__.setdefault("__annotations__", {})
     sys.modules["__main__"] = main
     return main
-
-
-def split_at_script(
-    words: Sequence[str], with_value: frozenset[str]
-) -> tuple[list[str], Script | None]:
-    """Splits a command's words into its own options and the script with its arguments.
-
-    ::
-
-        --replicas 2 train.py --lr 3       --replicas 2 | train.py --lr 3
-        -m package.train --replicas 2                   | -m package.train --replicas 2
-
-    Args:
-        with_value: the options that take the next word as their value.
-
-    Returns:
-        The options, and ``None`` where no script follows.
-    """
-    i = 0
-    while i < len(words):
-        word = words[i]
-        if word == "-m":
-            rest = words[i + 1 :]
-            return [*words[:i]], Script(rest[0], tuple(rest[1:]), True) if rest else None
-        if word.startswith("-m") and not word.startswith("--"):
-            return [*words[:i]], Script(word[2:], tuple(words[i + 1 :]), True)
-        if word == "--":
-            i += 1
-            return [*words[: i - 1]], Script(words[i], tuple(words[i + 1 :])) if words[
-                i:
-            ] else None
-        if not word.startswith("-") or word == "-":
-            return [*words[:i]], Script(word, tuple(words[i + 1 :]))
-        i += 2 if word in with_value else 1
-    return [*words], None

@@ -1,16 +1,17 @@
 """The directory of a checkpoint: a process killed at any moment leaves the old one or the new one.
 
 [Note: One commit]
-A checkpoint is a directory with one file, ``checkpoint.safetensors``. A new file is written under
-another name, and everything is on the disk before one system call publishes it::
+A checkpoint is a directory with one file, ``checkpoint.safetensors``. Everything is on the disk
+before one system call publishes it: the rename of the file, or of a new directory::
 
-    mkdir last                fsync of the parent               only where it is missing
-    write last/.checkpoint.safetensors.tmp-1f                   fsync
-    rename last/.checkpoint.safetensors.tmp-1f -> last/checkpoint.safetensors
-    fsync last
+    replaced   write last/.checkpoint.safetensors.tmp-1f        fsync
+               rename last/.checkpoint.safetensors.tmp-1f -> last/checkpoint.safetensors
+               fsync last
+    new        mkdir .last.tmp-2e, and the same in it
+               rename .last.tmp-2e -> last                      fsync of the parent
 
-A directory without that file is not a checkpoint. The next save removes the leftovers of a killed
-process: a process holds a lock on the directory that it writes into, and the lock ends with it.
+The next save removes the leftovers of a killed process: a process holds a lock on the directory
+that it writes into, and the lock ends with the process.
 """
 
 from __future__ import annotations
@@ -52,23 +53,28 @@ def write_directory(path: Path, write: Callable[[int], None]) -> None:
         OSError: the disk is full, or fails; the old checkpoint stays.
     """
     path = Path(os.path.realpath(path))
-    _check_replaceable(path)
-    is_new = not path.exists()
-    make_directories(path)
-    try:
+    make_directories(path.parent)
+    if _has_content(path):
         with locked(path):
             _remove_temporaries(path)
             _write(path, write)
+        return
+    remove_leftovers(path.parent, f"{path.name}.tmp-")
+    temporary = path.with_name(_temporary_name(path.name))
+    os.mkdir(temporary)
+    try:
+        with locked(temporary):
+            _write(temporary, write)
+            os.rename(temporary, path)
+        _sync(path.parent)
     except BaseException:
-        if is_new:
-            with suppress(OSError):
-                os.rmdir(path)
+        with suppress(OSError):
+            _remove(temporary)
         raise
 
 
 def _write(path: Path, write: Callable[[int], None]) -> None:
-    # The token is not drawn from the generators that the training draws from.
-    temporary = path / f"{_TEMPORARY}{secrets.token_hex(8)}"
+    temporary = path / _temporary_name(FILE_NAME)
     try:
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -83,15 +89,15 @@ def _write(path: Path, write: Callable[[int], None]) -> None:
     _sync(path)
 
 
-def _check_replaceable(path: Path) -> None:
+def _has_content(path: Path) -> bool:
+    """Returns whether a directory must be replaced from inside; raises CheckpointError."""
     if not os.path.lexists(path):
-        return
-    if not path.is_dir():
-        found = "it is a file"
-    elif foreign := [name for name in os.listdir(path) if not _is_ours(name)]:
-        found = f"it has {min(foreign)!r}"
-    else:
-        return
+        return False
+    names = sorted(os.listdir(path)) if path.is_dir() else []
+    foreign = [name for name in names if not _is_ours(name)]
+    if path.is_dir() and not foreign:
+        return bool(names)
+    found = f"it has {foreign[0]!r}" if foreign else "it is a file"
     raise CheckpointError(
         f"{path} is no checkpoint, and will not be replaced by one: {found}; save to another "
         "path, or remove it"
@@ -100,19 +106,27 @@ def _check_replaceable(path: Path) -> None:
 
 def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint; it is whole until it is gone."""
-    with suppress(FileNotFoundError):
-        os.unlink(file_of(path))
-    _remove_temporaries(path)
-    os.rmdir(path)
+    away = path.with_name(_temporary_name(path.name))
+    os.rename(path, away)
+    _remove(away)
 
 
-def remove_if_left_over(path: Path) -> None:
-    """Removes what a killed save or removal has left of a directory."""
-    with suppress(OSError), locked(path, wait=False):
-        if not is_checkpoint(path) and all(map(_is_ours, os.listdir(path))):
-            remove_checkpoint(path)
-        else:
-            _remove_temporaries(path)
+def remove_leftovers(parent: Path, prefix: str) -> None:
+    """Removes what killed saves and removals have left of checkpoints with this prefix."""
+    for name in sorted(os.listdir(parent)):
+        with suppress(OSError):
+            if name.startswith(f".{prefix}") and ".tmp-" in name:
+                with locked(parent / name, wait=False):
+                    _remove(parent / name)
+            elif name.startswith(prefix):
+                with locked(parent / name, wait=False):
+                    _remove_temporaries(parent / name)
+
+
+def _remove(directory: Path) -> None:
+    for name in sorted(os.listdir(directory)):
+        os.unlink(directory / name)
+    os.rmdir(directory)
 
 
 def _remove_temporaries(path: Path) -> None:
@@ -120,6 +134,11 @@ def _remove_temporaries(path: Path) -> None:
         if name.startswith(_TEMPORARY):
             with suppress(OSError):
                 os.unlink(path / name)
+
+
+def _temporary_name(name: str) -> str:
+    # The token is not drawn from the generators that the training draws from.
+    return f".{name}.tmp-{secrets.token_hex(8)}"
 
 
 def _is_ours(name: str) -> bool:

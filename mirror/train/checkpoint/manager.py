@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from mirror.train.checkpoint.checkpoint_directory import (
     locked,
     make_directories,
     remove_checkpoint,
-    remove_if_left_over,
+    remove_leftovers,
 )
 from mirror.train.checkpoint.snapshot import Contents, read_contents
 
@@ -52,27 +52,30 @@ class SavedStep(int):
 
 @dataclass
 class TrainProgress:
-    """Counts steps, from the restored number on.
+    """Counts steps, from the restored or saved number on.
 
     Attributes:
         done: the steps done.
-        saved: the number of the last save.
-        since: the steps done since that save.
+        is_pending: whether another step has ended that is counted later, when the loop has done
+            what belongs to it.
     """
 
     done: int = 0
-    saved: int = -1
-    since: int = 0
+    is_pending: bool = False
 
     def step(self) -> None:
         """Counts one step."""
         self.done += 1
-        self.since += 1
+        self.is_pending = False
 
     @property
     def number(self) -> int:
-        """The number for the next save; never below the number of the last save."""
-        return self.done if self.done > self.saved else self.saved + self.since
+        """The number for a checkpoint of the steps done."""
+        return self.done
+
+    def count_from(self, number: int) -> None:
+        """Counts from the number under which the program saved, if that is larger."""
+        self.done = max(self.done, number - self.is_pending)
 
 
 @call_with_hints
@@ -129,14 +132,12 @@ class CheckpointManager(NoCopy):
     @property
     def steps(self) -> tuple[SavedStep, ...]:
         """The saved steps, the oldest first, whole or damaged."""
-        found = {step: path for step, path in self._directories() if is_checkpoint(path)}
-        return tuple(SavedStep.at_path(step, found[step]) for step in sorted(found))
-
-    def _directories(self) -> Iterator[tuple[int, Path]]:
-        """Yields the directories that a save may have written."""
+        found = {}
         for name in os.listdir(self.directory) if self.directory.is_dir() else ():
-            if match := _NAME.fullmatch(name):
-                yield int(match[1]), self.directory / name
+            match = _NAME.fullmatch(name)
+            if match and is_checkpoint(self.directory / name):
+                found[int(match[1])] = self.directory / name
+        return tuple(SavedStep.at_path(step, found[step]) for step in sorted(found))
 
     @property
     def latest(self) -> SavedStep | None:
@@ -165,8 +166,7 @@ class CheckpointManager(NoCopy):
         self.checkpoint.save_step(
             path, number, wait=wait, write=lambda write: self._write(path, write)
         )
-        self.progress.saved = number
-        self.progress.since = 0
+        self.progress.count_from(number)
         return SavedStep.at_path(number, path)
 
     def restore_latest(self) -> int | None:
@@ -192,7 +192,7 @@ class CheckpointManager(NoCopy):
         step = int(name.removeprefix(_PREFIX))
         known = read[0] if read else None
         self.checkpoint.restore_contents(workers.read(self.directory / name, known))
-        self.progress = TrainProgress(done=step, saved=step)
+        self.progress = TrainProgress(step)
         return step
 
     def _newest(self) -> list[Contents]:
@@ -230,8 +230,7 @@ class CheckpointManager(NoCopy):
         try:
             make_directories(self.directory)
             with locked(self.directory):
-                for _, left in list(self._directories()):
-                    remove_if_left_over(left)
+                remove_leftovers(self.directory, _PREFIX)
                 write()
                 self._remove_old(path)
         except OSError as error:

@@ -54,6 +54,7 @@ from mirror.train.checkpoint.manager import CheckpointManager
 
 _open: list[PreemptionCheckpointHandler] = []
 _replaced: dict[int, Any] = {}  # the former handlers of signals
+_ignored: dict[int, Any] = {}  # the former handlers of signals that an exit ignores
 _clock = time.monotonic
 _DEFAULT_EXIT_CODE = 42
 _RESERVE = 2.0  # the number of steps and saves that must fit before the deadline
@@ -139,11 +140,14 @@ class PreemptionCheckpointHandler(NoCopy):
             for batch in batches:
                 strategy.run(train_step, args=(batch,))
 
-    The checkpoint gets the number of steps done, counted on from ``restore_latest()``; if the
-    program has saved under a larger number, that number and the steps since. A step is an
-    outermost run with an optimizer's step in it, or an optimizer's step outside run. If the
-    checkpoint has a distributed dataset and more than modules and one optimizer, a step is a batch
-    with an optimizer's step. [Note: Between two steps] in
+    The checkpoint gets the number of steps done, counted from ``restore_latest()``, or from the
+    number under which the program saved with the same manager, if that is larger. If the directory
+    has a checkpoint with a larger number, of another manager, it gets the next number, so that
+    ``restore_latest()`` finds what was saved last.
+
+    A step is an outermost run with an optimizer's step in it, or an optimizer's step outside run.
+    If the checkpoint has a distributed dataset and more than modules and one optimizer, a step is
+    a batch with an optimizer's step. [Note: Between two steps] in
     ``mirror/train/checkpoint/preemption.py`` says where exactly it saves.
 
     Several handlers may be open: each saves, and the first decides how the program exits.
@@ -164,6 +168,9 @@ class PreemptionCheckpointHandler(NoCopy):
         termination_config: TerminationConfig | None = None,
     ) -> None:
         """Starts to listen for signals; ``close`` restores their former handlers.
+
+        From the decision to exit, its signals are ignored until the process has ended. A program
+        that catches the ``SystemExit`` and continues sets their handlers itself.
 
         Args:
             signals: the signals that request a checkpoint.
@@ -240,7 +247,7 @@ class PreemptionCheckpointHandler(NoCopy):
     def _end_step(self) -> None:
         """Counts a step that has ended."""
         self._find_datasets()
-        self._has_stepped = True
+        self._has_stepped = self._manager.progress.is_pending = True
         if self._is_simple or not any(dataset.is_iterated for dataset in self._datasets):
             self._count()
 
@@ -306,13 +313,23 @@ class PreemptionCheckpointHandler(NoCopy):
         with suppress(CheckpointError):  # of a save in flight; it was logged
             self._manager.wait()
         if self._save_fn is None:
-            self._manager.save(self._manager.progress.number)
+            self._manager.save(self._number())
         else:
             self._save_fn()
             # That save may be in flight: no worker exits before the chief has written.
             self._workers.run_on_chief("the save of save_fn", self._manager.wait)
         self._step_began = _clock()
         self._save_seconds = max(self._save_seconds, self._step_began - began)
+
+    def _number(self) -> int:
+        """Returns a number for a checkpoint that makes it the newest in the directory."""
+        done = self._manager.progress.number
+
+        def number() -> str:
+            latest = self._manager.latest
+            return str(done if latest is None or latest <= done else latest + 1)
+
+        return int(self._workers.choose("the number of a checkpoint", number))
 
     def _exit(self) -> None:
         if self._exit_fn is None:
@@ -358,12 +375,39 @@ def _leave_if_due() -> None:
         if not any(handler._exits for handler in early):
             return
         unsaved = [handler for handler in due if handler not in early]
-    for handler in unsaved:
-        handler.save()
     first = next((handler for handler in due if handler._exits), due[0])
+    ignored = _ignore_signals()
+    is_saved = False
+    try:
+        for handler in unsaved:
+            handler.save()
+        is_saved = True
+    finally:
+        if not is_saved or first._exit_fn is not None:
+            for number in ignored:
+                signal.signal(number, _on_signal)
+            ignored = []
+    for number in ignored:
+        _ignored[number] = _replaced.pop(number, None)
     for handler in tuple(_open):
         handler.close()
     first._exit()
+
+
+def _ignore_signals() -> list[int]:
+    """Ignores the signals of all handlers from the decision to exit on, and returns them.
+
+    A second signal must not end the process with another code than the handler's, or in the
+    middle of the last save. The signals stay ignored after ``SystemExit`` is raised: Python keeps
+    ignoring them while it shuts down, which it does not for signals with a function.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    numbers = {number for handler in _open for number in handler._signals}
+    ours = [number for number in numbers if signal.getsignal(number) is _on_signal]
+    for number in ours:
+        signal.signal(number, signal.SIG_IGN)
+    return ours
 
 
 def _is_trained(obj: object, trained: set[int]) -> bool:
@@ -384,7 +428,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 def _listen(number: int) -> None:
     if signal.getsignal(number) is not _on_signal:
-        _replaced[number] = signal.signal(number, _on_signal)
+        before = signal.signal(number, _on_signal)
+        _replaced[number] = _ignored.pop(number, before) if before is signal.SIG_IGN else before
 
 
 def _stop_listening(number: int) -> None:

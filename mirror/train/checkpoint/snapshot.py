@@ -3,7 +3,7 @@
 [Note: Stored once]
 Tied weights, and views that a state holds together with their base, are stored once. Of the
 tensors in one storage, a contiguous one that is no part of a larger one is stored. Any other
-tensor whose elements all lie within a stored one is a view: a shape, strides, an offset. Tensors
+tensor that lies completely within a stored one is a view: a shape, strides, an offset. Tensors
 that shared memory when they were saved share memory again after reading.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from mirror.base.tree_json import Malformed, decode, encode
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import CheckpointError
-from mirror.replica.params.bitwise import bytes_of
-from mirror.replica.params.buffers import local_buffers
+from mirror.replica.params.mirrored_buffer import local_buffers
+from mirror.replica.replica_checks import bytes_of
 from mirror.train.checkpoint.checkpoint_directory import file_of, write_directory
 from mirror.train.checkpoint.checkpoint_file import (
     Manifest,

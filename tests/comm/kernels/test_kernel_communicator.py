@@ -134,7 +134,7 @@ def test_a_communicator_works_again_after_a_timeout(four):
         assert all(tensor.tolist() == [10] * 1000 for tensor in tensors)
 
 
-def test_an_abort_ends_waits_at_once_and_is_told_in_the_collective(four):
+def test_an_abort_ends_waits_at_once_and_raises_in_the_collective(four):
     four._timeout_ns = int(600e9)
     four._machine.absent = 0b1000
     begun, run = threading.Event(), four._machine.run

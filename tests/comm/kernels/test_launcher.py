@@ -109,7 +109,7 @@ def test_contexts_are_retained_once(driver):
     assert driver.fake_retained() == before
 
 
-def test_a_launch_that_is_refused_is_told_with_its_device(driver):
+def test_a_refused_launch_raises_and_names_its_device(driver):
     driver.fake_reset(2, -1)
     with pytest.raises(BackendError, match=r"ring_all_reduce on cuda:2: unspecified .*\(719\)"):
         launch(launches(4), "ring_all_reduce")

@@ -5,8 +5,11 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from functools import cache
 from pathlib import Path
+
+import torch
 
 from mirror.comm.nccl.libnccl import NcclLibrary
 from mirror.comm.nccl.nccl_backend import NcclCommunicator
@@ -85,3 +88,44 @@ def build():
         path = Path(folder, "libfake.so")
         write_fake(path)
         return NcclLibrary(path)  # what is loaded stays, though the file goes
+
+
+# Requests to the fake library; a failure ends promptly and leaves nothing behind
+
+TIMEOUT = 0.5
+FUNCTIONS = {
+    "all_reduce": "ncclAllReduce",
+    "broadcast": "ncclBroadcast",
+    "reduce_scatter": "ncclReduceScatter",
+    "all_gather": "ncclAllGather",
+}
+
+
+def tensors(n=3, count=6):
+    return [torch.full((count,), float(i)) for i in range(n)]
+
+
+def assert_works(communicator):
+    values = tensors(len(communicator.devices))
+    communicator.all_reduce(values)
+    assert values[0].tolist() == [3.0] * 6
+
+
+def assert_the_next_one_works(fake):
+    fake.c.fake_reset()
+    with_next = fake.communicator()
+    assert_works(with_next)
+    with_next.close()
+
+
+class Promptly:
+    """Asserts that its block ends after the timeout: a hanging call hangs forever."""
+
+    def __init__(self, timeout=TIMEOUT):
+        self.timeout = timeout
+
+    def __enter__(self):
+        self.start = time.monotonic()
+
+    def __exit__(self, *exception):
+        assert time.monotonic() - self.start < self.timeout + 30

@@ -8,7 +8,7 @@ import torch
 from mirror.comm.nccl import calls, clique, communicators
 from mirror.comm.nccl.communicators import Work
 from tests.benchmarks.test_calls import calls_of
-from tests.comm.nccl.failing import TIMEOUT, tensors
+from tests.comm.nccl.fake_nccl import TIMEOUT, tensors
 
 
 def begins_everywhere(group, n):
@@ -133,7 +133,7 @@ def test_it_is_done_when_all_of_its_events_have_happened():
         ((False, False, True), (10, 11, 12), (0, 1)),
     ],
 )
-def test_the_late_are_those_whose_events_or_streams_say_so(monkeypatch, events, idle, late):
+def test_late_devices_are_found_by_their_events_or_streams(monkeypatch, events, idle, late):
     asked = []
 
     def has_nothing_left(device, stream):

@@ -7,7 +7,7 @@ import pytest
 from mirror.comm import collective_lock
 from mirror.comm.nccl import clique, communicators, nccl_backend
 from mirror.errors import BackendError, CollectiveTimeoutError
-from tests.comm.nccl.failing import (
+from tests.comm.nccl.fake_nccl import (
     FUNCTIONS,
     TIMEOUT,
     Promptly,
@@ -190,7 +190,7 @@ def test_a_collective_that_hangs_on_the_devices_is_aborted_and_the_next_call_say
     assert_the_next_one_works(fake)
 
 
-def test_closing_tells_what_nobody_has_been_told(fake, monkeypatch):
+def test_closing_raises_the_errors_not_yet_raised(fake, monkeypatch):
     communicator = fake.communicator(timeout_seconds=TIMEOUT)
     Devices(monkeypatch, fake)
     communicator.all_reduce(tensors())
@@ -248,7 +248,7 @@ def test_the_thread_that_watches_spoils_no_capture(fake, monkeypatch):
     assert names == ["mirror-nccl"]
 
 
-def test_an_abort_from_another_thread_is_told_by_the_next_call(fake, monkeypatch):
+def test_an_abort_from_another_thread_raises_in_the_next_call(fake, monkeypatch):
     communicator = fake.communicator(timeout_seconds=60)
     Devices(monkeypatch, fake)
     communicator.all_reduce(tensors())
@@ -383,7 +383,7 @@ def test_an_asynchronous_error_is_an_error(fake, polls):
     assert_the_next_one_works(fake)
 
 
-def test_ranks_whose_calls_differ_are_an_error(fake):
+def test_ranks_with_different_calls_are_an_error(fake):
     communicator = fake.communicator(2)
     pointers = [tensor.data_ptr() for tensor in tensors(2)]
     calls = [(i, "ncclAllReduce", (pointers[i], pointers[i], 6 - i, 7, 0)) for i in range(2)]

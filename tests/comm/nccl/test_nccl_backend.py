@@ -11,7 +11,7 @@ from mirror import comm
 from mirror.comm.nccl import clique, nccl_backend
 from mirror.comm.nccl.nccl_backend import NcclCommunicator, shared_gpu_reason
 from mirror.errors import BackendError, CollectiveTimeoutError
-from tests.comm.nccl.failing import (
+from tests.comm.nccl.fake_nccl import (
     FUNCTIONS,
     TIMEOUT,
     Promptly,
@@ -259,7 +259,7 @@ def test_one_gpu_twice_asks_the_library_for_its_version(fake, monkeypatch):
 
 
 @pytest.mark.parametrize("collective", FUNCTIONS)
-def test_autograd_is_told_that_tensors_were_written_to(fake, collective):
+def test_autograd_knows_that_tensors_were_written_to(fake, collective):
     communicator = fake.communicator(2)
     values = [torch.ones(4, requires_grad=True) * 2 for _ in range(2)]
     loss = sum(value.square().sum() for value in values)
@@ -352,7 +352,7 @@ def test_a_message_that_fails_is_an_error_and_all_is_freed(fake, function, numbe
     assert_the_next_one_works(fake)
 
 
-def test_a_message_that_nobody_awaits_is_an_error(fake):
+def test_a_message_without_a_receiver_is_an_error(fake):
     communicator = fake.communicator(2, timeout_seconds=20)
     address = torch.ones(4).data_ptr()
     calls = [(i, "ncclSend", (address, 4, 1, 1 - i)) for i in range(2)]

@@ -1,7 +1,6 @@
 """The program cache: found by key, run like the originals, rebuilt if damaged."""
 
 import logging
-import os
 import pickle
 from pathlib import Path
 
@@ -182,12 +181,3 @@ def test_a_disk_that_is_full_leaves_nothing(folder, monkeypatch):
             folder / "key", [Path("x")], [(None, 0)], program.pieces, program._sizes
         )
     assert not list(folder.iterdir())
-
-
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="this system has no owners of files")
-def test_a_folder_of_another_user_is_not_looked_into(folder, monkeypatch):
-    folder.mkdir(mode=0o700)
-    assert program_cache._is_ours(folder)
-    mine = os.getuid()
-    monkeypatch.setattr(program_cache.os, "getuid", lambda: mine + 1)
-    assert not program_cache._is_ours(folder)

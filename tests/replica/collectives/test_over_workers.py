@@ -145,7 +145,7 @@ def sitting_out(counts):
         return list(strategy.local_results(strategy.run(fn, args=args)))
 
 
-def test_replicas_that_sit_out_count_for_nobody(worker_pool):
+def test_idle_replicas_count_zero_for_all_workers(worker_pool):
     found, expected = both(worker_pool, sitting_out, (2, 1))
     assert len(found) == 2
     assert_same(found[0][0], torch.tensor([1.0, 1.0]))

@@ -82,7 +82,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("losses", LOSSES, ids=lambda value: type(value).__name__)
-def test_swapped_arguments_are_told_without_their_data(objects, losses):
+def test_swapped_arguments_raise_without_their_data(objects, losses):
     strategy = objects["MirroredStrategy"]
     for call in (
         lambda: strategy.reduce(losses, "sum"),
@@ -93,7 +93,7 @@ def test_swapped_arguments_are_told_without_their_data(objects, losses):
         assert "123.4" not in str(error.value)
 
 
-def test_a_value_that_is_not_distributed_is_told_without_its_data(objects):
+def test_a_value_that_is_not_distributed_raises_without_its_data(objects):
     for value in (torch.full((3,), SECRET), torch.tensor(SECRET)):
         with pytest.raises(ValueError, match="a float32 tensor of shape") as error:
             objects["MirroredStrategy"].reduce("sum", value)

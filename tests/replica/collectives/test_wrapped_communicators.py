@@ -5,7 +5,7 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.replica.collectives.wrapped_communicators import (
+from mirror.replica.collectives.over_workers import (
     PerPositionCommunicator,
     TimeoutCommunicator,
 )

@@ -86,7 +86,7 @@ def mirrored(model, replicas=2):
 
 @pytest.mark.parametrize(("replicas", "n"), [(2, 8), (3, 7), (3, 4)])
 @pytest.mark.parametrize("name", CONTRASTS)
-def test_comparisons_of_examples_are_told(name, replicas, n):
+def test_comparisons_of_examples_warn(name, replicas, n):
     plain = made(CONTRASTS[name])
     model = mirrored(copy.deepcopy(plain), replicas)
     x = torch.randn(n, 4)
@@ -97,7 +97,7 @@ def test_comparisons_of_examples_are_told(name, replicas, n):
 
 @pytest.mark.parametrize(("replicas", "n"), [(2, 8), (2, 6), (3, 7), (3, 4)])
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_products_are_exact_and_nobody_is_told(name, replicas, n):
+def test_other_products_are_exact_and_do_not_warn(name, replicas, n):
     plain = made(OTHERS[name])
     model = mirrored(copy.deepcopy(plain), replicas)
     x = torch.randn(n, 4)

@@ -1,6 +1,10 @@
-"""Losses of replicas inside run: gradients are those of one device, or a warning tells."""
+"""Losses over the replicas' examples are those of one device, or a warning is issued.
+
+Above the loss: in a split call of the model. Inside run: of the whole step, or of its forward.
+"""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -8,9 +12,11 @@ import torch
 import torch.nn.functional as F
 
 import mirror
+from tests.pairs import EXHAUSTIVE
 from tests.replica.exactness.losses import EXACT, FEATURES, INEXACT, SUMS, Model
 
-SIZES = [(2, 8), (2, 7), (3, 7), (3, 9)]
+SIZES = [(2, 8), (2, 7), (3, 7), (3, 9)]  # replicas, examples
+WAYS = ["split", "reduced", "stepped"]
 
 
 def gradients(way, loss, replicas, n, **options):
@@ -37,23 +43,50 @@ def gradients(way, loss, replicas, n, **options):
     return [p.grad for p in plain.parameters()], [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("replicas", "n"), SIZES)
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("way", ["reduced", "stepped"])
-def test_what_is_exact_is_not_told_of(way, name, replicas, n):
+def outputs(loss, replicas, n):
+    """Returns the loss of one device, and of a split call."""
+
+    class Whole(Model):  # a class of its own, since it warns once for each
+        def forward(self, x):
+            return loss(self, super().forward(x))
+
+    torch.manual_seed(0)
+    plain, x = Whole(), torch.randn(n, FEATURES)
+    mirrored = mirror.MirroredStrategy(["cpu"] * replicas).mirror(copy.deepcopy(plain))
+    return plain(x), mirrored(x)
+
+
+def cases(losses, sizes):
+    """Parametrizes a test by way and loss, with one of the sizes; the rest is exhaustive."""
+    found = []
+    for (i, way), (j, name) in itertools.product(enumerate(WAYS), enumerate(losses)):
+        for k, size in enumerate(sizes):
+            marks = () if (i + j) % len(sizes) == k else EXHAUSTIVE
+            number = f"{way}-{name}-{size[0]}-{size[1]}"
+            found.append(pytest.param(way, name, *size, id=number, marks=marks))
+    return pytest.mark.parametrize(("way", "name", "replicas", "n"), found)
+
+
+@cases(EXACT, [*SIZES, (2, 10), (3, 3)])
+def test_an_exact_loss_is_that_of_one_device_without_a_warning(way, name, replicas, n):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        expected, found = gradients(way, EXACT[name], replicas, n)
+        if way == "split":
+            expected, found = outputs(EXACT[name], replicas, n)
+        else:
+            expected, found = gradients(way, EXACT[name], replicas, n)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("replicas", "n"), SIZES)
-@pytest.mark.parametrize("name", [*INEXACT, *SUMS])
-@pytest.mark.parametrize("way", ["reduced", "stepped"])
-def test_what_is_not_exact_is_told_of(way, name, replicas, n):
-    with pytest.warns(UserWarning, match="differ from one device's") as told:
-        gradients(way, (INEXACT | SUMS)[name], replicas, n)
-    assert [one.filename for one in told] == [__file__]
+@cases([*INEXACT, *SUMS], SIZES)
+def test_an_inexact_loss_warns(way, name, replicas, n):
+    if way != "split":
+        with pytest.warns(UserWarning, match="differ from one device's") as told:
+            gradients(way, (INEXACT | SUMS)[name], replicas, n)
+        assert [one.filename for one in told] == [__file__]
+    elif name in INEXACT:
+        with pytest.warns(UserWarning, match="this output is"):
+            outputs(INEXACT[name], replicas, n)
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -65,7 +98,7 @@ def test_sums_of_gradients_are_exact_for_sums(name):
 
 
 @pytest.mark.parametrize("name", [*INEXACT, *SUMS])
-def test_one_replica_is_told_of_nothing(name):
+def test_one_replica_does_not_warn(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradients("stepped", (INEXACT | SUMS)[name], 1, 8)

@@ -146,7 +146,7 @@ def test_a_part_without_any_token_counts_nothing(name):
 
 @pytest.mark.parametrize("n", [8, 7])
 @pytest.mark.parametrize("name", TOLD)
-def test_what_no_weights_join_is_told_once(name, n):
+def test_what_no_weights_join_warns_once(name, n):
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     mirrored = strategy.mirror(made(TOLD[name]))
     data = batch(n)
@@ -159,7 +159,7 @@ def test_what_no_weights_join_is_told_once(name, n):
 
 
 @pytest.mark.parametrize("divided", [lambda s, n: s / n, lambda s, n: s * (1 / n)])
-def test_a_multiple_of_the_examples_is_told_unless_parts_differ(divided):
+def test_a_multiple_of_the_examples_warns_unless_parts_differ(divided):
     plain = made(lambda m, h, y, k: divided(h.square().sum(), 3 * len(h)))
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     mirrored = strategy.mirror(copy.deepcopy(plain))
@@ -184,14 +184,14 @@ def compiled_loss(labels):
     return model(torch.ones(4, 5, 4), labels)
 
 
-def test_a_compiled_loss_with_ignored_labels_is_told_of():
+def test_a_compiled_loss_with_ignored_labels_warns():
     labels = torch.zeros(4, 5, dtype=torch.long)
     labels[0] = -100
     with pytest.warns(UserWarning, match="of compiled code, and of labels below zero"):
         compiled_loss(labels)
 
 
-def test_a_compiled_loss_without_ignored_labels_is_not_told_of():
+def test_a_compiled_loss_without_ignored_labels_does_not_warn():
     compiled_loss(torch.zeros(4, 5, dtype=torch.long)).backward()
 
 

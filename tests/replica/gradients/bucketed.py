@@ -25,6 +25,11 @@ class Deep(nn.Module):
         return x
 
 
+def chain(num_layers=NUM_LAYERS, size=SIZE):
+    """Layers without names, for programs that change them."""
+    return nn.Sequential(*(nn.Linear(size, size) for _ in range(num_layers)))
+
+
 def loss_of(model, batch):
     return model(batch).square().mean()
 
@@ -33,9 +38,9 @@ def batches(count, size=10):
     return [torch.randn(size, SIZE) for _ in range(count)]
 
 
-def pair(strategy):
+def pair(strategy, module=None):
     """A model, and the same mirrored."""
-    plain = Deep()
+    plain = Deep() if module is None else module
     return plain, strategy.mirror(copy.deepcopy(plain))
 
 
@@ -45,7 +50,10 @@ def backward_in_run(strategy, model, batch, **options):
 
 def assert_same_grads(strategy, model, plain, tolerance=None):
     for name, parameter in plain.named_parameters():
-        assert_same(model.get_parameter(name).grad, parameter.grad, name, tolerance)
+        grad = model.get_parameter(name).grad
+        assert (grad is None) == (parameter.grad is None), name
+        assert grad is None or grad.is_sparse == parameter.grad.is_sparse, name
+        assert_same(grad, parameter.grad, name, tolerance)
 
     def grads():
         return [parameter.grad for parameter in model.parameters()]

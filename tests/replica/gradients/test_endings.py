@@ -25,7 +25,7 @@ from tests.toy_models import ONES, collect, mirrored_layer
 # Lifetime
 
 
-def test_gradients_that_nobody_looked_at_keep_nothing_alive():
+def test_unread_gradients_keep_nothing_alive():
     # The list of arrived gradients and the copies' hooks held one another where the collector
     # cannot see: strategy, copies and threads stayed after the last use.
     def make():

@@ -238,7 +238,7 @@ def test_sparse_embeddings_scaled_losses_and_batch_statistics_equal_one_device(w
     strategy.check_replicas()
 
 
-def test_gradients_at_home_are_there_for_steps_and_for_those_who_look(central):
+def test_gradients_on_the_parameter_device_are_there_for_steps_and_reads(central):
     strategy = central(2)
     layer = mirrored_layer(strategy)
     optimizer = sgd(layer)

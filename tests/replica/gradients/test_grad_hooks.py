@@ -10,7 +10,7 @@ from torch import nn
 import mirror
 from tests.oracle import in_run
 from tests.pairs import pairwise
-from tests.replica.gradients.small_buckets import (
+from tests.replica.gradients.bucketed import (
     SIZE,
     assert_same_grads,
     chain,
@@ -111,7 +111,7 @@ def test_a_hook_never_gets_a_replicas_own_gradient_from_grad(make_strategy, by):
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_registered_in_forward_is_told(make_strategy, kind):
+def test_a_hook_registered_in_forward_is_reported(make_strategy, kind):
     class Hooking(nn.Linear):
         def forward(self, x):
             getattr(self.weight, kind)(lambda value: None)
@@ -145,7 +145,7 @@ def test_a_hook_does_not_see_the_gradient_of_a_pass_before_it_was_registered(
     make_small_buckets, no_sync
 ):
     strategy = make_small_buckets()
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
     for _ in range(2):
         batch = torch.randn(8, SIZE)
         with strategy.no_sync() if no_sync else nullcontext():
@@ -157,7 +157,7 @@ def test_a_hook_does_not_see_the_gradient_of_a_pass_before_it_was_registered(
 
 def test_a_known_step_has_no_hook_but_those_that_end_buckets(make_small_buckets, monkeypatch):
     strategy = make_small_buckets()
-    _, model = pair(strategy)
+    _, model = pair(strategy, chain())
     for _ in range(4):
         in_run(strategy, lambda x: loss_of(model, x).backward(), torch.randn(8, SIZE))
     hooks = [

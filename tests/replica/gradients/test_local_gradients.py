@@ -9,7 +9,7 @@ from torch import nn
 import mirror
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
 from tests.pairs import each_once
-from tests.replica.gradients.small_buckets import (
+from tests.replica.gradients.bucketed import (
     NUM_LAYERS,
     SIZE,
     assert_same_grads,
@@ -21,7 +21,7 @@ from tests.replica.gradients.small_buckets import (
 
 def train_changed(way, strategy, change, module=None, size=SIZE, num_steps=6):
     """Trains four steps, changes both models, and trains on."""
-    plain, model = pair(strategy, module)
+    plain, model = pair(strategy, module or chain())
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (plain, model)]
     for when in range(2):
         data = [torch.randn(8, size) for _ in range(4 if when == 0 else num_steps - 4)]
@@ -79,7 +79,7 @@ def test_a_parameter_frozen_between_backward_and_step_and_thawed_again(
     make_small_buckets, which, way
 ):
     strategy = make_small_buckets()
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
 
     def require(m, step):
@@ -102,7 +102,7 @@ def test_a_parameter_frozen_between_backward_and_step_and_thawed_again(
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_the_last_gradient_dropped_takes_no_others_along(make_small_buckets, where):
     strategy = make_small_buckets()
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
 
     def step(m, x):
         loss_of(m, x).backward()
@@ -125,7 +125,7 @@ def test_a_model_of_one_bucket_less_than_it_had_does_not_part_the_replicas(
     # The replica that completed the only bucket had nothing pending, and did not wait for
     # the reduction that the others waited for.
     strategy = make_small_buckets(3, schedule=schedule)
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
 
     def step(m, x):
         loss_of(m, x).backward()
@@ -148,7 +148,7 @@ def test_a_gradient_set_where_a_replica_sits_out_goes_before_what_that_one_kept_
     make_small_buckets, value
 ):
     strategy = make_small_buckets(3)
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
 
     def put(m):
         weight = m[1].weight
@@ -165,7 +165,7 @@ def test_a_gradient_set_where_a_replica_sits_out_goes_before_what_that_one_kept_
 
 def test_a_parameter_frozen_where_a_replica_sits_out_is_frozen_there_too(make_small_buckets):
     strategy = make_small_buckets(3)
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
     in_run(strategy, lambda x: freeze(2)(model), torch.randn(1, SIZE))
     freeze(2)(plain)
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_a_parameter_frozen_where_a_replica_sits_out_is_frozen_there_too(make_sm
 def test_a_look_in_the_middle_of_a_pass_sees_what_has_come(make_small_buckets, where, schedule):
     # Copies without hooks were found when the pass had ended: until then there was no gradient.
     strategy = make_small_buckets(schedule=schedule)
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
     seen = {}
 
     def record_grad(m, replica_id):
@@ -214,7 +214,7 @@ def test_a_look_in_the_middle_of_a_pass_sees_what_has_come(make_small_buckets, w
 def test_one_gradient_given_to_all_replicas_is_each_ones_own(make_small_buckets):
     # It was one tensor for all of them: what each added to it came N times.
     strategy = make_small_buckets(3)
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
     batch = torch.randn(9, SIZE)
 
     def step(m, x, given):
@@ -231,7 +231,7 @@ def test_one_gradient_given_to_all_replicas_is_each_ones_own(make_small_buckets)
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_an_assignment_that_torch_refuses_changes_nothing(make_small_buckets, where):
     strategy = make_small_buckets()
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
     batch = torch.randn(8, SIZE)
 
     def step(m, x):
@@ -247,9 +247,9 @@ def test_an_assignment_that_torch_refuses_changes_nothing(make_small_buckets, wh
     assert_same_grads(strategy, model, plain)
 
 
-def test_a_weight_set_after_a_pass_whose_gradients_are_all_on_their_way(make_small_buckets):
+def test_a_weight_set_after_a_pass_with_all_gradients_in_flight(make_small_buckets):
     strategy = make_small_buckets()
-    plain, model = pair(strategy)
+    plain, model = pair(strategy, chain())
 
     def step(x):
         loss_of(model, x).backward()

@@ -81,7 +81,7 @@ def test_training_at_once_leaves_the_bits_of_a_single_pass(
     model = Watched(*layers)
     model(torch.zeros(2, *shape))
     ends = []
-    for strategy in (make_strategy(n), make_eager(n)):
+    for strategy in (make_strategy(n, schedule="auto"), make_eager(n)):
         own = strategy.mirror(copy.deepcopy(model))
         own.threads.clear()
         optimizer = torch.optim.AdamW(own.parameters(), lr=0.05)
@@ -100,7 +100,7 @@ def test_training_at_once_leaves_the_bits_of_a_single_pass(
 @pytest.mark.parametrize("how", ["mean", "sum", "axis", "gather"])
 def test_what_reduce_and_gather_join_comes_apart(how, make_eager, make_strategy):
     grads = []
-    for strategy in (make_strategy(2), make_eager(2)):
+    for strategy in (make_strategy(2, schedule="auto"), make_eager(2)):
         model = mirrored(strategy)
         (parts,) = strategy.distribute_dataset([torch.linspace(-1, 1, 42).view(7, 6)])
         outputs = strategy.run(lambda x, model=model: {"out": model(x)[:3]}, args=(parts,))

@@ -241,7 +241,7 @@ def test_scaled_losses_step_and_skip_as_on_one_device(make_eager):
 
 def test_autocast_of_the_forward_comes_apart(make_eager, make_strategy):
     grads = []
-    for strategy in (make_strategy(2), make_eager(2)):
+    for strategy in (make_strategy(2, schedule="auto"), make_eager(2)):
         model = mirrored(strategy)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = F.cross_entropy(

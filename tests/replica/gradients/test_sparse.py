@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.oracle import in_run
-from tests.replica.gradients.small_buckets import SIZE, assert_same_grads, pair
+from tests.replica.gradients.bucketed import SIZE, assert_same_grads, pair
 
 
 class Words(nn.Module):

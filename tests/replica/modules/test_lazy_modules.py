@@ -193,7 +193,7 @@ def test_lazy_layers_that_all_replicas_meet_at_once_train_as_on_one_device(sched
         )
 
 
-def test_replicas_whose_first_calls_are_of_unlike_modules_part_ways(strategy):
+def test_replicas_with_different_first_modules_diverge(strategy):
     layers = [strategy.mirror(nn.LazyLinear(2)) for _ in range(2)]
 
     def fn():
@@ -207,7 +207,7 @@ def test_replicas_whose_first_calls_are_of_unlike_modules_part_ways(strategy):
     strategy.check_replicas()
 
 
-def test_what_a_lazy_module_cannot_take_is_told_once(strategy):
+def test_what_a_lazy_module_cannot_take_is_reported_once(strategy):
     layer = strategy.mirror(nn.LazyConv2d(2, 1))
     with pytest.raises(Exception, match=r"(?i)expected|dim"):
         strategy.run(lambda: layer(torch.ones(3)))

@@ -184,7 +184,7 @@ def test_one_replica_alone_may_update_and_compute(schedule, make_strategy, eager
     assert_same(totals.values, (whole[0].sum(),) * N)
 
 
-def test_those_who_update_are_joined_without_the_others(make_strategy):
+def test_replicas_that_update_are_joined_without_the_rest(make_strategy):
     strategy = make_strategy(N)
     lone, plain = accuracy(), accuracy()
 

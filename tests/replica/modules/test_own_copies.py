@@ -92,7 +92,7 @@ def test_a_replicas_copy_is_that_of_one_device(kind, route, make_strategy):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("when", ["before", "after", "in the scope"])
-def test_what_ddp_is_told_to_ignore_is_mirrored_and_told_once(when, replicas):
+def test_what_ddp_ignores_is_mirrored_with_one_warning(when, replicas):
     ignored = ["0.weight", "1.running_mean", "0.bias", "nowhere.weight"]
 
     def report(model):
@@ -141,7 +141,7 @@ def test_what_ddp_is_told_to_ignore_is_mirrored_and_told_once(when, replicas):
         assert "0.bias" not in str(warning.message)  # frozen: nothing is different
 
 
-def test_a_list_that_changes_nothing_is_not_told(strategy):
+def test_a_list_that_changes_nothing_does_not_warn(strategy):
     model = nn.Linear(2, 2)
     model.weight.requires_grad_(False)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["weight", "x"])

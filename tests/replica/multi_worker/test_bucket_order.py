@@ -10,8 +10,8 @@ from torch import nn
 import mirror
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import DivergenceError
-from mirror.replica.collectives.packed_reducer import Reducer
-from mirror.replica.multi_worker.bucket_order import BucketOrder, agree
+from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.multi_worker.in_flight import BucketOrder, agree
 from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
 from mirror.replica.params.replicated_params import param_of
 from tests.multi_worker import strategy_of

@@ -144,14 +144,14 @@ def test_equal_proportions_are_right(worker_pool, sizes):
     assert worker_pool(2).run(passes, sizes) == [[], []]
 
 
-def test_unlike_ones_are_told_once_on_all_workers(worker_pool):
+def test_passes_of_different_sizes_warn_once_on_all_workers(worker_pool):
     for told in worker_pool(2).run(passes, [(4, 2), (4, 4)]):
         (message,) = told
         assert "worker 0: 4, 2; worker 1: 4, 4" in message
         assert "inside strategy.run" in message
 
 
-def test_inside_run_nothing_is_told(worker_pool):
+def test_inside_run_nothing_warns(worker_pool):
     assert worker_pool(2).run(passes, [(4, 2), (4, 4)], in_run=True) == [[], []]
 
 

@@ -261,7 +261,7 @@ def test_no_optimizer_is_lent_between_steps(make_strategy):
     assert optimizer.param_groups[0]["params"][0] is model.weight
 
 
-def test_an_optimizer_is_kept_by_nobody(make_strategy):
+def test_nothing_keeps_an_optimizer_alive(make_strategy):
     model, optimizer = stepped(make_strategy(2))
     gone = weakref.ref(optimizer)
     del optimizer

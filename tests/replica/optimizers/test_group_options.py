@@ -50,7 +50,7 @@ def all_alike(group):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("change", [decay, one_alone, each_its_own])
-def test_replicas_that_change_a_rate_differently_are_told(make_strategy, change, when):
+def test_replicas_that_change_a_rate_differently_are_reported(make_strategy, change, when):
     with pytest.raises(mirror.StrategyError, match=r"'lr' of parameter group 0 of SGD"):
         run(make_strategy(3), change, when)
 
@@ -113,7 +113,7 @@ KINDS = [torch.optim.SGD, torch.optim.AdamW, ByTurns, Once]
     ("when", "who"),
     [("at the start", 1), ("at the start", 2), ("before", 1), ("before", 2), ("after", 1)],
 )
-def test_a_later_replica_that_changes_a_rate_alone_is_told(make_strategy, kind, when, who):
+def test_a_later_replica_that_changes_a_rate_alone_is_reported(make_strategy, kind, when, who):
     with pytest.raises(mirror.StrategyError, match="'lr' of parameter group 0"):
         rated(make_strategy(3), kind, when, who)
 
@@ -127,7 +127,7 @@ def test_the_first_replica_that_changes_a_rate_alone_does_what_one_device_does(
     torch.testing.assert_close(rated(make_strategy(3), kind, when, 0), expected)
 
 
-def test_a_rate_of_a_wrapper_that_is_no_optimizer_is_told(make_strategy):
+def test_a_rate_of_a_wrapper_that_is_no_optimizer_is_reported(make_strategy):
     class Warmup:
         """Counts the steps of all replicas."""
 
@@ -217,7 +217,7 @@ def test_hooks_of_steps_change_options_as_on_one_device(make_strategy, schedule,
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
 @pytest.mark.parametrize("kind", ["pre", "post"])
-def test_hooks_of_steps_that_change_a_rate_differently_are_told(make_strategy, schedule, kind):
+def test_hooks_of_steps_that_change_a_rate_differently_are_reported(make_strategy, schedule, kind):
     def each(optimizer, args, kwargs):
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + replica_id())
 

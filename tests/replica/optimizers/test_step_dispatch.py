@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.replica.optimizers.param_swap import ParamGroupSwap
+from mirror.replica.optimizers.optimizer_state import ParamGroupSwap
 from tests.oracle import assert_same, in_run
 from tests.toy_models import ONES, collect, mirrored_layer, ones_layer
 

@@ -74,7 +74,7 @@ def test_a_parameter_that_one_replica_freezes_for_a_while_is_no_matter(strategy)
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_freezing_on_one_replica_is_told_where_replicas_merge(strategy):
+def test_freezing_on_one_replica_raises_where_replicas_merge(strategy):
     model = strategy.mirror(net())
 
     def step():

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.replica.params.bitwise import same_bits, same_values
-from mirror.replica.params.param_paths import path_of
+from mirror.replica.params.mirrored_tensor import path_of
+from mirror.replica.replica_checks import same_bits, same_values
 
 DENSE = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 0.0, 4.0]])
 OTHER = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 0.0, 5.0]])

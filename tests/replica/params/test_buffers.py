@@ -257,7 +257,7 @@ OF_ALL = {
 
 @pytest.mark.parametrize("in_run", [False, True])
 @pytest.mark.parametrize("name", [*OF_PARTS, *OF_ALL])
-def test_a_buffer_that_replicas_leave_different_is_told_once(name, in_run, strategy, caplog):
+def test_a_buffer_that_replicas_leave_different_warns_once(name, in_run, strategy, caplog):
     write, value = (OF_PARTS | OF_ALL)[name]
     model = strategy.mirror(Keeps(write, value.clone()))
     x = torch.randn(7, 2)
@@ -272,7 +272,7 @@ def test_a_buffer_that_replicas_leave_different_is_told_once(name, in_run, strat
         assert ("the mean" in told[0]) == value.is_floating_point()
 
 
-def test_who_says_how_to_combine_a_buffer_is_not_told(strategy, caplog):
+def test_a_buffer_with_a_given_aggregation_does_not_warn(strategy, caplog):
     model = strategy.mirror(Keeps(*OF_PARTS["a moving mean"]))
     mirror.set_aggregation(model, "kept", "mean")
     model(torch.randn(7, 2))

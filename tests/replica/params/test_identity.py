@@ -44,7 +44,7 @@ def test_the_objects_stay_what_they_were(strategy):
     assert model.linear.weight is before[0][1]
 
 
-def test_parameters_can_be_told_apart_and_looked_up(strategy, model):
+def test_parameters_can_be_distinguished_and_looked_up(strategy, model):
     parameters = list(model.parameters())
     assert len(set(parameters)) == len(parameters)
     names = {p: name for name, p in model.named_parameters()}
@@ -192,7 +192,7 @@ def test_a_model_belongs_to_one_strategy(strategy, model, make_strategy):
     assert_same(model(torch.ones(6, 2)).shape, (6, 2))
 
 
-def test_a_model_that_nobody_holds_is_freed(strategy):
+def test_a_model_without_references_is_freed(strategy):
     """Also after its gradients were looked at in the cross-replica context."""
 
     def use():

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import mirror
 from tests.oracle import assert_same
+from tests.pairs import pairwise
 
 
 @dataclasses.dataclass
@@ -139,10 +140,7 @@ def train_in_run(strategy, model, optimizer, data, way):
     return losses
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pairwise(name=list(MODELS), way=[1, 2, 3], n=[1, 2, 3], inside=[True, False])
 def test_truncated_backpropagation_is_that_of_one_device(name, way, n, inside, make_strategy):
     strategy = make_strategy(n)
     plain, plain_optimizer = make_model(name)
@@ -270,9 +268,7 @@ def states_for(model, size, requires_grad=False):
     return tuple(states) if isinstance(model.rnn, nn.LSTM) else states[0]
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("name", RECURRENT_MODELS)
+@pairwise(name=list(RECURRENT_MODELS), n=[1, 2, 3], inside=[True, False])
 def test_first_states_made_for_the_whole_batch(name, n, inside, make_strategy):
     plain = RECURRENT_MODELS[name]()
     strategy = make_strategy(n)

@@ -4,11 +4,13 @@ A process with the key harms its own connection at most.
 """
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from mirror.server.engine.handshake import Credentials, authenticate, bind, list
 from mirror.server.engine.listener import Listener
 from mirror.server.engine.node_agent import NodeAgent
 from mirror.server.engine.process_engine import ProcessEngine
+from mirror.server.engine.service_loop import ServiceLoop
 from mirror.server.engine.socket_client import KEY_VARIABLE, connect, key_of_environment
 from tests.server.engine.conftest import ECHO
 from tests.server.engine.test_frames import junk, specs
@@ -196,6 +199,59 @@ def test_sizes_are_checked_before_memory_is_reserved(monkeypatch):
             theirs.sendall(data)
             with pytest.raises(WireError, match="bytes of buffers"):
                 frames.FrameReader(ours).receive()
+
+
+def test_whatever_reading_a_frame_raises_ends_that_connection_only(capsys):
+    def receive():
+        raise LookupError("unforeseen")
+
+    sock = bind("127.0.0.1", 0)
+    loop = ServiceLoop(object(), sock, Credentials(KEY, "", False))
+    ours, theirs = socket.socketpair()
+    with sock, ours, theirs:
+        connection = SimpleNamespace(sock=theirs, reader=SimpleNamespace(receive=receive))
+        assert not loop._serve_call(connection)
+        assert ours.recv(1) == b""
+        loop._listener.stop()
+        loop._listener.run()
+        loop._wake.close()
+        loop._woken.close()
+    assert "closed a connection: unforeseen" in capsys.readouterr().err
+
+
+class Exhausted:
+    """A listening socket in a process whose descriptors are used up at the first connection."""
+
+    def __init__(self, sock):
+        self._sock, self._errors = sock, [OSError(errno.EMFILE, "too many open files")]
+
+    def accept(self):
+        if self._errors:
+            raise self._errors.pop()
+        return self._sock.accept()
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+def test_a_connection_without_a_descriptor_is_closed_and_the_next_accepted(capfd):
+    own = Credentials(KEY, "", False)
+    sock = bind("127.0.0.1", 0)
+    listen(sock)
+    where, accepted = sock.getsockname(), []
+    with socket.create_connection(where, timeout=30) as refused:
+        listens = Listener(Exhausted(sock), own, accepted.append)
+        thread = threading.Thread(target=listens.run)
+        thread.start()
+        with contextlib.suppress(ConnectionResetError):
+            assert refused.recv(4096) == b""
+        assert enters(where, own, handshake.CLIENT_SECONDS)
+        listens.stop()
+        thread.join(30)
+        sock.close()
+    until(lambda: accepted)
+    accepted[0].close()
+    assert "too many open files" in capfd.readouterr().err
 
 
 def test_an_actor_without_descriptors_goes_on(process_engine):

@@ -166,6 +166,7 @@ def test_a_handshake_has_one_deadline_however_many_bytes_come(pair, plain, monke
     thread.start()
     try:
         assert "did not end in time" in outcome(accept, pair[0], plain)
+        assert thread.is_alive()  # more bytes were to come
     finally:
         stop.set()
         thread.join()

@@ -16,8 +16,8 @@ from mirror.comm.kernels import cuda_kernels, launcher
 from mirror.comm.nccl import libnccl
 from mirror.comm.selection import Choice, Facts
 from mirror.errors import BackendError
-from mirror.tools.doctor import diagnosis
-from mirror.tools.doctor.diagnosis import BackendReport, Diagnosis, diagnose
+from mirror.tools import diagnosis
+from mirror.tools.diagnosis import BackendReport, Diagnosis, diagnose
 from tests.gpu.fake import FakeGpus
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -126,7 +126,7 @@ def test_other_files_stay_and_are_in_nobodys_way(tmp_path):
 
 
 def write_half(directory):
-    """Leaves what a save leaves that is killed while it writes."""
+    """Leaves in a directory what a save leaves that is killed while it writes."""
     directory.mkdir(exist_ok=True)
     left = directory / f".{FILE_NAME}.tmp-0123"
     left.write_text("half")
@@ -135,16 +135,16 @@ def write_half(directory):
 
 def test_leftovers_of_killed_saves_and_removals_are_removed(tmp_path):
     save(tmp_path, 3)
-    for step in (1, 3):
-        write_half(tmp_path / f"step-{step:09d}")
-    (tmp_path / "step-000000002").mkdir()
+    for name in ("step-000000003", ".step-000000001.tmp-0123"):
+        write_half(tmp_path / name)
+    (tmp_path / ".step-000000002.tmp-0123").mkdir()
     save(tmp_path, 4)
     assert sorted(os.listdir(tmp_path)) == ["step-000000003", "step-000000004"]
     assert os.listdir(tmp_path / "step-000000003") == [FILE_NAME]
 
 
 def test_what_another_process_writes_is_left_alone(tmp_path):
-    writing = write_half(tmp_path / "step-000000001")
+    writing = write_half(tmp_path / ".step-000000001.tmp-0123")
     with locked(writing.parent):
         save(tmp_path, 2)
     assert writing.exists()
@@ -191,7 +191,7 @@ def test_saves_go_on_where_directories_can_be_neither_locked_nor_synced(tmp_path
     def impossible(*_):
         raise OSError(errno.EBADF, "as on NFS")
 
-    left = write_half(tmp_path / "step-000000003")
+    left = write_half(tmp_path / ".step-000000001.tmp-0123")
     monkeypatch.setattr(fcntl, "flock", impossible)
     save(tmp_path, 1, 2)
     assert restored(tmp_path) == (2, 2)

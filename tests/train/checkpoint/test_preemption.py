@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +22,8 @@ def nobody_is_left():
     before = signal.getsignal(signal.SIGTERM)
     yield
     assert (preemption._open, step_ends.listeners, preemption._replaced) == ([], [], {})
-    assert signal.getsignal(signal.SIGTERM) is before
+    ignored = preemption._ignored.pop(signal.SIGTERM, None)  # after an exit
+    assert signal.getsignal(signal.SIGTERM) is (before if ignored is None else signal.SIG_IGN)
 
 
 def terminate():
@@ -266,6 +270,130 @@ def test_a_second_signal_while_it_saves_is_one_with_the_first(tmp_path, monkeypa
     with small.strategy, small.handler():
         exits(lambda: small.run(terminate))
     assert os.listdir(tmp_path) == ["step-000000001"]
+
+
+LEAVES = """
+import atexit, os, signal, sys, threading, time
+import torch
+import mirror
+from mirror.train.checkpoint import preemption
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+manager = mirror.CheckpointManager(mirror.Checkpoint(model=model, optimizer=optimizer), "steps")
+
+
+def again():
+    for _ in range(20):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.001)
+
+
+class Late:
+    def __del__(self):
+        again()
+
+
+atexit.register(again)
+late = Late()
+thread = threading.Thread(target=lambda: (leaving.wait(), again()))
+leaving = threading.Event()
+thread.start()
+try:
+    with mirror.PreemptionCheckpointHandler(manager):
+        os.kill(os.getpid(), signal.SIGTERM)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+finally:
+    again()
+    leaving.set()
+"""
+
+
+def test_no_later_signal_changes_how_the_process_ends(tmp_path):
+    """Signals come while it unwinds, joins threads, runs exit handlers and shuts down."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(mirror.__file__).parents[1])},
+    )
+    assert (done.returncode, done.stderr) == (42, "")
+    assert os.listdir(tmp_path / "steps") == ["step-000000001"]
+
+
+def test_a_handler_after_an_exit_puts_back_what_was_there_before_both(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    small = Small(tmp_path)
+    with small.strategy:
+        with small.handler():
+            exits(lambda: small.run(terminate))
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        with small.handler():
+            small.run()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_save_in_the_loop_does_not_move_the_number(tmp_path):
+    """It comes before the handler has counted the step, where a dataset is in the checkpoint."""
+    for saves_at in (None, 1, 2, 3):
+        directory = tmp_path / str(saves_at)
+        strategy = mirror.MirroredStrategy(["cpu"] * 2)
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = strategy.distribute_dataset(mirror.data.from_arrays((torch.ones(16, 2),), 2))
+        averages = nn.Linear(1, 1)
+        manager = mirror.CheckpointManager(
+            mirror.Checkpoint(model=model, optimizer=optimizer, data=data, other=averages),
+            directory,
+            max_to_keep=None,
+        )
+
+        def step(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+        def loop(strategy=strategy, data=data, manager=manager, saves_at=saves_at, step=step):
+            with mirror.PreemptionCheckpointHandler(manager):
+                for number, (x,) in enumerate(data, 1):
+                    strategy.run(step, args=(x,))
+                    if number == saves_at:
+                        manager.save(number)
+                    if number == 4:
+                        terminate()
+
+        exits(loop)
+        assert manager.latest == 4, saves_at
+
+
+def test_a_larger_number_of_the_program_is_counted_on_from_forever(tmp_path):
+    small = Small(tmp_path)
+    with small.strategy, small.handler():
+        small.run()
+        small.manager.save(3)
+        for _ in range(5):
+            small.run()
+        exits(lambda: small.run(terminate))
+    assert small.manager.latest == 9
+
+
+@pytest.mark.parametrize(("other", "number"), [(1, 3), (3, 3), (100, 101)])
+def test_what_is_saved_is_the_newest_whoever_saved_before(tmp_path, other, number):
+    """Another manager saved there, or an earlier run whose checkpoints were not restored."""
+    small = Small(tmp_path)
+    with small.strategy, small.handler():
+        small.run()
+        mirror.CheckpointManager(small.manager.checkpoint, tmp_path).save(other)
+        small.run()
+        exits(lambda: small.run(terminate))
+        weight = small.model.weight.detach().clone()
+        small.run()
+        assert small.manager.restore_latest() == number
+    assert torch.equal(small.model.weight, weight)
 
 
 def test_a_failed_save_beside_the_training_does_not_keep_it_from_saving(tmp_path):

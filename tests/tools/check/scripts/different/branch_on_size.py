@@ -1,4 +1,4 @@
-"""Cause: takes another way through the code; module: model."""
+"""Cause: takes another branch; module: model."""
 
 import torch
 import torch.nn.functional as F

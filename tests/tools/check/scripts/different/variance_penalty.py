@@ -1,4 +1,4 @@
-"""Cause: a forward that mixes examples; module: model."""
+"""Cause: a loss that is no mean over examples; module: model."""
 
 import torch
 import torch.nn.functional as F

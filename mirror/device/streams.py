@@ -1,0 +1,240 @@
+"""CUDA streams: the current ones, which threads pass on, and side streams for overlapped work.
+
+The current stream of a GPU is thread-local. Work that one thread enqueues and another thread uses
+is in order only if both use the same stream. So replicas' threads start with the caller's streams:
+``with torch.cuda.stream(s): strategy.run(...)`` reads data that was enqueued on ``s``. At a merge
+one thread uses the data of all replicas, on the stream that each replica had when it arrived.
+
+Side streams carry reductions, and batches on their way to a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from mirror.device.serial_executor import SerialExecutor
+from mirror.devices import is_simulated
+
+
+class CallerStreams:
+    """The current streams of some GPUs in the thread that creates this object."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        gpus = dict.fromkeys(devices)
+        self._streams = {gpu: torch.cuda.current_stream(gpu) for gpu in gpus}
+        # New threads start with the default streams.
+        self._unusual = {
+            gpu: stream
+            for gpu, stream in self._streams.items()
+            if stream != torch.cuda.default_stream(gpu)
+        }
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Makes these streams and ``device`` current in this thread; restores both at the end."""
+        with ExitStack() as stack:
+            for gpu, stream in self._unusual.items():
+                if gpu != device:
+                    stack.enter_context(torch.cuda.stream(stream))
+            # Also for a default stream: a replica may set another one without a context.
+            stack.enter_context(torch.cuda.stream(self._streams[device]))
+            yield
+
+
+class ReplicaStreams:
+    """The streams on which replicas have enqueued their data for a merge.
+
+    Args:
+        rows: the GPUs of each replica.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[torch.device]]) -> None:
+        self._rows = tuple(rows)
+        self._noted: dict[torch.device, dict[Any, None]] = {}
+        self._have_noted: set[tuple[int, torch.device]] = set()
+
+    def record(self, replica_id: int, device: torch.device | None = None) -> None:
+        """Records the current streams of the calling replica, on all its devices or on one."""
+        for gpu in self._rows[replica_id] if device is None else (device,):
+            stream = torch.cuda.current_stream(gpu)
+            self._noted.setdefault(gpu, {})[stream] = None
+            self._have_noted.add((replica_id, gpu))
+
+    def are_complete(self, column: Sequence[torch.device]) -> bool:
+        """Whether all replicas have recorded their streams at this position."""
+        return self._have_noted.issuperset(enumerate(column))
+
+    def keep(self, read: Sequence[Sequence[Any]], made: Sequence[Sequence[Any]]) -> None:
+        """Keeps the allocator from reusing tensors' memory while streams still need it.
+
+        Args:
+            read: per replica, tensors that this thread's streams read and the caller drops.
+            made: per replica, tensors from this thread's streams, for the recorded streams.
+
+        All are on the replicas' first devices.
+        """
+        for device, others, mine in zip((row[0] for row in self._rows), read, made, strict=True):
+            stream = torch.cuda.current_stream(device)
+            for tensor in others:
+                tensor.record_stream(stream)
+            for tensor in mine:
+                for noted in self._noted.get(device, ()):
+                    tensor.record_stream(noted)
+
+    def forget(self) -> None:
+        """Drops the recorded streams."""
+        self._noted, self._have_noted = {}, set()
+
+    @contextmanager
+    def make_caller_wait(self) -> Iterator[None]:
+        """Makes one recorded stream per GPU current in this thread, ordered with the others.
+
+        Work enqueued inside runs after the work that is enqueued on all of them, and before their
+        later work.
+        """
+        with ExitStack() as stack:
+            others: list[tuple[Any, Any]] = []
+            for device, noted in tuple(self._noted.items()):
+                current = torch.cuda.current_stream(device)
+                chosen, *rest = (current, *noted) if current in noted else tuple(noted)
+                if chosen != current:
+                    stack.enter_context(torch.cuda.stream(chosen))
+                others += [(chosen, stream) for stream in rest if stream != chosen]
+            for chosen, stream in others:
+                chosen.wait_stream(stream)
+            try:
+                yield
+            finally:
+                for chosen, stream in others:
+                    stream.wait_stream(chosen)
+
+
+class SideStream:
+    """Runs work beside the computation: on side streams, or in a thread.
+
+    Args:
+        devices: the devices of the work. Each GPU gets a side stream for it; on CPU devices a
+            thread runs it.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(dict.fromkeys(devices))
+        self._streams: list[torch.cuda.Stream] = []
+        self._thread = SerialExecutor()
+        self._is_closed = False
+
+    def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Starts work after all enqueued work; returns a function that waits for it.
+
+        On GPUs that function makes the calling thread's current streams wait, not the host. The
+        caller keeps the outputs alive until then. Work runs in the order in which it is started.
+        """
+        if self._is_closed:
+            work()
+            return lambda: None
+        if is_simulated(self._devices):
+            return self._thread.start(work)
+        if not self._streams:
+            # Else a reduction waits until the computation has no more work for the whole GPU.
+            self._streams = [torch.cuda.Stream(device, priority=-1) for device in self._devices]
+        with ExitStack() as stack:
+            for device, stream in zip(self._devices, self._streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream(device))
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            work()
+        events = [stream.record_event() for stream in self._streams]
+
+        def wait() -> None:
+            for device, event in zip(self._devices, events, strict=True):
+                torch.cuda.current_stream(device).wait_event(event)
+
+        return wait
+
+    def close(self) -> None:
+        """Ends the thread, if there is one; later work runs in the caller's thread. Idempotent."""
+        self._is_closed = True
+        self._thread.close()
+
+
+class CopyStreams:
+    """Side streams, one per GPU, on which batches travel while the replicas compute.
+
+    CPU devices have none: there a copy is the tensor itself, and nothing has to be waited for.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._streams: dict[torch.device, Any] = {
+            device: torch.cuda.Stream(device)
+            for device in dict.fromkeys(devices)
+            if device.type == "cuda"
+        }
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a pinned copy of a host tensor, from which copies to GPUs are asynchronous.
+
+        One copy serves all parts, because pinning costs the host more than copying. Returns the
+        tensor itself if it is pinned, on a GPU, or for simulated devices; also if it requires a
+        gradient, because then the copies are part of the graph.
+        """
+        on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if not self._streams or not on_host or tensor.requires_grad or tensor.is_pinned():
+            return tensor
+        # Pinned memory has the strides of the original, and cannot be written to where it lies
+        # over itself, as expand has it.
+        return (tensor.contiguous() if 0 in tensor.stride() else tensor).pin_memory()
+
+    def deliver(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the tensor on the device, for what the calling thread enqueues from now on."""
+        part = self.copy(tensor, device)
+        stream = self._streams.get(device)
+        if stream is not None:
+            consumer = torch.cuda.current_stream(device)
+            consumer.wait_stream(stream)
+            part.record_stream(consumer)
+        return part
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the tensor on the device; for a GPU through pinned memory, without waiting.
+
+        What waits for ``departed`` by ``receive`` may use it. ``tensor`` may be freed at once:
+        the allocators keep pinned memory until the copies from it are done.
+        """
+        stream = self._streams.get(device)
+        if stream is None:
+            return tensor.to(device)
+        if tensor.device.type == "cuda":
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        else:
+            tensor = self.pinned(tensor)
+        with torch.cuda.stream(stream):
+            return tensor.to(device, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Has the host wait until the copies enqueued so far are done."""
+        for event in self.departed():
+            event.synchronize()
+
+    def departed(self) -> tuple[Any, ...]:
+        """Returns events that happen when the copies enqueued so far are done, one per GPU."""
+        return tuple(stream.record_event() for stream in self._streams.values())
+
+    def receive(self, events: Sequence[Any], tensors: Iterable[torch.Tensor]) -> None:
+        """Makes the streams of computation wait for the events, and keeps the tensors for them.
+
+        Those are the calling thread's current stream of each GPU, on which the replicas compute,
+        too. The host does not wait.
+        """
+        consumers = {device: torch.cuda.current_stream(device) for device in self._streams}
+        for device, event in zip(self._streams, events, strict=True):
+            consumers[device].wait_event(event)
+        if not consumers:
+            return
+        for tensor in tensors:
+            if tensor.device in consumers:
+                # Its memory must not be used again while work enqueued there reads it.
+                tensor.record_stream(consumers[tensor.device])

@@ -1,0 +1,222 @@
+"""Compares recorded runs: what differs first, beyond rounding.
+
+[Note: Beyond rounding]
+Three runs are compared: on one device (A), under the strategy (C), and, where A and C are not as
+good as equal, on one device with rounding errors added (B).
+
+    distance of A and C                     counts as
+    a few units in the last place           equal; B is not needed
+    a few times the distance of A and B     rounding, which grows that much in this script
+    more                                    a difference
+
+Gradients are compared relative to those of the whole optimizer as well: one that is nothing but
+rounding has no scale of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mirror.tools.check.fingerprint import Fingerprint, relative
+from mirror.tools.check.record import (
+    BUFFER,
+    GRADIENT,
+    INPUT,
+    LOSS,
+    OP,
+    OUTPUT,
+    PARAMETER,
+    PART,
+    Record,
+    RecordedEvent,
+)
+
+_UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_TIGHT = 80.0  # units in the last place that need no explanation
+_SPREAD = 12.0  # times the spread of one device
+_FEW = 40.0  # more of it, divided by how many numbers there are
+_SHALLOW = (INPUT, OUTPUT, LOSS, GRADIENT, PARAMETER, BUFFER)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A quantity that differs, or may.
+
+    Attributes:
+        index: of the event among those compared.
+        one, many: the events of one device, and of the strategy; ``None`` where one lacks it.
+        distance: relative to the norm on one device.
+        reason: ``"values"``, ``"shape"``, ``"missing"`` or ``"other"``: another event came.
+    """
+
+    index: int
+    one: RecordedEvent | None
+    many: RecordedEvent | None
+    distance: float
+    reason: str = "values"
+    print_many: Fingerprint | None = None
+
+    @property
+    def event(self) -> RecordedEvent:
+        """The event of one device, or else of the strategy."""
+        event = self.one or self.many
+        assert event is not None
+        return event
+
+
+def shallow(record: Record) -> list[RecordedEvent]:
+    """Returns the events outside modules, which every recording has."""
+    return [e for e in record.events if e.depth == 0 and e.kind in _SHALLOW]
+
+
+def deep(record: Record, step: int) -> list[RecordedEvent]:
+    """Returns the events of one step, those inside modules among them."""
+    return [e for e in record.events if e.step == step and e.kind != PART]
+
+
+class Tolerances:
+    """What counts as rounding.
+
+    Args:
+        one: the run on one device.
+        given: the largest relative distance, or ``None`` for what is measured.
+    """
+
+    def __init__(self, one: Record, given: float | None = None) -> None:
+        self._given = given
+        halves = [d for d in one.dtypes if d in ("float16", "bfloat16")]
+        self.unit = max((_UNITS[d] for d in halves), default=0.0)
+        self._scales = _gradient_scales(one)
+
+    def tight(self, event: RecordedEvent) -> float:
+        """Returns the absolute distance that needs no explanation."""
+        a = event.prints[0]
+        if self._given is not None:
+            return self._given * self._reference_norm(event)
+        unit = _UNITS.get(a.dtype, 2.0**-23)
+        return _TIGHT * unit * self._reference_norm(event)
+
+    def _reference_norm(self, event: RecordedEvent) -> float:
+        a = event.prints[0]
+        own = a.norm
+        if event.kind == GRADIENT:
+            own = max(own, 0.03 * self._scales.get((event.step, event.info.get("optimizer")), 0.0))
+        return max(own, 1e-12)
+
+
+def _gradient_scales(one: Record) -> dict[tuple[int, object], float]:
+    scales: dict[tuple[int, object], float] = {}
+    for event in one.events:
+        if event.kind == GRADIENT:
+            key = event.step, event.info.get("optimizer")
+            scales[key] = (scales.get(key, 0.0) ** 2 + event.prints[0].norm ** 2) ** 0.5
+    return scales
+
+
+def aligned(
+    one: Sequence[RecordedEvent], many: Sequence[RecordedEvent]
+) -> Iterator[tuple[int, RecordedEvent | None, RecordedEvent | None]]:
+    """Yields the events that belong together, with the index of the first run's.
+
+    Of an output of several tensors one run may lack some: a strategy keeps some apart. Ends after
+    the first events that do not belong together.
+    """
+    i = j = 0
+    while i < len(one) or j < len(many):
+        a = one[i] if i < len(one) else None
+        c = many[j] if j < len(many) else None
+        if a is not None and c is not None and a.key == c.key and _part(a) == _part(c):
+            yield i, a, c
+            i, j = i + 1, j + 1
+        elif a is not None and _part(a):
+            i += 1
+        elif c is not None and _part(c):
+            j += 1
+        else:
+            yield i, a, c
+            return
+
+
+def differences(
+    one: Sequence[RecordedEvent], many: Sequence[RecordedEvent], tolerances: Tolerances
+) -> Iterator[Difference]:
+    """Yields what differs by more than needs no explanation, in order.
+
+    Ends after the first event that has no counterpart.
+    """
+    for i, a, c in aligned(one, many):
+        if a is None or c is None or a.key != c.key:
+            reason = "missing" if a is None or c is None else "other"
+            yield Difference(i, a, c, float("inf"), reason)
+            return
+        if not a.prints:
+            continue
+        distance, nearest = nearest_of(a.prints[0], c)
+        if nearest is None:
+            if c.prints or c.depth == 0:
+                yield Difference(i, a, c, float("inf"), "shape")
+            continue
+        if distance > tolerances.tight(a) or a.prints[0].bits != nearest.bits:
+            rel = relative(distance, a.prints[0].norm)
+            if not a.prints[0].is_float and a.prints[0].bits == nearest.bits:
+                continue
+            yield Difference(i, a, c, rel, "values", nearest)
+
+
+def _part(event: RecordedEvent) -> int:
+    """Returns which tensor of several an event is; 0 for the first."""
+    return int(event.info.get("part", 0))
+
+
+def nearest_of(whole: Fingerprint, event: RecordedEvent) -> tuple[float, Fingerprint | None]:
+    """Returns the distance of the candidate that is nearest, and the candidate."""
+    best, found = float("inf"), None
+    for candidate in event.prints:
+        if candidate.shape != whole.shape:
+            continue
+        distance = whole.distance(candidate)
+        if found is None or distance < best:
+            best, found = distance, candidate
+    return best, found
+
+
+def is_rounding(difference: Difference, one: RecordedEvent, spread: RecordedEvent | None) -> bool:
+    """Whether a difference is what rounding makes of this script.
+
+    Args:
+        spread: the same event of the run with rounding errors added.
+    """
+    if difference.reason != "values" or spread is None or not spread.prints:
+        return False
+    a, b, c = one.prints[0], spread.prints[0], difference.print_many
+    if c is None or a.shape != b.shape:
+        return False
+    if a.num_bad != c.num_bad:
+        return a.num_bad != b.num_bad
+    if not a.is_float:
+        return a.bits != b.bits and a.distance(c) <= 4 * a.distance(b) + 4
+    factor = _SPREAD + _FEW / max(1, len(a.values))
+    return a.distance(c) <= factor * a.distance(b)
+
+
+def first_deep(
+    one: Record, many: Record, spread: Record | None, step: int, tolerances: Tolerances
+) -> tuple[Difference | None, list[RecordedEvent], list[RecordedEvent]]:
+    """Returns the first difference inside the modules of one step, and that step's events."""
+    some, others = deep(one, step), deep(many, step)
+    noisy = [] if spread is None else deep(spread, step)
+    for difference in differences(some, others, tolerances):
+        b = None
+        if difference.index < len(noisy) and difference.one is not None:
+            candidate = noisy[difference.index]
+            b = candidate if candidate.key == difference.one.key else None
+        if difference.one is not None and is_rounding(difference, difference.one, b):
+            continue
+        if difference.reason == "shape" and difference.event.depth > 0:
+            continue  # a state whose parts cannot be joined here; what follows tells
+        return difference, some, others
+    return None, some, others
+
+
+__all__ = ["OP", "Difference", "Tolerances", "differences", "first_deep", "is_rounding", "shallow"]

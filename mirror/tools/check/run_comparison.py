@@ -1,0 +1,236 @@
+"""Compares the recorded runs of one program: equal, different and where, or not comparable."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mirror.tools.check.causes import Cause, diagnose, diagnose_error
+from mirror.tools.check.check_result import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckResult
+from mirror.tools.check.differences import (
+    Difference,
+    Tolerances,
+    aligned,
+    differences,
+    first_deep,
+    is_rounding,
+    shallow,
+)
+from mirror.tools.check.fingerprint import relative
+from mirror.tools.check.record import GRADIENT, INPUT, PARAMETER, Record
+
+_GROSS = 0.02  # a relative distance that rounding in float32 does not make in one step
+_CHAOTIC = 1e-3  # a spread of one device that is looked into
+_WARNED = re.compile(r"(?:UserWarning|WARNING).{0,600}?(?:replica|one device)", re.DOTALL)
+
+
+@dataclass
+class Runs:
+    """The runs of one program.
+
+    Attributes:
+        one, many: on one device, and under the strategy.
+        with_noise: makes a run on one device with rounding errors added, of a number of steps.
+        again: makes another run on one device, of a number of steps.
+    """
+
+    one: Record
+    many: Record
+    with_noise: Callable[[int], Record]
+    again: Callable[[int], Record]
+
+
+class RunComparison:
+    """The comparison of one device with the replicas of a strategy.
+
+    Args:
+        tolerance: the largest relative distance that counts as rounding; ``None``: measured.
+        output: what the program has printed under the strategy, warnings included.
+    """
+
+    def __init__(self, runs: Runs, *, replicas: int, tolerance: float | None, output: str) -> None:
+        self._runs, self._replicas = runs, replicas
+        self._tolerances = Tolerances(runs.one, tolerance)
+        self._is_given = tolerance is not None
+        self._output = output
+        self._spread: Record | None = None
+
+    def result(self) -> CheckResult:
+        """Returns the result of the check."""
+        one, many = self._runs.one, self._runs.many
+        if many.ending == "error" and many.error is not None and one.ending != "error":
+            return self._of_error()
+        suspects = list(differences(shallow(one), shallow(many), self._tolerances))
+        found = self._beyond_rounding(suspects)
+        if found is None and one.num_steps == many.num_steps:
+            is_chaotic = self._spread is not None and self._largest_spread(self._spread) > _CHAOTIC
+            if is_chaotic and (step := self._first_unrepeated_step(one.num_steps)):
+                return self._unrepeatable(step)
+            return self._equal()
+        if found is None:
+            return CheckResult(
+                DIFFERENT,
+                f"different: {one.num_steps} optimizer steps on one device, {many.num_steps} on "
+                f"{self._replicas} replicas",
+                steps=min(one.num_steps, many.num_steps),
+                replicas=self._replicas,
+                cause="another number of steps",
+                remedy="look at what ends the loop: it depends on the replicas",
+            )
+        if self._needs_repeat(found):
+            if step := self._first_unrepeated_step(found.event.step):
+                return self._unrepeatable(step)
+        return self._different(found)
+
+    def _beyond_rounding(self, suspects: list[Difference]) -> Difference | None:
+        """Returns the first difference that rounding does not explain."""
+        if not suspects or self._is_given:
+            return suspects[0] if suspects else None
+        first = suspects[0]
+        all_steps = self._runs.one.num_steps
+        is_gross = first.distance > max(_GROSS, 8 * self._tolerances.unit)
+        for steps in dict.fromkeys([first.event.step if is_gross else all_steps, all_steps]):
+            self._spread = self._runs.with_noise(steps)
+            noisy = shallow(self._spread)
+            for suspect in suspects:
+                if suspect.event.step > steps:
+                    break
+                if suspect.one is None:
+                    return suspect
+                b = noisy[suspect.index] if suspect.index < len(noisy) else None
+                if b is not None and b.key != suspect.one.key:
+                    b = None
+                if not is_rounding(suspect, suspect.one, b):
+                    return suspect
+        return None
+
+    def _needs_repeat(self, found: Difference) -> bool:
+        if found.event.kind == INPUT or found.reason != "values":
+            return True
+        if self._spread is None or found.one is None:
+            return self._is_given
+        noisy = shallow(self._spread)
+        if found.index >= len(noisy) or noisy[found.index].key != found.one.key:
+            return True
+        a, b = found.one.prints[0], noisy[found.index].prints[0]
+        return relative(a.distance(b), a.norm) > max(_CHAOTIC, 4 * self._tolerances.unit)
+
+    def _first_unrepeated_step(self, steps: int) -> int:
+        """Returns the step in which two runs on one device differ; 0 if they do not."""
+        again = self._runs.again(steps)
+        one = [event for event in shallow(self._runs.one) if event.step <= steps]
+        other = [event for event in shallow(again) if event.step <= steps]
+        for difference in differences(one, other, self._tolerances):
+            if difference.distance > 1e-2 or difference.event.kind == INPUT:
+                return difference.event.step
+        return 0
+
+    def _largest_spread(self, spread: Record) -> float:
+        largest = 0.0
+        for _, a, b in aligned(shallow(self._runs.one), shallow(spread)):
+            if a and b and a.key == b.key and a.prints[0].is_float:
+                if a.kind not in (GRADIENT, PARAMETER):
+                    some, others = a.prints[0], b.prints[0]
+                    largest = max(largest, relative(some.distance(others), some.norm))
+        return largest
+
+    # Results
+
+    def _equal(self) -> CheckResult:
+        one, many = shallow(self._runs.one), shallow(self._runs.many)
+        totals: dict[tuple[str, int], list[float]] = {}
+        for _, a, c in aligned(one, many):
+            if a is None or c is None or a.key != c.key:
+                continue
+            some, others = a.prints[0], c.prints[0]
+            if not some.is_float or some.shape != others.shape:
+                continue
+            # Those of all parameters together: one that is rounding has no scale of its own.
+            kind = a.kind if a.kind in (GRADIENT, PARAMETER) else f"{a.kind} {a.name}"
+            total = totals.setdefault((kind, a.step), [0.0, 0.0])
+            total[0] += some.distance(others) ** 2
+            total[1] += some.norm**2
+        largest = max((relative(d**0.5, n**0.5) for d, n in totals.values()), default=0.0)
+        steps, dtype = self._runs.one.num_steps, self._dtype()
+        result = CheckResult(
+            EQUAL,
+            f"equal: {steps} step{'s' * (steps != 1)}, largest difference {largest:.0e} ({dtype})",
+            steps=steps,
+            replicas=self._replicas,
+            largest_difference=largest,
+            dtype=dtype,
+        )
+        if self._spread is not None:
+            spread = self._largest_spread(self._spread)
+            result.why = (
+                "some numbers differ by more than their last digits, and no more than rounding "
+                f"errors make of this script on one device ({spread:.0e})"
+            )
+        return result
+
+    def _dtype(self) -> str:
+        order = ("bfloat16", "float16", "float32", "float64")
+        return next((d for d in order if d in self._runs.one.dtypes), "float32")
+
+    def _unrepeatable(self, step: int) -> CheckResult:
+        return CheckResult(
+            NOT_COMPARABLE,
+            f"cannot be compared: two runs on one device differ already, from step {step} on",
+            steps=step,
+            replicas=self._replicas,
+            step=step,
+            cause="not repeatable",
+            why="all generators of torch, NumPy and Python are seeded; the script draws from "
+            "another one (numpy.random.default_rng() without a seed, os.urandom), depends on the "
+            "time, or resumes from files that it has written itself",
+            remedy="seed that generator, or have the script begin anew",
+        )
+
+    def _of_error(self) -> CheckResult:
+        many = self._runs.many
+        assert many.error is not None
+        cause = diagnose_error(many.error)
+        where = f" at {many.error['line']}" if many.error.get("line") else ""
+        result = CheckResult(
+            DIFFERENT,
+            f"different: trains on one device, and on {self._replicas} replicas raises "
+            f"{many.error.get('type') or 'an error'} in step {many.num_steps + 1}{where}",
+            steps=many.num_steps,
+            replicas=self._replicas,
+            step=many.num_steps + 1,
+            line=many.error.get("line", ""),
+            quantity="error",
+            name=many.error.get("type", ""),
+        )
+        return self._filled(result, cause)
+
+    def _different(self, found: Difference) -> CheckResult:
+        one, many = self._runs.one, self._runs.many
+        step = found.event.step
+        difference, some, others = first_deep(one, many, self._spread, step, self._tolerances)
+        cause = diagnose(found, difference, some, others, one, many)
+        event = found.event
+        what = f"{event.kind} of {event.name}" if event.kind != "loss" else "the loss"
+        size = f" by {found.distance:.0e}" if found.distance < float("inf") else ""
+        at = f", in module {cause.module}" if cause.module else ""
+        result = CheckResult(
+            DIFFERENT,
+            f"different: from step {step} on, first {what}{size}{at}: {cause.kind}",
+            steps=one.num_steps,
+            replicas=self._replicas,
+            largest_difference=found.distance,
+            dtype=self._dtype(),
+            step=step,
+            quantity=event.kind,
+            name=event.name,
+        )
+        return self._filled(result, cause)
+
+    def _filled(self, result: CheckResult, cause: Cause) -> CheckResult:
+        result.cause = cause.kind
+        for name, value in vars(cause).items():
+            if value and name != "kind":
+                setattr(result, name, value)
+        result.reported = bool(_WARNED.search(self._output)) or result.quantity == "error"
+        return result

@@ -1,0 +1,295 @@
+"""``mirror doctor``: examines devices, backends, torch and other workers; runs self-tests."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+
+import torch
+
+from mirror.base.torch_private import PrivateName, private_names, range_warnings
+from mirror.cluster.launchers import resolver_of
+from mirror.comm import registry, self_test, subprocess_probe
+from mirror.comm.nccl import libnccl
+from mirror.comm.selection import Choice, Facts, facts_of, pick
+from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
+from mirror.integrations import torchax_library
+from mirror.tools.gil_report import ORDINARY, GilReport, examine_gil
+from mirror.tools.worker_report import (
+    ONE_PROCESS,
+    ClusterReport,
+    LinkReport,
+    examine_cluster,
+    measure_links,
+)
+
+_SIMULATED = ("cpu",) * 4
+_LABEL = 12
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """The state of one backend.
+
+    Attributes:
+        reason: the reason why it cannot serve the devices; ``None`` if it can.
+        failure: the error of its self-test; ``None`` if it passed, or was not run.
+    """
+
+    name: str
+    reason: str | None
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of ``mirror doctor``.
+
+    Attributes:
+        num_gpus: the number of GPUs that torch sees.
+        names: the model of each device.
+        nccl: the libnccl in use; ``None`` if there is none.
+        nccl_reason: the reason why libnccl cannot be used.
+        auto: the choice of ``backend="auto"`` for the devices.
+        warnings: possible problems that no test finds.
+        lacking: the private names that this torch lacks.
+        cluster: the cluster by the variables of launchers.
+        links: the links between workers; ``None`` for one process.
+        gil: whether replicas may run Python at once.
+        tpu_reason: the reason why ``TPUStrategy`` cannot be created; ``None`` if it can.
+    """
+
+    num_gpus: int
+    facts: Facts
+    names: tuple[str, ...]
+    nccl: libnccl.NcclLibrary | None
+    nccl_reason: str | None
+    backends: tuple[BackendReport, ...]
+    auto: Choice
+    warnings: tuple[str, ...] = ()
+    lacking: tuple[PrivateName, ...] = ()
+    cluster: ClusterReport = ONE_PROCESS
+    links: LinkReport | None = None
+    gil: GilReport = ORDINARY
+    tpu_reason: str | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no test failed, and the variables of launchers are correct."""
+        failures = [self.cluster.failure, *(backend.failure for backend in self.backends)]
+        if self.links is not None:
+            failures.append(self.links.failure)
+        return all(failure is None for failure in failures)
+
+    def to_json(self) -> str:
+        """Returns the findings as one JSON object."""
+        facts = self.facts
+        devices = zip(facts.devices, self.names, strict=True)
+        nccl = self.nccl
+        found = {
+            "mirror": _version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+            "num_gpus": self.num_gpus,
+            "devices": [{"device": str(device), "name": name} for device, name in devices],
+            "simulated": is_simulated(facts.devices),
+            "islands": facts.islands,
+            "peers": facts.peers,
+            "links": facts.links,
+            "libnccl": {
+                "path": None if nccl is None else nccl.path,
+                "version": None if nccl is None else libnccl.version_name(nccl.version),
+                "reason": self.nccl_reason,
+            },
+            "backends": [
+                {**asdict(backend), "can_serve": not (backend.reason or backend.failure)}
+                for backend in self.backends
+            ],
+            "auto": asdict(self.auto),
+            "cluster": self.cluster.to_dict(),
+            "between_workers": None if self.links is None else self.links.to_dict(),
+            "gil": asdict(self.gil),
+            "tpu": {"reason": self.tpu_reason},
+            "healthy": self.healthy,
+            "warnings": list(self.warnings),
+            "torch_lacks": [asdict(name) for name in self.lacking],
+        }
+        return json.dumps(found, indent=1)
+
+    def to_text(self) -> str:
+        """Returns the findings as text for a terminal."""
+        paragraphs: list[tuple[str, Iterable[str]]] = [
+            ("versions", self._versions()),
+            ("WARNING", self.warnings),
+            ("GIL", [self.gil.render()]),
+            ("this torch", self._lacks()),
+            ("devices", self._devices()),
+            ("topology", self._topology()),
+            ("libnccl", self._libnccl()),
+            ("backends", self._backends()),
+            ("auto", [f"{self.auto.name}: {self.auto.reason}"]),
+            ("cluster", self.cluster.render()),
+            ("links", [] if self.links is None else self.links.render()),
+            ("TPU", [self._tpu()]),
+        ]
+        if self.num_gpus == 0:
+            paragraphs.append(("simulate", _how_to_simulate()))
+        text = []
+        for label, lines in paragraphs:
+            for line in chain.from_iterable(map(_wrapped, lines)):
+                text.append(f"{label:{_LABEL}}{line}")
+                label = ""
+        return "\n".join(text)
+
+    def _versions(self) -> Iterator[str]:
+        cuda = torch.version.cuda or "none"
+        yield (
+            f"mirror {_version()}, torch {torch.__version__}, CUDA {cuda}, Python "
+            f"{platform.python_version()}, {sys.platform} {platform.machine()}"
+        )
+
+    def _lacks(self) -> Iterator[str]:
+        if not self.lacking:
+            yield f"has all {len(private_names())} private names that mirror uses"
+        for name in self.lacking:
+            stands_in = f"; {name.instead} stands in" if name.instead else ""
+            yield f"lacks {name.path}: lost is {name.lost}{stands_in}"
+
+    def _devices(self) -> Iterator[str]:
+        if self.num_gpus == 0:
+            why = "" if torch.version.cuda else "; this torch was built without CUDA"
+            yield f"no GPU is visible to torch{why}"
+        for i, (device, name) in enumerate(zip(self.facts.devices, self.names, strict=True)):
+            yield f"replica {i}: {device}" + (", simulated" if name == "cpu" else f", {name}")
+
+    def _topology(self) -> Iterator[str]:
+        islands = self.facts.islands
+        shown = " | ".join(" ".join(map(str, island)) for island in islands)
+        yield f"islands of near replicas: {shown}"
+        if is_simulated(self.facts.devices):
+            return
+        yield "peer access: = one GPU, N by NVLink, P by PCIe, - none"
+        n = len(self.facts.devices)
+        yield "   " + "".join(f"{j:3}" for j in range(n))
+        for i in range(n):
+            yield f"{i:3}" + "".join(f"{self._way(i, j):>3}" for j in range(n))
+
+    def _way(self, i: int, j: int) -> str:
+        facts = self.facts
+        if facts.devices[i] == facts.devices[j]:
+            return "="
+        if not facts.peers[i][j]:
+            return "-"
+        return "N" if facts.links[i][j] else "P"
+
+    def _tpu(self) -> str:
+        if self.tpu_reason is None:
+            pins = ", ".join(f"{name} {pin}" for name, pin in torchax_library.PINS.items())
+            return f"TPUStrategy, experimental and never run on a TPU, can be made: {pins}"
+        return f"TPUStrategy, experimental, cannot be made: {self.tpu_reason}"
+
+    def _libnccl(self) -> Iterator[str]:
+        if self.nccl is not None:
+            yield f"{libnccl.version_name(self.nccl.version)}, {self.nccl.path}"
+        else:
+            yield f"cannot be used: {self.nccl_reason}"
+
+    def _backends(self) -> Iterator[str]:
+        for backend in self.backends:
+            if backend.reason is not None:
+                state = f"cannot serve: {backend.reason}"
+            elif backend.failure is not None:
+                state = f"FAILED: {backend.failure}"
+            else:
+                state = "can serve; its self-test passed"
+            yield f"{backend.name:14}{state}"
+
+
+def diagnose(
+    devices: Sequence[torch.device | str] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Diagnosis:
+    """Examines devices and all backends on them.
+
+    Args:
+        devices: ``None`` for all GPUs, or four simulated devices where there is none.
+        tell: called with a line before each self-test that may take long.
+
+    Raises:
+        DeviceError: a device does not exist.
+    """
+    num_gpus = num_cuda_devices()
+    if devices is None and num_gpus == 0:
+        devices = _SIMULATED
+    resolved = resolve(devices)
+    facts = facts_of(resolved)
+    nccl_reason = libnccl.missing_reason()
+    cluster = examine_cluster()
+    return Diagnosis(
+        num_gpus=num_gpus,
+        facts=facts,
+        names=tuple(map(describe, resolved)),
+        nccl=libnccl.library() if nccl_reason is None else None,
+        nccl_reason=nccl_reason,
+        backends=tuple(_report(name, resolved, tell) for name in registry.names()),
+        auto=pick(facts, lambda name: registry.unavailable_reason(name, resolved)),
+        gil=examine_gil(),
+        warnings=range_warnings(),
+        lacking=tuple(name for name in private_names().values() if name.is_lacking),
+        cluster=cluster,
+        links=_links(cluster, tell),
+        tpu_reason=torchax_library.unavailable_reason(),
+    )
+
+
+def _links(cluster: ClusterReport, tell: Callable[[str], None] | None) -> LinkReport | None:
+    """Returns the measured links, if the launcher started several workers."""
+    place = cluster.rendezvous
+    if place is None or place.world_size == 1:
+        return None
+    resolver_of(cluster.launchers[0]).apply()
+    return measure_links(place.world_size, tell)
+
+
+def _report(
+    name: str, devices: tuple[torch.device, ...], tell: Callable[[str], None] | None
+) -> BackendReport:
+    kind = registry.check_name(name)
+    if kind is None:
+        raise KeyError(name)
+    reason = kind.unavailable_reason(devices)
+    if tell is not None and reason is None and kind.needs_trial and not is_simulated(devices):
+        tell(f"{name}: trying it out; what is new on this machine is compiled, or loaded, first")
+    failure = None
+    if reason is None:
+        failure = subprocess_probe.unsafe_reason(kind, devices, retry=True) or self_test.failure(
+            kind, devices
+        )
+    return BackendReport(name, reason, failure)
+
+
+def _wrapped(line: str) -> list[str]:
+    columns = max(shutil.get_terminal_size((100, 24)).columns, 60) - _LABEL
+    return textwrap.wrap(line, columns, subsequent_indent="  ", break_long_words=False)
+
+
+def _how_to_simulate() -> list[str]:
+    return [
+        'mirror.MirroredStrategy(["cpu"] * 4) trains on four simulated devices',
+        "mirror doctor --devices cpu,cpu examines two",
+    ]
+
+
+def _version() -> str:
+    try:
+        return version("mirror-strategy")
+    except PackageNotFoundError:  # used from a folder
+        return "unknown"

@@ -1,1 +1,0 @@
-"""Examines the devices, the backends and torch, and reports what it finds."""
