@@ -308,6 +308,13 @@ def transforms_of(tensor: Tensor) -> set[str]:
     return found
 
 
+def without_transforms(tensor: Tensor) -> Tensor:
+    """Returns the tensor that transforms of torch.func follow; itself without any."""
+    while _is_transformed(tensor):
+        tensor = _without_transform(tensor)
+    return tensor
+
+
 def arriving_shape(node: Any, number: int) -> tuple[int, ...]:
     """Returns the shape of a gradient that arrives at a node."""
     return tuple(node._input_metadata[number].shape)

@@ -88,6 +88,8 @@ class _Draft:
             self.way = 1
         elif self.is_closed and self.way in (2, "mixed"):
             self.way = 3
+        if of_workers and self.has("rows") and self.way == 1:
+            self.is_closed = False  # each worker evaluates a closure on the whole batch
         self.sparse = self.has("sparse")
         self.accumulates = not self.is_closed and k.maybe("accumulate", 0.12)
         self.scaled = not (self.is_closed or self.accumulates or self.has("complex sparse fp16"))

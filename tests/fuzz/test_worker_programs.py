@@ -5,8 +5,8 @@ import pytest
 from tests.fuzz.programs import program
 from tests.fuzz.run import run_as_worker
 
-SEEDS = range(3000, 3012)
-MORE_SEEDS = range(3100, 3180)
+SEEDS = range(4000, 4010)
+MORE_SEEDS = range(4010, 4090)
 
 
 def check(worker_pool, seed):

@@ -46,7 +46,7 @@ from mirror.base.torch_private import current_graph_task_id, sequence_number, se
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import replica_of
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.autograd_functions import make_common
 from mirror.replica.collectives.over_workers import Participants, weighted_sum_over_workers
@@ -115,7 +115,7 @@ class CollectiveState:
         self._adding = threading.Lock()
         self._added: tuple[int, list[Tensor]] | None = None
 
-    def totals(self, workers: LocalWorkerGroup, grads: Sequence[Tensor]) -> list[Tensor]:
+    def totals(self, replicas: Replicas, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns the sums of the gradients stored in a pass outside ``run``, like ``grads``.
 
         Raises:
@@ -124,7 +124,7 @@ class CollectiveState:
         task = current_graph_task_id()
         arrived = self.arrived[task]
         columns = [arrived[r] for r in self.active if r in arrived]
-        if not workers.is_multi_process:
+        if not replicas.workers.is_multi_process:
             return [
                 summed([column[i] for column in columns], grad.device)
                 for i, grad in enumerate(grads)
@@ -140,7 +140,7 @@ class CollectiveState:
                 own = [summed(row, row[0].device) for row in rows]
                 self._added = (
                     task,
-                    weighted_sum_over_workers(workers, "the gradient of a collective", own),
+                    weighted_sum_over_workers(replicas, "the gradient of a collective", own),
                 )
             _, totals = self._added
         return [total.to(grad.device) for total, grad in zip(totals, grads, strict=True)]
@@ -207,7 +207,7 @@ class GradReduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         end: CollectiveEnd = ctx.end
         if end.current_replica() is None:
-            grads = tuple(end.state.totals(end.replicas.workers, grads))
+            grads = tuple(end.state.totals(end.replicas, grads))
         if end.scale != 1.0:
             grads = tuple(grad * end.scale for grad in grads)
         if end.parts is not None:

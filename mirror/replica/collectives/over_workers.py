@@ -19,6 +19,7 @@ from torch import Tensor
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.device.device_mesh import without_remap
+from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.threads.watchdog import WatchedCall
 
@@ -59,15 +60,15 @@ def reduce_over_workers(
 
 
 def weighted_sum_over_workers(
-    workers: LocalWorkerGroup, what: str, own: Sequence[Tensor]
+    replicas: Replicas, what: str, own: Sequence[Tensor]
 ) -> list[Tensor]:
     """Returns, at worker w, the sum over workers v of ``(W_v / W_w) own_v``.
 
     The weights W are those of the workers' last outermost runs: the weights of gradients outside
-    ``run``.
+    ``run``. Where gradients are added, they are 1, or 0 without examples.
     """
-    described = _described(own)
-    numbers = (workers.weight,)
+    workers, described = replicas.workers, _described(own)
+    numbers = (workers.weight if replicas.weighted else float(workers.weight > 0),)
     return _reduced(workers, "sum", what, described, own, numbers, is_weighted=True)[0]
 
 

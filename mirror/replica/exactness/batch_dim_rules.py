@@ -22,7 +22,7 @@ parts. Two patterns show such a loss; in both, the numbers of rows and of column
 the part's number of examples, which is at least two:
 
     a product or distance of two matrices, neither of them a parameter
-    a sum, difference or product of rows that broadcast against each other
+    a sum, difference or product of rows that broadcast, or are expanded, against each other
 
 A matrix without a graph (of a frozen encoder) holds examples if the parts differ in size, or if
 the matrix differs between replicas; else it may be a table of constants.
@@ -238,6 +238,8 @@ def _signed(dim: int) -> int:
 
 
 _MAX_STEPS = 64
+_SCALED = frozenset("Clone Div ToCopy".split())
+_MOST_SCALINGS = 4  # a cosine divides by the norm
 _BROADCASTING = frozenset("Add Mul Sub".split())
 _PRODUCTS = frozenset("Bmm Cdist EuclideanDist Mm".split())
 _SAVED = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Cdist": ("x1", "x2")}
@@ -310,10 +312,22 @@ def _are_rows_and_columns(node: Any) -> bool:
         return False
     if any(is_parameter_operand(operand) for operand, _ in operands):
         return False
-    first, second = shape_of(node, 0)[:2], shape_of(node, 1)[:2]
+    first, second = _shape_before_expand(node, 0)[:2], _shape_before_expand(node, 1)[:2]
     return len(first) == len(second) == 2 and (
         (first[1] == second[0] == 1) or (first[0] == second[1] == 1)
     )
+
+
+def _shape_before_expand(node: Any, i: int) -> Shape:
+    """Returns the shape of an operand; of one that was expanded, the shape before."""
+    shape, below = shape_of(node, i), node.next_functions[i][0]
+    for _ in range(_MOST_SCALINGS):
+        if name_of(below) == "Expand":
+            return shape_of(below, 0)
+        if name_of(below) not in _SCALED or below.next_functions[0][0] is None:
+            break
+        below = below.next_functions[0][0]
+    return shape
 
 
 def _differ(constants: Sequence[Any]) -> bool:

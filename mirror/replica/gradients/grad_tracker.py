@@ -30,7 +30,13 @@ import torch
 from mirror.base.at_fork import reinit_after_fork
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest
-from mirror.base.torch_private import PASS, current_graph_task_id, wrap_once
+from mirror.base.torch_private import (
+    PASS,
+    current_graph_task_id,
+    transforms_of,
+    without_transforms,
+    wrap_once,
+)
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current, renaming
@@ -306,6 +312,8 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 _refuse_hooks(args[4])
         elif accumulates:
             _refuse_during_runs(args)
+        elif transforms_of(args[0][0]):
+            _refuse_transformed(args[0], args[4])
         this, begun = BackwardPass(), list[tuple[GradTracker, int | None]]()
         try:
             if accumulates:
@@ -374,6 +382,25 @@ def _refuse_hooks(inputs: Iterable[Any]) -> None:
                 f"torch.autograd.grad inside strategy.run gives each replica its own gradient, "
                 f"but a hook of parameter {variable.name!r} has to see that of the whole batch; "
                 "call it outside run, use backward(), or remove the hook"
+            )
+
+
+def _refuse_transformed(outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
+    """Raises StrategyError if torch.func differentiates by parameters on one of several workers.
+
+    A function that calls a mirrored module is refused at the call; this one calls none.
+    Gradients of single examples, under ``vmap``, need no other worker.
+    """
+    if any("vmap" in transforms_of(output) for output in outputs):
+        return
+    for transformed in inputs:
+        variable = param_of(without_transforms(transformed))
+        if variable is not None and variable.replicas.workers.is_multi_process:
+            raise StrategyError(
+                f"torch.func differentiates by the mirrored parameter {variable.name!r} outside "
+                "run, on one of several workers: the gradient would be of this worker's examples "
+                "alone; use loss.backward() or torch.autograd.grad(loss, parameters), which give "
+                "that of all workers, or detach the parameters for this worker's own gradient"
             )
 
 

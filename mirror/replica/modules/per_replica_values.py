@@ -221,13 +221,23 @@ class PerReplicaAttribute:
             return parts[0]
         # A batched value stays batched, also if the parts now have the size of the whole value.
         tensors = all(isinstance(part, Tensor) for part in (before, *parts))
-        if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
+        # In a split call the graphs of 0-d values (auxiliary losses) show how they are joined.
+        module = self._module() if run.is_split else None
+        is_loss = module is not None and all(
+            isinstance(part, Tensor) and part.dim() == 0 and part.requires_grad for part in parts
+        )
+        if (
+            tensors
+            and not is_loss
+            and not self._is_batched
+            and all(p.shape == before.shape for p in parts)
+        ):
             home = run.replicas.places.replica_at(parts[0].device)[0]
             here = [part.to(home) for part in mark_boundary(runner, values, parts)]
             return _mean(here, [weights[r] for r in values])
         self._is_batched = False
         try:
-            joined = join_outputs(runner, values, weights)
+            joined = join_outputs(runner, values, weights, (), module if is_loss else None)
         except StructureError:
             every = [values.get(r, ABSENT) for r in range(run.replicas.num_replicas)]
             return PerReplica(every)

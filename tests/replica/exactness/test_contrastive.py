@@ -45,6 +45,10 @@ CONTRASTS = {
     "hardest in batch": hardest_in_batch,
     "with a frozen encoder": lambda a, b: clip(a, b.detach()),
     "with frozen distances": lambda a, b: torch.cdist(a, b.detach()).tanh().mean(),
+    "cosines": lambda a, b: F.cosine_similarity(a[:, None], b[None], dim=-1).exp().mean(),
+    "expanded": lambda a, b: (
+        (a[:, None].expand(-1, len(b), -1) - b[None].expand(len(a), -1, -1)).tanh().mean()
+    ),
     "pdist": lambda a, b: F.pdist(a).sum() + F.pdist(a).mean(),
     "and a mean": lambda a, b: clip(a, b) + a.square().mean(),
 }
@@ -56,6 +60,8 @@ OTHERS = {
         F.softmax(a.view(-1, 3, 2) @ b.view(-1, 2, 3), 2) @ b.view(-1, 3, 2)
     ).mean(),
     "two of each": lambda a, b: torch.bmm(a[:, None], b[:, :, None]).tanh().mean(),
+    "cosines of each": lambda a, b: F.cosine_similarity(a, b).mean(),
+    "cosines with a table": lambda a, b: F.cosine_similarity(a[:, None], TABLE[None], -1).mean(),
     "distances to each other": lambda a, b: F.pairwise_distance(a, b).mean(),
 }
 

@@ -1,8 +1,10 @@
 """Attributes that forward sets on a module: as on one device, in every context."""
 
+import contextlib
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -503,3 +505,50 @@ def test_a_flag_takes_the_place_of_what_was_set_before(n, make_strategy):
     model = make_strategy(n).mirror(SetsTwice())
     model(torch.ones(6, 4))
     assert model.state is True
+
+
+def with_auxiliary_loss(loss):
+    """A model of a class of its own, as each class is told of once."""
+
+    class WithAuxiliaryLoss(nn.Module):
+        """Keeps a 0-d loss as an attribute, as mixtures of experts do."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.auxiliary = nn.Linear(3, 2), None
+
+        def forward(self, x):
+            out = self.inner(x)
+            self.auxiliary = loss(out)
+            return out
+
+    return WithAuxiliaryLoss()
+
+
+def train_with_auxiliary_loss(model, batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x in batches:
+        loss = model(x).square().mean() + 0.1 * model.auxiliary
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("loss", [torch.mean, torch.sum, lambda out: out.mean(0).square().sum()])
+def test_a_loss_kept_as_an_attribute_is_exact_or_told(loss, n, inside, make_strategy):
+    batches = [torch.randn(size, 3) for size in (7, 7, 5)]
+    plain, strategy = with_auxiliary_loss(loss), make_strategy(n)
+    expected = train_with_auxiliary_loss(copy.deepcopy(plain), batches)
+    with strategy.scope() if inside else contextlib.nullcontext():
+        model = strategy.mirror(plain)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = train_with_auxiliary_loss(model, batches)
+    if n > 1 and loss not in (torch.mean, torch.sum):
+        assert "0-d output of WithAuxiliaryLoss" in str(told[0].message)
+        return
+    assert not told
+    torch.testing.assert_close(found, expected)

@@ -143,6 +143,29 @@ def test_derivatives_of_torch_func_by_parameters_are_refused(worker_pool, case, 
     assert first == second
 
 
+def without_a_call(cases, inside):
+    with strategy_of() as strategy:
+        with strategy.scope():
+            model = Net()
+        with strategy.scope() if inside else nullcontext():
+            weight = {"weight": model.first.weight}
+            for case in cases:
+                with pytest.raises(StrategyError, match=r"parameter '(first.)?weight' .* detach"):
+                    DERIVATIVES[case](lambda p: (X @ p["weight"].T).square().mean(), weight)
+            by_example = torch.func.grad(lambda p, x: (x @ p["weight"].T).square().mean())
+            torch.func.vmap(by_example, (None, 0))(weight, X)
+            torch.func.grad(lambda x: (x @ model.first.weight.T).square().mean())(X)
+            model(X).mean().backward()  # all goes on
+            return model.last.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_derivatives_by_parameters_without_a_call_of_their_module_are_refused(worker_pool, inside):
+    cases = ["grad", "grad_and_value", "vjp", "jacrev"]
+    first, second = worker_pool(2).run(without_a_call, cases, inside)
+    assert first == second
+
+
 def own_by_torch_func(kind, num_local):
     """Returns what is this worker's own, and the same of a plain model."""
     with strategy_of(num_local) as strategy:

@@ -511,3 +511,13 @@ def test_scalar_outputs_of_a_split_call_without_examples(worker_pool, kind, coun
 def test_a_loss_of_all_workers_where_gradients_are_added(worker_pool, make, counts):
     program = partial(trains_without_examples, loss="mean", make=make)
     assert_as_one_device(worker_pool, program, counts, 2, SIZES, gradient_reduction="sum")
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(4, 6), mirror.nn.SyncBatchNorm(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
+def test_collectives_in_the_model_where_gradients_are_added(worker_pool, counts):
+    program, sizes = partial(trains_without_examples, loss="mean", make=normalized), (8, 5, 3, 7)
+    assert_as_one_device(worker_pool, program, counts, 2, sizes, gradient_reduction="sum")
