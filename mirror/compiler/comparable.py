@@ -35,5 +35,17 @@ def comparable(value: Any) -> Any:
     return SameObject(value)
 
 
+class ProgramFailed(Exception):
+    """A compiled program has raised an error, which is the cause.
+
+    Attributes:
+        has_changed: whether the step may have changed parameters, state or buffers.
+    """
+
+    def __init__(self, *, has_changed: bool) -> None:
+        super().__init__(has_changed)
+        self.has_changed = has_changed
+
+
 class StateMissing(Exception):
     """A step makes optimizer state that was not there; what is there when it runs uncompiled."""

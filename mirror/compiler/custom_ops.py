@@ -43,11 +43,11 @@ _kept: list[torch.library.Library] = []
 
 def _meet(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
     """Stands where the replicas meet; a program is cut there, and never runs it."""
-    return [tensor.clone() for tensor in tensors]
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def _like(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in tensors]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
 def _draw(size: Sequence[int], seed: Tensor, number: int, mode: str) -> Tensor:

@@ -20,8 +20,10 @@ class InputKind(Enum):
     GRADIENT = "gradient"  # left by a step before
     STATE = "optimizer state"
     RATE = "learning rate"
+    NUMBER = "number that changes"  # see [Note: Traced numbers]
     COUNT = "number of replicas that take part"
     SHARED = "tensor that all replicas have in common"  # an argument, or found in the step
+    OWN_NUMBER = "number of its own that changes"
     BUFFER = "buffer"
     PART = "part of the batch"
     WEIGHT = "weight"
@@ -35,7 +37,14 @@ class InputKind(Enum):
 
 
 _NEW = {InputKind.GRADIENT, InputKind.SHARED, InputKind.PART}
-_OWN = {InputKind.BUFFER, InputKind.PART, InputKind.WEIGHT, InputKind.PLACE, InputKind.SEED}
+_OWN = {
+    InputKind.BUFFER,
+    InputKind.OWN_NUMBER,
+    InputKind.PART,
+    InputKind.WEIGHT,
+    InputKind.PLACE,
+    InputKind.SEED,
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +53,8 @@ class StepInput:
 
     Attributes:
         of: the Place of a parameter, a buffer, or a gradient; of state and rates the optimizer's
-            number; of a part or shared argument its number among the leaves.
+            number; of a part or shared argument its number among the leaves; of a number its
+            expression.
         key: of state the parameter's place and the name; of rates the group's number and name.
         fake: what stands for it in the trace.
         value: of what was found in the step, the tensor itself.

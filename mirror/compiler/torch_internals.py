@@ -60,15 +60,25 @@ def fake_mode() -> Any:
 def faked(
     mode: Any,
     tensor: Tensor,
+    batch: Sequence[int] = (),
     dynamic: Sequence[int] = (),
     device: torch.device | None = None,
 ) -> Tensor:
-    """Returns what stands for a tensor, whose dimensions ``dynamic`` may have any size.
+    """Returns what stands for a tensor.
 
     Args:
+        batch: dimensions of any size; those that are alike now are always alike.
+        dynamic: dimensions of any size, whatever others are.
         device: where it will be; by default where it is.
     """
-    dims = [DimDynamic.DUCK if d in dynamic else DimDynamic.STATIC for d in range(tensor.dim())]
+    dims = [
+        DimDynamic.DUCK
+        if d in batch
+        else DimDynamic.DYNAMIC
+        if d in dynamic
+        else DimDynamic.STATIC
+        for d in range(tensor.dim())
+    ]
     context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
     with torch._C.DisableTorchFunction(), _disable_current_modes():  # it may be traced
         fake: Tensor = mode.from_tensor(tensor.detach(), symbolic_context=context)
@@ -97,6 +107,7 @@ class Sizes:
     def fit(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors have such sizes."""
         found: dict[Any, int] = {}
+        composite: list[tuple[Any, int]] = []
         for (dtype, sizes), tensor in zip(self.known, tensors, strict=True):
             if len(sizes) != tensor.dim() or dtype != tensor.dtype:
                 return False
@@ -107,11 +118,19 @@ class Sizes:
                         return False
                     if not lower <= size <= upper:
                         return False
+                elif getattr(expression, "free_symbols", None):
+                    composite.append((expression, size))
                 elif int(expression) != size:
                     return False
+        if any(expression.xreplace(found) != size for expression, size in composite):
+            return False
         # What a guard has fixed to a number is that number in the shapes, too.
-        sizes_now = {**self.replaced, **found}
-        return all(bool(guard.xreplace(sizes_now)) for guard in self.guards)
+        replaced = {
+            symbol: expression.xreplace(self.replaced).xreplace(found)
+            for symbol, expression in self.replaced.items()
+        }
+        sizes_now = {**replaced, **found}
+        return all(guard.xreplace(sizes_now) == True for guard in self.guards)  # noqa: E712
 
 
 def sizes_of(mode: Any, fakes: Sequence[Tensor]) -> Sizes:
@@ -227,12 +246,21 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
     from torch._inductor.virtualized import V
 
     is_cpu = all(t.device.type == "cpu" for t in inputs if isinstance(t, Tensor))
+    _keep_output_strides(graph)
+
+    settings = {
+        "cpp_wrapper": is_cpu,
+        # Whoever calls has the threads it has: replicas at once have fewer.
+        "cpp.dynamic_threads": True,
+        # Its keys leave out the strides of outputs, and its guards on sizes cannot be evaluated:
+        # their names are those of arguments that Dynamo would have seen.
+        "fx_graph_cache": False,
+    }
     with (
         tracing(TracingContext(mode)),
         V.set_fake_mode(mode),
         torch.no_grad(),
-        # Whoever calls has the threads it has: replicas at once have fewer.
-        config.patch({"cpp_wrapper": is_cpu, "cpp.dynamic_threads": True}),
+        config.patch(settings),
     ):
         compiled: Any = compile_fx_inner(
             graph, list(inputs), is_inference=True, cpp_wrapper=is_cpu
@@ -240,6 +268,22 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
     # Without what torch puts around: 24 functions of Python a call.
     program: Program = compiled.current_callable
     return program
+
+
+def _keep_output_strides(graph: fx.GraphModule) -> None:
+    """Has inductor return tensors with the strides that they have in the trace.
+
+    It chooses other ones where a convolution is faster with them, and the next piece of a step
+    would be made for those of the trace.
+    """
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    values = [getattr(node, "meta", {}).get("val") for node in output.args[0]]
+    output.meta["user_visible_output_idxs"] = [
+        i for i, value in enumerate(values) if isinstance(value, Tensor)
+    ]
+    output.meta["original_output_strides"] = [
+        value.stride() if isinstance(value, Tensor) else None for value in values
+    ]
 
 
 # Programs of the CPU on disk. They are looked up without inductor, whose import takes seconds.

@@ -34,6 +34,16 @@ def line_here() -> str:
     return _line([(f.f_code.co_filename, f.f_lineno) for f in frames])
 
 
+def is_called_by(*files: str) -> bool:
+    """Whether code of one of these files of torch is being run, named by how their paths end."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(files) and is_torchs(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def line_of(error: BaseException) -> str:
     """Returns the innermost line of the user's code that an error came through."""
     places = []

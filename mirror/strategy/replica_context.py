@@ -98,7 +98,7 @@ class ReplicaContext(NoCopy):
         if self._replica.tracing is not None:
             self._replica.tracing.refuse(
                 "a weight, by which the replicas' gradients are multiplied,",
-                "multiply the loss, or leave the step uncompiled",
+                "give distribute_dataset mirror.InputOptions(weight_of=...), or multiply the loss",
             )
         value = float(value)
         if not math.isfinite(value) or value < 0:

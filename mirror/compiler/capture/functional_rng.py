@@ -10,6 +10,7 @@ the same numbers; they are others than an uncompiled step's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,40 @@ def _randperm(draws: FunctionalRng, n: Any, **options: Any) -> Tensor:
     return order
 
 
+def _multinomial(
+    draws: FunctionalRng, weights: Tensor, num_samples: int, replacement: bool = False, **_: Any
+) -> Tensor:
+    """Draws categories: by their cumulated weights, or without replacement the first of a race."""
+    if replacement or num_samples == 1:
+        size = [*weights.shape[:-1], num_samples]
+        # Below the last sum even where a float is rounded up; a weight of zero is never drawn.
+        sums = weights.to(torch.float64).cumsum(-1)
+        unit = draws.draw_for("rand", weights, size, dtype=torch.float64)
+        found = torch.searchsorted(sums, unit * sums[..., -1:], right=True)
+        return found.clamp(max=weights.shape[-1] - 1)
+    waited = -torch.log(1 - draws.draw_for("rand", weights, dtype=torch.float64))
+    order: Tensor = (weights / waited).topk(num_samples, -1).indices
+    return order
+
+
+def _geometric_(draws: FunctionalRng, target: Tensor, p: float, **_: Any) -> Tensor:
+    unit = 1 - draws.draw_for("rand", target, dtype=torch.float64)  # in (0, 1]
+    return target.copy_((unit.log() / math.log1p(-p)).ceil().clamp(min=1))
+
+
+def _log_normal_(
+    draws: FunctionalRng, target: Tensor, mean: float = 1.0, std: float = 2.0, **_: Any
+) -> Tensor:
+    return target.copy_((draws.draw_for("randn", target) * std + mean).exp())
+
+
+def _cauchy_(
+    draws: FunctionalRng, target: Tensor, median: float = 0.0, sigma: float = 1.0, **_: Any
+) -> Tensor:
+    unit = draws.draw_for("rand", target, dtype=torch.float64)
+    return target.copy_(median + sigma * torch.tan(math.pi * (unit - 0.5)))
+
+
 def _normal(draws: FunctionalRng, mean: Any, std: Any, size: Any = None, **options: Any) -> Tensor:
     like = mean if isinstance(mean, Tensor) else std if isinstance(std, Tensor) else None
     drawn: Tensor = draws.draw_for("randn", like, size, **options) * std + mean
@@ -178,6 +213,11 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     aten.normal.float_float: _normal,
     aten.normal.Tensor_float: _normal,
     aten.normal.float_Tensor: _normal,
+    aten.normal.Tensor_Tensor: _normal,
+    aten.multinomial.default: _multinomial,
+    aten.geometric_.default: _geometric_,
+    aten.log_normal_.default: _log_normal_,
+    aten.cauchy_.default: _cauchy_,
     aten.native_dropout.default: _native_dropout,
 }
 

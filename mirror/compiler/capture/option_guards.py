@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,18 +16,25 @@ _PLAIN = (bool, int, float, str, bytes, complex, type(None), tuple)
 
 
 class _Group(dict[str, Any]):
-    """A copy of a group, which notes that its learning rate is read."""
+    """A copy of a group, which notes that its learning rate is read.
+
+    Attributes:
+        traced: returns what stands for an option that changes from call to call.
+    """
 
     is_rate_read = False
+    traced: Callable[[str, Any], Any] = staticmethod(lambda key, value: value)
 
     def __getitem__(self, key: str) -> Any:
-        if key == "lr":
-            self.is_rate_read = True
-        return super().__getitem__(key)
+        return self._seen(key, super().__getitem__(key))
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.is_rate_read |= key == "lr"
-        return super().get(key, default)
+        return self._seen(key, super().get(key, default))
+
+    def _seen(self, key: str, value: Any) -> Any:
+        stands = self.traced(key, value)
+        self.is_rate_read |= key == "lr" and stands is value
+        return stands
 
     def items(self) -> Any:
         self.is_rate_read = True
@@ -40,12 +48,17 @@ class _Group(dict[str, Any]):
 class OptionGuards:
     """The groups of optimizers that a step may look at, and must leave as they are.
 
+    Args:
+        traced: returns what stands for an option: of optimizer, group, name and value.
+
     Attributes:
         read: the optimizers whose learning rates the step has read as numbers.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._optimizers = list(optimizers)
+    def __init__(
+        self, optimizers: Iterable[Optimizer], traced: Callable[[Any, int, str, Any], Any]
+    ) -> None:
+        self._optimizers, self._traced = list(optimizers), traced
         self.read: list[Optimizer] = []
         self._changed: list[tuple[Optimizer, str]] = []
 
@@ -55,6 +68,8 @@ class OptionGuards:
         own = [optimizer.param_groups for optimizer in self._optimizers]
         copies: list[list[_Group]] = [[_Group(group) for group in groups] for groups in own]
         for optimizer, groups in zip(self._optimizers, copies, strict=True):
+            for i, group in enumerate(groups):
+                group.traced = partial(self._traced, optimizer, i)
             optimizer.param_groups = groups  # type: ignore[assignment]
         try:
             yield
@@ -84,7 +99,9 @@ def _difference(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> st
         return "its groups"
     for old, new in zip(before, after, strict=True):
         for name in {**old, **new}:
-            if name not in old or name not in new or not is_as_before(old[name], new[name]):
+            if name not in old or name not in new:
+                return f"option {name!r}"
+            if not is_as_before(dict.get(old, name), dict.get(new, name)):  # unseen
                 return f"option {name!r}"
     return None
 

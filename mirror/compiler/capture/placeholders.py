@@ -13,6 +13,8 @@ from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.compiler.torch_internals import IS_PARAMETER, fake_mode, faked
 
+_MOVED = (InputKind.STATE, InputKind.RATE, InputKind.NUMBER, InputKind.OWN_NUMBER)
+
 
 class Placeholders:
     """The inputs of a step that is being traced, made as the step asks for them.
@@ -56,18 +58,21 @@ class Placeholders:
         of: Any = None,
         key: Any = None,
         *,
+        dynamic: Sequence[int] = (),
         batched: bool = False,
     ) -> Tensor:
-        """Returns what stands for a tensor; the same for the same one."""
+        """Returns what stands for a tensor; the same for the same one.
+
+        Args:
+            dynamic: dimensions of any size.
+            batched: whether the first dimension is that of the batch.
+        """
         known = self._by_place.get((kind, of, key))
         if known is None:
             # Rates, and counts of steps, which optimizers keep on the host, go to the device.
-            where = (
-                self.device
-                if kind in (InputKind.STATE, InputKind.RATE) and not tensor.dim()
-                else None
-            )
-            fake = faked(self.mode, tensor, [0] if batched and tensor.dim() else [], where)
+            where = self.device if kind in _MOVED and not tensor.dim() else None
+            batch = [0] if batched and tensor.dim() else []
+            fake = faked(self.mode, tensor, batch, dynamic, where)
             known = self._by_place[kind, of, key] = StepInput(kind, fake, of, key)
             self.inputs.append(known)
         return known.fake

@@ -451,7 +451,7 @@ class UnchangedSurroundings:
 
         self._attributes = SetAttributes(is_traced)
         optimizers = _optimizers(step, replicas)
-        self._options = OptionGuards(optimizers)
+        self._options = OptionGuards(optimizers, tracer.numbers.option)
         self._tracer, self._effects = tracer, SideEffects(step, optimizers)
         self._stack = ExitStack()
 

@@ -8,6 +8,7 @@ line. Random numbers are drawn by seeds that are inputs: [Note: Seeds].
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from mirror.base.torch_private import PASS, current_autograd_node
 from mirror.compiler.capture.asking_layers import asking_layer
 from mirror.compiler.capture.functional_rng import FunctionalRng
+from mirror.compiler.capture.traced_numbers import TracedNumbers, has_traced
 from mirror.compiler.torch_internals import (
     ITEM,
     UNIQUE,
@@ -28,7 +30,7 @@ from mirror.compiler.torch_internals import (
     is_fake,
     schema_of,
 )
-from mirror.compiler.user_lines import line_here
+from mirror.compiler.user_lines import is_called_by, line_here
 from mirror.errors import CompileError
 
 aten = torch.ops.aten
@@ -38,6 +40,19 @@ _BY_SIZE = "makes a tensor whose size depends on values"
 _LATER = (
     "do it after the step, which may return the tensor, use torch.where in place of a branch, or "
     "pass fallback='eager'"
+)
+
+_VALIDATED = (
+    "a distribution looks whether its arguments are valid: pass validate_args=False to it, or "
+    "fallback='eager'"
+)
+# Files of torch that look at values to check them.
+_VALIDATING = tuple(
+    os.path.join("distributions", name) for name in ("distribution.py", "constraints.py")
+)
+_WEIGHT = (
+    "context.weight is a tensor in a compiled step: multiply by it as it is, return it, or give "
+    "weights with mirror.InputOptions(weight_of=...)"
 )
 
 _ASKS = {
@@ -80,12 +95,16 @@ def refusal(what: str, why: str, remedy: str = _LATER) -> CompileError:
 class Operations(DispatchMode):
     """Sees the operations below autograd.
 
+    Args:
+        weight: what stands for the replica's weight.
+
     Attributes:
         captured: the tensors used that are neither inputs nor made in the step, by ``id``.
     """
 
-    def __init__(self, draws: FunctionalRng) -> None:
+    def __init__(self, draws: FunctionalRng, weight: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._weight = weight
         self.captured: dict[int, Tensor] = {}
         self._draws = draws
 
@@ -98,7 +117,10 @@ class Operations(DispatchMode):
                 raise refusal(*named)
             name = func.overloadpacket.__name__.strip("_")
             asked = "a number asked of a tensor" if "scalar" in name else f"{name} of a tensor"
-            raise refusal(asked, _BY_VALUE)
+            remedy = _VALIDATED if is_called_by(*_VALIDATING) else _LATER
+            if args[0] is self._weight:
+                remedy = _WEIGHT
+            raise refusal(asked, _BY_VALUE, remedy)
         if func in _SIZES:
             raise refusal(f"{func.overloadpacket.__name__.strip('_')}", _BY_SIZE)
         if func in _BY_INDEX and any(
@@ -158,6 +180,7 @@ class Functions(TorchFunctionMode):
         stand_ins: by ``id`` of a parameter, what stands for it.
         read: returns a stand-in's gradient.
         write: sets a stand-in's gradient.
+        numbers: the numbers of Python that are inputs.
     """
 
     def __init__(
@@ -165,9 +188,11 @@ class Functions(TorchFunctionMode):
         stand_ins: dict[int, Tensor],
         read: Callable[[Tensor], Tensor | None],
         write: Callable[[Tensor, Tensor | None], None],
+        numbers: TracedNumbers,
     ) -> None:
         super().__init__()
         self._stand_ins, self._read, self._write = stand_ins, read, write
+        self._numbers = numbers
         self._leaves = {id(tensor) for tensor in stand_ins.values()}
 
     def __torch_function__(
@@ -187,6 +212,8 @@ class Functions(TorchFunctionMode):
             if func in _GRAD_SET:
                 self._write(args[0], args[1] if len(args) > 1 else None)
                 return None
+        if self._numbers.sources and has_traced((args, kwargs)):
+            return self._numbers.call(func, args, kwargs)
         return func(*args, **kwargs)
 
     @contextmanager

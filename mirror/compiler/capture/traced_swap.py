@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mirror.compiler.capture.option_guards import is_as_before, options_changed
 from mirror.compiler.capture.placeholders import Placeholders
+from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.comparable import StateMissing
 from mirror.compiler.step_inputs import InputKind
 from mirror.errors import CompileError
@@ -22,6 +23,7 @@ class TracedSwap:
 
     Attributes:
         groups, state: its own.
+        options_then: what the groups were in the trace.
         lent, lent_state: what it has of both in the trace.
         were_lent, were_state: what it had of both before the step.
         widened: counts of steps that are lent in double precision, with what stands for them.
@@ -31,6 +33,7 @@ class TracedSwap:
         self.optimizer, self.number = optimizer, number
         self.groups: list[dict[str, Any]] = optimizer.param_groups
         self.state: Any = optimizer.state
+        self.options_then = [dict(group) for group in self.groups]
         self.lent: list[dict[str, Any]] = []
         self.lent_state: Any = None
         self.were_lent: list[dict[str, Any]] = []
@@ -44,17 +47,24 @@ class TracedSwaps:
 
     Args:
         refusal: makes the error for what cannot be followed.
-        constant: whether learning rates are the numbers that they are, and no inputs.
+        numbers: the numbers of Python that are inputs.
+        rates: what learning rates are: "tensors"; "numbers", for steps that ask for their values,
+            see [Note: Traced numbers]; "constants", which are those of the trace.
 
     Attributes:
         all: by ``id`` of the optimizer.
     """
 
     def __init__(
-        self, stand_ins: Placeholders, refusal: Callable[..., CompileError], *, constant: bool
+        self,
+        stand_ins: Placeholders,
+        refusal: Callable[..., CompileError],
+        numbers: TracedNumbers,
+        *,
+        rates: str,
     ) -> None:
-        self._stand_ins, self._refusal = stand_ins, refusal
-        self.constant = constant
+        self._stand_ins, self._refusal, self._numbers = stand_ins, refusal, numbers
+        self.rates = rates
         self.all: dict[int, TracedSwap] = {}
 
     @property
@@ -103,7 +113,7 @@ class TracedSwaps:
         Steps by lists may write into the gradients (SGD's with ``nesterov``, Rprop's); those
         parameter by parameter do not. By default torch steps by lists on accelerators alone.
         """
-        if self.constant:
+        if self.rates != "tensors":
             return []
         return [
             parameter
@@ -142,7 +152,12 @@ class TracedSwaps:
                 )
             params.append(self._stand_ins.placeholder_of(place))
         rate = lent.get("lr")
-        if self.constant:
+        for name, value in lent.items():
+            if name not in ("params", "lr"):
+                lent[name] = self._numbers.option(lease.optimizer, i, name, value)
+        if self.rates == "numbers":
+            lent["lr"] = self._numbers.option(lease.optimizer, i, "lr", rate, always=True)
+        elif self.rates == "constants":
             pass
         elif isinstance(rate, (float, int)) and not isinstance(rate, bool):
             # A number of Python is as exact as the parameters that it meets.
@@ -158,7 +173,7 @@ class TracedSwaps:
         if lent.get("fused"):
             lent["fused"] = False
         if "foreach" in lent and not lent.get("differentiable"):
-            lent["foreach"] = not self.constant
+            lent["foreach"] = self.rates == "tensors"
         return lent
 
     def swap_out(self, optimizer: Optimizer) -> None:

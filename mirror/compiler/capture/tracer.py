@@ -34,6 +34,7 @@ from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.placeholders import Placeholders
 from mirror.compiler.capture.trace_modes import Functions, Operations, refusal
 from mirror.compiler.capture.traced_gradients import TracedGradients
+from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwaps
 from mirror.compiler.capture.zero_grad import zero_grad_unconditionally
 from mirror.compiler.custom_ops import define
@@ -80,7 +81,8 @@ class Tracer:
         replicas: whose step it is.
         stand_ins: what stands for everything outside of the step.
         meets_alone: whether gradients are met where there is one replica, too.
-        constant_rates: whether learning rates are the numbers that they are, and no inputs.
+        numbers: the numbers of Python that are inputs.
+        rates: what learning rates are to the step; see ``TracedSwaps``.
 
     Attributes:
         meetings: where the replicas meet, in the order of the step.
@@ -97,14 +99,16 @@ class Tracer:
         stand_ins: Placeholders,
         *,
         meets_alone: bool,
-        constant_rates: bool = False,
+        numbers: TracedNumbers,
+        rates: str = "tensors",
     ) -> None:
         define()
         self._replicas = replicas
         self._stand_ins, self._meets_alone = stand_ins, meets_alone
         self.meetings: list[CollectivePoint] = []
         self.modules: dict[int, nn.Module] = {}
-        self.leases = TracedSwaps(stand_ins, refusal, constant=constant_rates)
+        self.numbers = numbers
+        self.leases = TracedSwaps(stand_ins, refusal, numbers, rates=rates)
         self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
         self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that lend
         self.gradients: TracedGradients | None = None
@@ -120,7 +124,10 @@ class Tracer:
         leaves = self._stand_ins.make_leaves()
         self.gradients = TracedGradients(leaves, self._stand_ins.entering, self._reduced, refusal)
         functions = Functions(
-            self._stand_ins.by_id(), self.gradients.read_leaf, self.gradients.write_leaf
+            self._stand_ins.by_id(),
+            self.gradients.read_leaf,
+            self.gradients.write_leaf,
+            self.numbers,
         )
         run = TracedRun(self._replicas, NullLockstep(), (0,))
         replica = run.members[0]
@@ -141,7 +148,7 @@ class Tracer:
             stack.callback(self.leases.end)
             stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
-            stack.enter_context(Operations(self.draws))
+            stack.enter_context(Operations(self.draws, self._stand_ins.only(InputKind.WEIGHT)))
             stack.enter_context(functions.everywhere(self._is_followed))
             stack.enter_context(functions)
             try:
@@ -183,10 +190,10 @@ class Tracer:
     # What the graph has in place of what mirror does
 
     def meet(self, meeting: CollectivePoint, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Has the replicas meet here."""
+        """Has the replicas meet here, with contiguous tensors, as communicators want them."""
         number = len(self.meetings)
         self.meetings.append(meeting)
-        met: list[Tensor] = torch.ops.mirror.meet(list(tensors), number)
+        met: list[Tensor] = torch.ops.mirror.meet([t.contiguous() for t in tensors], number)
         return met
 
     def weighted_sum(self, grads: Sequence[Tensor]) -> list[Tensor]:

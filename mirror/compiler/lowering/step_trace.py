@@ -14,10 +14,13 @@ from torch.optim import Optimizer
 from mirror.compiler.capture.functional_graph import trace_functional
 from mirror.compiler.capture.placeholders import Placeholders
 from mirror.compiler.capture.side_effects import UnchangedSurroundings
+from mirror.compiler.capture.traced_numbers import TracedNumbers, is_traced_number
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.capture.tracer import CollectivePoint, Tracer
+from mirror.compiler.comparable import StateMissing
 from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.values import leaves_of, map_structure, rebuild_structure
@@ -39,6 +42,8 @@ class StepTrace:
         draws: how many places draw random numbers.
         modes: the modes that the step leaves modules with, where it changes them.
         rates_read: the optimizers whose learning rates are those of the trace.
+        numbers: the numbers of Python that are inputs.
+        traced_leaves: the numbers among the arguments' leaves that are inputs.
     """
 
     graph: fx.GraphModule
@@ -59,6 +64,8 @@ class StepTrace:
     draws: int
     modes: list[tuple[nn.Module, bool]]
     rates_read: list[Optimizer]
+    numbers: TracedNumbers
+    traced_leaves: frozenset[int]
 
 
 def trace_step(
@@ -69,19 +76,22 @@ def trace_step(
     replicas: Replicas,
     places: Sequence[StateTensor],
     grads: dict[StateTensor, Tensor],
+    varying: VaryingInputs,
     *,
     meets_alone: bool = False,
 ) -> StepTrace:
     """Traces a step.
 
-    Learning rates are inputs, but of an optimizer whose step wants to know their values: then
-    they are the numbers that they are.
+    Learning rates are inputs: tensors, or numbers where the optimizer's step asks for their
+    values. Where it can use neither, they are constants. So are all numbers if the step cannot be
+    traced with those that have changed as inputs.
 
     Args:
         call: calls the step with these leaves of its arguments.
         leaves: one replica's; its tensors are what the trace is made for.
         own: of each leaf, whether every replica has one of its own.
         grads: those that parameters have.
+        varying: what is an input, because it has changed between calls.
         meets_alone: whether gradients are met where there is one replica, too: to be looked at.
 
     Raises:
@@ -89,28 +99,37 @@ def trace_step(
         StateMissing: it makes optimizer state.
     """
 
-    def tried(*, constant_rates: bool) -> _Try:
+    def tried(rates: str, inputs: VaryingInputs) -> _Try:
         stand_ins = Placeholders(places, grads, replicas.workers.num_replicas)
-        tracer = Tracer(
-            replicas, stand_ins, meets_alone=meets_alone, constant_rates=constant_rates
-        )
-        return _Try(call, stand_ins, tracer, UnchangedSurroundings(step, tracer, replicas), places)
+        numbers = TracedNumbers(stand_ins.add, inputs.is_option, inputs.is_number)
+        tracer = Tracer(replicas, stand_ins, meets_alone=meets_alone, numbers=numbers, rates=rates)
+        unchanged = UnchangedSurroundings(step, tracer, replicas)
+        return _Try(call, stand_ins, tracer, unchanged, places, inputs)
 
-    first = tried(constant_rates=False)
+    first = tried("tensors", varying)
     try:
         return first.traced(leaves, own)
-    except CompileError as error:
-        if not first.tracer.failed_in_optimizer:
-            raise
-        second = tried(constant_rates=True)
-        try:
-            found = second.traced(leaves, own)
-        except CompileError:
-            if second.tracer.failed_in_optimizer:
-                raise error from None
-            raise
-        found.rates_read += [lease.optimizer for lease in found.leases]
-        return found
+    except StateMissing:
+        raise
+    except Exception as error:
+        others: list[tuple[str, VaryingInputs]] = []
+        if first.tracer.numbers.sources:
+            others.append(("tensors", varying.without_numbers()))
+        if first.tracer.failed_in_optimizer and isinstance(error, CompileError):
+            others += [("numbers", varying), ("constants", varying.without_numbers())]
+        for rates, inputs in others:
+            one = tried(rates, inputs)
+            try:
+                found = one.traced(leaves, own)
+            except Exception as another:
+                is_of_step = isinstance(another, CompileError) and rates == "constants"
+                if is_of_step and not one.tracer.failed_in_optimizer:
+                    raise
+                continue
+            if rates == "constants":
+                found.rates_read += [lease.optimizer for lease in found.leases]
+            return found
+        raise
 
 
 class _Try:
@@ -127,8 +146,9 @@ class _Try:
         tracer: Tracer,
         unchanged: UnchangedSurroundings,
         places: Sequence[StateTensor],
+        varying: VaryingInputs,
     ) -> None:
-        self._call, self._stand_ins = call, stand_ins
+        self._call, self._stand_ins, self._varying = call, stand_ins, varying
         self.tracer, self._unchanged, self._places = tracer, unchanged, places
         self._result: Any = None
         self._numbers: list[type | None] = []
@@ -166,14 +186,19 @@ class _Try:
             draws=tracer.draws.count,
             modes=self._unchanged.modes,
             rates_read=[*self._unchanged.rates_read],
+            numbers=tracer.numbers,
+            traced_leaves=frozenset(
+                source.name for source in tracer.numbers.sources if source.optimizer is None
+            ),
         )
 
     def _stood_for(self, index: int, leaf: Any, is_own: bool) -> Any:
         """Returns what the step gets in place of a leaf of its arguments."""
         if not isinstance(leaf, Tensor):
-            return leaf
+            return self.tracer.numbers.argument(index, leaf, is_own=is_own)
         kind = InputKind.PART if is_own else InputKind.SHARED
-        return self._stand_ins.add(kind, leaf, index, batched=is_own)
+        dynamic = self._varying.dimensions(index)
+        return self._stand_ins.add(kind, leaf, index, dynamic=dynamic, batched=is_own)
 
     def _followed(self, args: Sequence[Any]) -> Sequence[Tensor]:
         """Calls the step; returns all that it leaves: results, then gradients."""
@@ -217,7 +242,7 @@ def _positions(
 
 
 def _number(leaf: Any) -> type | None:
-    """Returns what a number that depends on sizes is outside of a trace."""
+    """Returns what a number that depends on inputs is outside of a trace."""
     if isinstance(leaf, torch.SymInt):
         return int
     return float if isinstance(leaf, torch.SymFloat) else None
@@ -227,6 +252,9 @@ def _as_tensor(leaf: Any) -> Any:
     if _number(leaf) is None:
         return leaf
     dtype = torch.int64 if _number(leaf) is int else torch.float64
+    if is_traced_number(leaf):
+        found: Tensor = leaf.numbers.tensor(leaf, dtype)
+        return found.clone()
     return torch.scalar_tensor(leaf, dtype=dtype)
 
 

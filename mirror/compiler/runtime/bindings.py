@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirror.compiler.capture.traced_numbers import evaluated, values_of
 from mirror.compiler.lowering.step_plan import StepPlan
 from mirror.compiler.lowering.step_trace import StepTrace
 from mirror.compiler.runtime.held_states import HeldStates
+from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.execution.replicas import Replicas
 from mirror.values import ABSENT
@@ -48,6 +50,13 @@ class Bindings:
             (i, trace.leases[inputs[i].of].optimizer, inputs[i].key[0])
             for i in slots[InputKind.RATE]
         ]
+        self._numbers = [
+            (i, one.of, one.kind.is_own)
+            for i, one in enumerate(inputs)
+            if one.kind in (InputKind.NUMBER, InputKind.OWN_NUMBER)
+        ]
+        self._last_numbers: list[list[Any]] | None = None  # of replicas that take part
+        self._filled: list[list[Any]] | None = None
         self._state_slots: list[tuple[list[int], list[HeldStates]]] = []
         for number, lease in enumerate(trace.leases):
             of_it = [i for i in slots[InputKind.STATE] if inputs[i].of == number]
@@ -75,6 +84,7 @@ class Bindings:
         inputs = self._trace.inputs
         self._bound = [held.tensors for _, states in self._state_slots for held in states]
         self._last_rates: list[Any] = [None] * len(self._rates)
+        self._filled = None
         templates: list[list[Any]] = []
         for r, home in enumerate(self._home_of):
             if home == r:
@@ -104,7 +114,7 @@ class Bindings:
         kind, device = one.kind, self._replicas.devices[r]
         if kind in (InputKind.PARAMETER, InputKind.BUFFER):
             return one.of.on_replica(r)
-        if kind is InputKind.RATE:
+        if kind in (InputKind.RATE, InputKind.NUMBER, InputKind.OWN_NUMBER):
             return torch.zeros((), dtype=one.fake.dtype, device=device)
         if kind is InputKind.SHARED and one.value is not None:
             return one.value.detach().to(device)
@@ -115,6 +125,10 @@ class Bindings:
         for place, was_there in self._trace.entering.items():
             if (_grad(place, 0) is not None) is not was_there:
                 return False
+        for slot, place in self._left:
+            grad, fake = _grad(place, 0), self._trace.inputs[slot].fake
+            if grad is None or grad.stride() != fake.stride():
+                return False
         for _, states in self._state_slots:
             for held in states:
                 if not held.are_as_before():
@@ -123,6 +137,34 @@ class Bindings:
         if not all(a is b for a, b in zip(now, self._bound, strict=True)):
             self._bind()
         return True
+
+    def take_numbers(self, arguments: StepArguments) -> bool:
+        """Finds the numbers that are inputs; returns whether they compare as in the trace."""
+        numbers = self._trace.numbers
+        if not numbers.sources:
+            return True
+        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain()]
+        if found != self._last_numbers:
+            if not all(map(numbers.hold, found)):
+                return False
+            self._last_numbers = found
+        return True
+
+    def _fill_numbers(self, active: tuple[int, ...]) -> None:
+        """Computes the numbers that are inputs, where what they are made of has changed."""
+        now = [[r, *values] for r, values in zip(active, self._last_numbers or (), strict=False)]
+        if not self._numbers or now == self._filled:
+            return
+        self._filled = now
+        by_replica = [(r, values) for r, *values in now]
+        for slot, expression, is_own in self._numbers:
+            if is_own:
+                for r, values in by_replica:
+                    self._templates[r][slot].fill_(evaluated(expression, values))
+            else:
+                number = evaluated(expression, by_replica[0][1])
+                for home in self.homes:
+                    self._templates[home][slot].fill_(number)
 
     def values(
         self, parts: dict[int, list[Any]], weights: Sequence[float] | None, count: int
@@ -133,6 +175,7 @@ class Bindings:
             count: how many take part, of all workers'.
         """
         self._fill(tuple(parts), weights, count)
+        self._fill_numbers(tuple(parts))
         if self._trace.draws:
             seeds = torch.empty(len(parts), dtype=torch.int64, device="cpu").random_(0, 2**62)
             for r, seed in zip(parts, seeds.tolist(), strict=True):

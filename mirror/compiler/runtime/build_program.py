@@ -27,7 +27,9 @@ from mirror.compiler.state_tensors import state_tensors
 from mirror.compiler.step_inputs import InputKind
 from mirror.compiler.torch_internals import Sizes, sizes_of
 from mirror.compiler.user_lines import first_line
+from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.device.cuda_graph import CudaGraph, has_graphs
+from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck
@@ -35,6 +37,8 @@ from mirror.replica.modules.recording import suspend_recording
 from mirror.replica.params.replicated_params import MirroredTensors
 
 logger = logging.getLogger(__name__)
+
+_MAX_MESSAGE = 2000
 
 
 class ProgramBuilder:
@@ -60,40 +64,54 @@ class ProgramBuilder:
         self._mode = mode
 
     def build(
-        self, step: Callable[..., Any], arguments: StepArguments
+        self, step: Callable[..., Any], arguments: StepArguments, varying: VaryingInputs
     ) -> tuple[TraceGuards, StepProgram]:
         """Traces a step, called with these arguments, and makes its programs.
 
         An open scope does not record the modules that the tracer and the compiler make.
         """
         with suspend_recording():
-            return self._build(step, arguments)
+            return self._build(step, arguments, varying)
 
     def _build(
-        self, step: Callable[..., Any], arguments: StepArguments
+        self, step: Callable[..., Any], arguments: StepArguments, varying: VaryingInputs
     ) -> tuple[TraceGuards, StepProgram]:
         places = state_tensors(self._registry)
+        leaves = arguments.leaves(arguments.signatures[0])
         traced = trace_step(
             step,
             arguments.caller(step),
-            arguments.leaves(arguments.signatures[0]),
+            leaves,
             arguments.own,
             self._replicas,
             places,
             self._coherence.gradients(places),
+            varying,
             meets_alone=self._looks_at_gradients,
         )
-        pieces, levels, sizes = self._finish(traced)
+        try:
+            pieces, levels, sizes = self._finish(traced)
+        except CompileError:
+            raise
+        except Exception as error:
+            raise CompileError(
+                f"the step cannot be compiled: the compiler failed ({type(error).__name__}: "
+                f"{str(error)[:_MAX_MESSAGE]}); pass mode='trace', or fallback='eager'"
+            ) from error
         for meeting, lie in zip(traced.meetings, pieces.lies, strict=True):
             meeting.lie = lie
         used = [one.of for one in traced.inputs if one.kind is InputKind.PARAMETER]
-        assumptions = TraceGuards(step, traced.modules, used, traced.leases, traced.rates_read)
+        assumptions = TraceGuards(
+            step, traced.modules, used, traced.leases, traced.rates_read, traced.numbers
+        )
         program = StepProgram(
             self._replicas,
             traced,
             pieces,
             levels,
             sizes,
+            [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+            arguments.structure,
             Bindings(self._replicas, traced, pieces),
             self._reductions,
             self._coherence,

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 from mirror.base.dynamo import TRACERS
 from mirror.base.timeline import COMPILED, CROSS
-from mirror.compiler.comparable import StateMissing
+from mirror.compiler.comparable import ProgramFailed, StateMissing
 from mirror.compiler.runtime.param_sync import ParamSync
 from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares, WorkerConsensus
 from mirror.compiler.user_lines import first_line, line_of
+from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.errors import CompileError
 from mirror.values import ABSENT, PerReplica, is_number, rebuild_structure
 
@@ -33,6 +34,8 @@ FALLBACKS = ("error", "eager")
 MAX_TRACES = 8
 _OFTEN = 4  # calls a trace
 _ODD_IN_A_ROW = 3
+_MAX_KNOWN = 1000
+_MAX_MESSAGE = 2000
 
 Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 Part = Callable[[int, Sequence[Any], Any], tuple[Sequence[int], Sequence[float] | None]]
@@ -44,7 +47,13 @@ class StepProgramProtocol(Protocol):
     trace: Any
     meets: HasCollectives
 
+    structure: Any
+
     def fits(self, part: Sequence[Any]) -> bool: ...
+
+    def numbers_hold(self, arguments: StepArguments) -> bool: ...
+
+    def changed(self, part: Sequence[Any], names: Sequence[str]) -> str | None: ...
 
     def can_run(self) -> bool: ...
 
@@ -88,6 +97,7 @@ class CompiledStep:
         self._odd_in_a_row = self._waits = self._num_calls = 0
         self._fixes_sizes = False  # whether the step is another one for every size of a batch
         self._traced_at: deque[int] = deque(maxlen=MAX_TRACES)
+        self._varying = VaryingInputs()
         self.num_traces = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +108,11 @@ class CompiledStep:
             StrategyError: called inside ``run``, or after ``close``.
         """
         if self._agreement.is_final or not self._has_run or self._coherence.wants_eager():
+            if not (self._has_run or self._agreement.is_final):
+                self._observe_first(args, kwargs)
             result = self._run(self._step, args, kwargs)
+            if not self._has_run:
+                self._varying.observe_options(self._coherence.optimizers())
             self._has_run = True
             return result
         active, weights = self._taking_part(self._coherence.num_replicas, args, kwargs)
@@ -109,6 +123,12 @@ class CompiledStep:
         if has_stepped:
             self._coherence.end_step()
         return result
+
+    def _observe_first(self, args: Any, kwargs: Any) -> None:
+        """Notes what the first call is called with: what is another in the second one, varies."""
+        active, _ = self._taking_part(self._coherence.num_replicas, args, kwargs)
+        arguments = StepArguments(args, kwargs, active)
+        self._varying.observe_arguments(arguments.structure, arguments.columns, arguments.own)
 
     def _run_uncompiled(self, args: Any, kwargs: Any) -> Any:
         """Makes a call that has no program; see [Note: Errors in a trace]."""
@@ -159,19 +179,47 @@ class CompiledStep:
         if program is None or weighing is None:
             return None
         self._coherence.begin()
-        results = program.run(arguments.tensors, weights, weighing)
+        try:
+            results = program.run(arguments.tensors, weights, weighing)
+        except ProgramFailed as failed:
+            self._give_up_program(failed)
+            return None
         self._coherence.end(weighing.local)
         return self._join(program, results, weights), bool(program.trace.leases)
 
+    def _give_up_program(self, failed: ProgramFailed) -> None:
+        """Has the step run uncompiled from now on, because a program has failed; or raises."""
+        cause = failed.__cause__
+        said = f"its program failed ({type(cause).__name__}: {str(cause)[:_MAX_MESSAGE]})"
+        if failed.has_changed or self._coherence.has_other_workers:
+            raise CompileError(
+                f"the compiled step {_name(self._step)} failed: {said}, and may have changed "
+                "parameters, state or buffers; restore the last checkpoint, and pass mode='trace' "
+                "or call strategy.run(step, ...)"
+            ) from cause
+        self._coherence.cancel()
+        error = CompileError(
+            f"the compiled step {_name(self._step)} failed: {said}; nothing has been changed; "
+            "pass mode='trace', or fallback='eager'"
+        )
+        error.__cause__ = cause
+        self._refuse(error)
+        self._agreement.is_final = True
+
     def _program_for(self, arguments: StepArguments) -> StepProgramProtocol | None:
         signatures = set(arguments.signatures)
+        structure = arguments.structure
         for i, (assumptions, program, known) in enumerate(self._programs):
+            if program.structure != structure:
+                continue
             if not (assumptions.hold() and program.can_run()):
                 continue
+            if len(known) > _MAX_KNOWN:  # numbers that are inputs, say: another one in every call
+                known.clear()
             for signature in signatures:
                 if signature not in known:
                     known[signature] = program.fits(arguments.leaves(signature))
-            if all(map(known.get, signatures)):
+            if all(map(known.get, signatures)) and program.numbers_hold(arguments):
                 if i:
                     self._programs.insert(0, self._programs.pop(i))
                 self._odd_in_a_row = 0
@@ -199,14 +247,15 @@ class CompiledStep:
     def _build(self, arguments: StepArguments) -> StepProgramProtocol | None:
         """Traces the step; returns ``None`` if this call is to run uncompiled."""
         if self._programs:
-            why = self._programs[0][0].changed() or "the arguments have other sizes or values"
+            why = self._what_changed(arguments)
             logger.info("the compiled step %s is traced anew: %s", _name(self._step), why)
         if self._maker is None:
             self._maker = self._make_maker()
+        self._observe(arguments)
         try:
             program: StepProgramProtocol
             with self._coherence.timeline.compiling():
-                assumptions, program = self._maker.build(self._step, arguments)
+                assumptions, program = self._maker.build(self._step, arguments, self._varying)
         except StateMissing:
             self._waits += 1
             if self._waits > MAX_TRACES:
@@ -242,7 +291,28 @@ class CompiledStep:
         if not all(fits.values()):
             self._fixes_sizes = True
             return None
-        return program
+        return program if program.numbers_hold(arguments) else None
+
+    def _what_changed(self, arguments: StepArguments) -> str:
+        """Returns why the last trace does not hold, in words."""
+        assumptions, program, known = self._programs[0]
+        if program.structure != arguments.structure:
+            return "the arguments have another structure"
+        unfit = [s for s in arguments.signatures if not known.get(s)]
+        changed = assumptions.changed()
+        if changed is None and unfit:
+            changed = program.changed(arguments.leaves(unfit[0]), arguments.names())
+        return changed or "gradients or optimizer state are others than they were"
+
+    def _observe(self, arguments: StepArguments) -> None:
+        """Finds what has changed since the last trace, and is an input of the next one."""
+        varying = self._varying
+        varying.observe_arguments(arguments.structure, arguments.columns, arguments.own)
+        leases = [lease for _, program, _ in self._programs for lease in program.trace.leases]
+        for lease in leases:
+            varying.compare_options(lease.optimizer, lease.options_then)
+        varying.observe_options(lease.optimizer for lease in leases)
+        varying.observe_options(self._coherence.optimizers())
 
     def _join(self, program: Any, results: dict[int, Sequence[Any]], weights: Any) -> Any:
         trace, n = program.trace, self._coherence.num_replicas

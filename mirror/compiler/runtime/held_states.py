@@ -71,7 +71,10 @@ class HeldStates:
         if are_identical(tensors, self.tensors):
             return True
         alike = all(
-            isinstance(now, Tensor) and now.shape == then.shape and now.dtype == then.dtype
+            isinstance(now, Tensor)
+            and now.shape == then.shape
+            and now.dtype == then.dtype
+            and now.stride() == then.stride()
             for now, then in zip(tensors, self.tensors, strict=True)
         )
         if alike:

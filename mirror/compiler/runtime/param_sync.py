@@ -25,6 +25,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.grad_access import GradAccess
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced
 
 T = TypeVar("T")
@@ -69,6 +70,10 @@ class ParamSync:
         self._homes = {devices.index(device) for device in devices}
         self._others = [r for r in range(self.num_replicas) if r not in self._homes]
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns the mirrored optimizers."""
+        return optimizers_of(self._replicas).optimizers()
+
     def alone(self, call: Callable[[], T]) -> T:
         """Calls ``call`` while no run is going on, and none can begin."""
         workers = self._replicas.workers
@@ -80,6 +85,15 @@ class ParamSync:
     def begin(self) -> None:
         """Notes that replicas may differ: what does not end is put right at the next use."""
         self._runner.unfinished = True
+
+    def cancel(self) -> None:
+        """Notes that a step has ended before it changed anything."""
+        self._runner.unfinished = False
+
+    @property
+    def has_other_workers(self) -> bool:
+        """Whether other processes take part."""
+        return self._replicas.workers.is_multi_process
 
     def end(self, weight: float) -> None:
         """Notes that a step has ended well, in which this worker's replicas counted so much."""

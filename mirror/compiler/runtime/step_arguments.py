@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from mirror.compiler.comparable import comparable
-from mirror.values import PerReplica, leaves_of, map_structure
+from mirror.values import (
+    PerReplica,
+    children_of,
+    describe_structure,
+    leaves_of,
+    map_structure,
+)
+
+_LEAVES = (Tensor, PerReplica, int, float, str, type(None))
 
 
 class StepArguments:
@@ -20,18 +28,20 @@ class StepArguments:
         own: of each leaf, whether every replica has one of its own.
         signatures: of each replica's leaves, what a program may have been made for.
         tensors: of each replica, the tensors among its leaves.
+        columns: of each leaf, its value on each replica that takes part.
     """
 
     def __init__(self, args: Any, kwargs: Any, active: Sequence[int]) -> None:
         self._tree = (args, kwargs)
         self.active = tuple(active)
         self.own: list[bool] = []
-        self._columns: list[list[Any]] = []
+        self.columns: list[list[Any]] = []
+        self._structures: list[str] = []
         tensors: list[list[Any]] = []
         entries: list[list[Any]] = []
         for leaf in leaves_of(self._tree):
             for column in self._columns_of(leaf):
-                self._columns.append(column)
+                self.columns.append(column)
                 self.own.append(isinstance(leaf, PerReplica))
                 if isinstance(column[0], Tensor):
                     tensors.append(column)
@@ -52,12 +62,34 @@ class StepArguments:
         parts = [leaf.values[r] for r in self.active]
         if isinstance(parts[0], Tensor):
             return [[t if t.is_contiguous() else _laid_out(t) for t in parts]]
+        if children_of(parts[0]) is not None:
+            self._structures += map(describe_structure, parts)
         return [list(column) for column in zip(*map(leaves_of, parts), strict=True)]
 
     def leaves(self, signature: Any) -> list[Any]:
         """Returns the leaves of a replica that has this signature."""
         row = self.signatures.index(signature)
-        return [column[row] for column in self._columns]
+        return [column[row] for column in self.columns]
+
+    @property
+    def structure(self) -> Any:
+        """What holds the leaves: those of one structure are not those of another one."""
+        args, kwargs = self._tree
+        if not kwargs and all(isinstance(arg, _LEAVES) for arg in args) and not self._structures:
+            return len(args)
+        return describe_structure(self._tree), *self._structures
+
+    def names(self) -> list[str]:
+        """Returns, for each leaf, what an error calls it."""
+        args, kwargs = self._tree
+        named = [*((f"argument {i}", arg) for i, arg in enumerate(args))]
+        named += [(f"argument {name!r}", value) for name, value in kwargs.items()]
+        return [leaf for name, value in named for leaf in _named_leaves(name, value)]
+
+    def plain(self) -> list[dict[int, Any]]:
+        """Returns, for each replica that takes part, its leaves that are no tensors."""
+        found = [(i, c) for i, c in enumerate(self.columns) if not isinstance(c[0], Tensor)]
+        return [{i: c[row] for i, c in found} for row in range(len(self.active))]
 
     def is_odd(self) -> bool:
         """Whether any replica has a single example, or none."""
@@ -84,6 +116,18 @@ class StepArguments:
             return step(*args, **kwargs)
 
         return call
+
+
+def _named_leaves(name: str, tree: Any) -> list[str]:
+    """Returns a name for each leaf of one argument, as its replicas have it."""
+    children = None if isinstance(tree, (Tensor, PerReplica)) else children_of(tree)
+    if children is not None:
+        found = [_named_leaves(f"{name}[{key!r}]", child) for key, child in children.items()]
+        return [one for names in found for one in names]
+    if isinstance(tree, PerReplica):
+        _, part = next(tree.parts())
+        return [name] if isinstance(part, Tensor) else _named_leaves(name, part)
+    return [name]
 
 
 def _take(leaf: Any, found: Iterator[Any]) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mirror.base.timeline import CROSS, PROGRAMS, REDUCTION, SHARED_PROGRAMS
+from mirror.compiler.comparable import PLAIN, ProgramFailed
 from mirror.compiler.lowering.programs import CallableProgram, Taking, taking
 from mirror.compiler.lowering.step_plan import StepPlan
 from mirror.compiler.lowering.step_trace import StepTrace, layout
@@ -17,6 +18,7 @@ from mirror.compiler.runtime.bindings import Bindings
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.runtime.parallel_launch import ParallelLaunch
 from mirror.compiler.runtime.param_sync import ParamSync, StateChanges
+from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.step_reductions import StepReductions
 from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares
 from mirror.compiler.state_tensors import StateTensor
@@ -36,6 +38,9 @@ class StepProgram:
         pieces: what it is cut into.
         levels: of each level the programs that are run, shared and own.
         sizes: for which sizes of its arguments they hold.
+        leaves: the leaves of one replica's arguments that the trace was made for; no tensor of
+            them has memory.
+        structure: what holds them.
         bindings: finds the tensors that the trace's inputs are.
         reductions: reduces local gradients.
         launcher: runs programs of all replicas.
@@ -51,13 +56,15 @@ class StepProgram:
         pieces: StepPlan,
         levels: Sequence[tuple[CallableProgram | None, CallableProgram | None]],
         sizes: Sizes,
+        leaves: list[Any],
+        structure: Any,
         bindings: Bindings,
         reductions: StepReductions,
         coherence: ParamSync,
         launcher: ParallelLaunch | CapturedPieces,
     ) -> None:
         self._replicas, self.trace, self.pieces = replicas, trace, pieces
-        self._sizes = sizes
+        self._sizes, self._leaves, self.structure = sizes, leaves, structure
         self._coherence, self._launcher = coherence, launcher
         self._levels = [
             (*called, [(n, taking(slots), gotten) for n, slots, gotten in level.meetings])
@@ -69,20 +76,51 @@ class StepProgram:
         self.meets = HasCollectives(
             [(one.op, _names(one.places), one.lie) for one in trace.meetings]
         )
+        self._has_run = self._may_have_changed = False
+        self._undo: list[tuple[Tensor, Tensor]] = []
+        self._before: Tensor | None = None  # the state of the generator that gives seeds
         self._is_raw = launcher.is_raw or any(
             one.is_raw for called in levels for one in called if one is not None
         )
 
     def fits(self, part: Sequence[Any]) -> bool:
-        """Whether the trace holds for these leaves of a replica's arguments."""
+        """Whether the trace holds for these leaves of a replica's arguments.
+
+        What it has as inputs of numbers among them is looked at by ``numbers_hold``.
+        """
         tensors = [leaf for leaf in part if isinstance(leaf, Tensor)]
-        plain = [leaf for leaf in part if not isinstance(leaf, Tensor)]
         trace = self.trace
         return (
-            plain == trace.plain
+            self._plain(part) == self._plain(self._leaves)
             and list(map(layout, tensors)) == trace.layouts
             and self._sizes.fit(tensors)
         )
+
+    def _plain(self, part: Sequence[Any]) -> list[Any]:
+        """Returns the leaves that the trace has as constants, and of which type they are."""
+        traced = self.trace.traced_leaves
+        return [
+            (type(leaf), leaf)
+            for i, leaf in enumerate(part)
+            if not isinstance(leaf, Tensor) and i not in traced
+        ]
+
+    def numbers_hold(self, arguments: StepArguments) -> bool:
+        """Whether the numbers that are inputs compare as they did in the trace."""
+        return self._bindings.take_numbers(arguments)
+
+    def changed(self, part: Sequence[Any], names: Sequence[str]) -> str | None:
+        """Returns which of a replica's leaves is another than in the trace, in words."""
+        if len(part) != len(self._leaves):
+            return f"there are {len(part)} arguments, and were {len(self._leaves)}"
+        for name, then, now in zip(names, self._leaves, part, strict=True):
+            if isinstance(then, Tensor) and isinstance(now, Tensor):
+                before, after = _described(then), _described(now)
+                if before != after:
+                    return f"{name} was {before} and is {after}"
+            elif type(then) is not type(now) or not isinstance(then, PLAIN) or then != now:
+                return f"{name} was {_shown(then)} and is {_shown(now)}"
+        return None
 
     def can_run(self) -> bool:
         """Whether what the step found outside of itself is there: state, gradients."""
@@ -100,9 +138,15 @@ class StepProgram:
             parts: by replica that takes part, the tensors among its leaves.
             weights: by replica, what it counts for; ``None``: all the same.
             weighing: what they count for among those of all workers.
+
+        Raises:
+            ProgramFailed: a program has raised an error.
         """
         bindings, timeline = self._bindings, self._replicas.timeline
         timeline.compiled.calls += 1
+        self._before = None if self._has_run else torch.get_rng_state()
+        self._undo.clear()
+        self._may_have_changed = False
         own = bindings.values(parts, weights, weighing.count)
         active = tuple(own)
         shared = {r: own[r] if r in own else bindings.idle(r) for r in bindings.homes}
@@ -110,16 +154,18 @@ class StepProgram:
         for shared_program, own_program, meetings in self._levels:
             if shared_program is not None:
                 timeline.begin(CROSS, SHARED_PROGRAMS)
-                self._launcher.run(shared_program, shared)
+                self._launch(shared_program, shared)
                 for home, values in shared.items():
                     bindings.hand_on(home, values, own, shared_program.gives)
                 timeline.end(CROSS, SHARED_PROGRAMS)
             if own_program is not None:
                 timeline.begin(CROSS, PROGRAMS)
-                self._launcher.run(own_program, own)
+                self._launch(own_program, own)
                 timeline.end(CROSS, PROGRAMS)
             for number, brought, gotten in meetings:
                 self._meet(number, brought, gotten, own, shared, shares)
+        self._has_run = True
+        self._undo.clear()
         if self._is_raw:
             increment_version(bindings.written(active))
         for module, mode in self.trace.modes:
@@ -139,6 +185,29 @@ class StepProgram:
         results, grads = self._launcher.remaining(results, grads)
         self._coherence.stepped(self._changes, grads, active)
         return results
+
+    def _launch(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
+        """Runs a program on the values of some replicas.
+
+        What programs change is copied before their first run, and is put back if one fails.
+
+        Raises:
+            ProgramFailed: the program has raised an error.
+        """
+        if program.writes and not self._has_run:
+            held = [values[slot] for values in own.values() for slot in program.writes]
+            self._undo += [(tensor, tensor.clone()) for tensor in held]
+        self._may_have_changed |= self._has_run and bool(program.writes)
+        try:
+            self._launcher.run(program, own)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            for tensor, before in reversed(self._undo):
+                tensor.copy_(before)
+            if self._before is not None:
+                torch.set_rng_state(self._before)
+            raise ProgramFailed(has_changed=self._may_have_changed) from error
 
     def _meet(
         self,
@@ -167,6 +236,14 @@ class StepProgram:
             for slot, tensor in zip(gotten, reduced[r if r in reduced else first], strict=True):
                 if slot >= 0:
                     values[slot] = tensor
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}" if isinstance(value, PLAIN) else f"another {type(value).__name__}"
 
 
 def _names(places: Sequence[StateTensor]) -> list[str]:

@@ -7,7 +7,8 @@ depends on is compared before every call, as a few lists in the interpreter's C:
     thread      grad mode, autocast, default dtype
     modules     those called: modes, numbers and strings among the attributes, submodules, hooks
     parameters  that they are the same, where they lie, whether they require gradients
-    optimizers  groups: their parameters and options, but for learning rates, which are inputs
+    optimizers  groups: their parameters and options, but for learning rates and options that
+                have changed before, which are inputs
     around      plain values of globals, closure cells, defaults and ``self`` of the step's
                 function, and of the user's functions that it names, and what is in the objects,
                 dicts and lists there; which objects there are: [Note: Around a step]
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.base.torch_private import hooks_of, step_hooks
+from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.comparable import PLAIN, SameObject, comparable
 from mirror.compiler.free_variables import FreeVariables
@@ -97,6 +99,7 @@ class TraceGuards:
         places: the parameters that it uses.
         leases: the optimizers that it steps.
         rates_read: the optimizers whose learning rates it has read as numbers.
+        numbers: the options that are inputs, which may change.
     """
 
     def __init__(
@@ -106,12 +109,13 @@ class TraceGuards:
         places: Sequence[StateTensor],
         leases: Sequence[TracedSwap],
         rates_read: Sequence[Optimizer],
+        numbers: TracedNumbers,
     ) -> None:
         self._watched = [
             thread_state(),
             *_of_modules(modules),
             *_of_parameters(places),
-            *[_of_optimizer(lease) for lease in leases],
+            *[_of_optimizer(lease, numbers) for lease in leases],
             *[_of_rates(optimizer) for optimizer in rates_read],
             _of_what_is_around(step, modules),
         ]
@@ -218,25 +222,29 @@ def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     ]
 
 
-def _of_optimizer(lease: TracedSwap) -> GuardedValue:
+def _of_optimizer(lease: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
     optimizer = lease.optimizer
     kind = type(optimizer).__name__
+    inputs = {(s.group, s.name) for s in numbers.sources if s.optimizer is optimizer}
+    groups = optimizer.param_groups
+    watched = [
+        [n for n in group if n not in ("params", "lr", "initial_lr") and (i, n) not in inputs]
+        for i, group in enumerate(groups)
+    ]
 
     def look() -> list[Any]:
-        found: list[Any] = [step_hooks(optimizer)]
-        for group in optimizer.param_groups:
+        now = optimizer.param_groups
+        found: list[Any] = [len(now), step_hooks(optimizer)]
+        for group, names in zip(now, watched, strict=False):
             found.append([*map(id, group["params"])])
-            found.append(
-                [
-                    (name, comparable(value))
-                    for name, value in group.items()
-                    if name not in ("params", "lr", "initial_lr")
-                ]
-            )
+            found += [len(group), *[comparable(group.get(name)) for name in names]]
         return found
 
-    names = [f"a parameter group of {kind}", f"an option of {kind}"]
-    return GuardedValue([f"the hooks of {kind}", *names * 8], look)
+    said = [f"the number of parameter groups of {kind}", f"the hooks of {kind}"]
+    for names in watched:
+        said += [f"a parameter group of {kind}", f"the number of options of {kind}"]
+        said += [f"option {name!r} of {kind}" for name in names]
+    return GuardedValue(said, look)
 
 
 def _of_rates(optimizer: Optimizer) -> GuardedValue:

@@ -1,7 +1,5 @@
 """Optimizers in a trace: their state, their options, and options that must be numbers."""
 
-import logging
-
 import pytest
 import torch
 
@@ -63,21 +61,12 @@ def test_a_count_that_is_a_number_runs_uncompiled_on_request():
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_rate_that_must_be_a_number_is_one(num_replicas):
+def test_a_rate_that_must_be_a_number_is_an_input_too(num_replicas):
     beside = Beside(num_replicas, make_model=linear, make_optimizer=FloatRate)
     beside.train(batches([8, 8, 7]))
     slower(beside)
     beside.train(batches([8, 8]))
-    assert beside.compiled.num_traces == 2
-
-
-@pytest.mark.slow
-def test_a_number_that_changes_in_every_call_ends_in_uncompiled_steps(caplog):
-    beside = Beside(2, make_model=linear, make_optimizer=FloatRate)
-    with caplog.at_level(logging.WARNING, "mirror"):
-        beside.train(batches([8] * 12), between=slower)
-    assert beside.compiled.num_traces == 8
-    assert "as it is from now on" in caplog.text
+    assert beside.compiled.num_traces == 1
 
 
 def test_state_that_is_not_there_yet_is_made_uncompiled():

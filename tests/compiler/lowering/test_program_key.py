@@ -17,6 +17,7 @@ from mirror.compiler.lowering.step_trace import trace_step
 from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.state_tensors import state_tensors
 from mirror.compiler.torch_internals import _without_mkldnn
+from mirror.compiler.varying_inputs import VaryingInputs
 from tests.compiler.training import batches, mlp, usual_step
 
 
@@ -35,7 +36,14 @@ def traced(make_model=mlp, num_replicas=2, size=8, rate=0.1, make_step=usual_ste
     arguments = StepArguments(own, {}, range(num_replicas))
     leaves = arguments.leaves(arguments.signatures[0])
     found = trace_step(
-        step, arguments.caller(step), leaves, arguments.own, replicas, state_tensors(registry), {}
+        step,
+        arguments.caller(step),
+        leaves,
+        arguments.own,
+        replicas,
+        state_tensors(registry),
+        {},
+        VaryingInputs(),
     )
     strategy.close()
     return found.graph, found.inputs, found.mode, found.meetings, num_replicas, found.device

@@ -1,0 +1,441 @@
+"""Numbers of Python that change from call to call, as inputs of a trace.
+
+[Note: Traced numbers]
+A trace keeps a number of Python as a constant, until the number changes: an option of an optimizer
+(momentum, betas, weight decay, eps), or an argument of the step. From then on the trace has a
+``TracedNumber`` in its place, which is a number to Python code and an input to the graph:
+
+    arithmetic with numbers    another TracedNumber; the host computes it before each call, in
+                               double precision, as an uncompiled step does
+    arithmetic with tensors    an operation of the graph; the number is an input, a 0-d tensor
+    comparisons                a bool of Python, and a guard: it must have the same outcome
+    anything else              the number as it is, and a guard: it must be the same number
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mirror.compiler.step_inputs import InputKind
+
+# What a number is made of: ("source", number), ("number", value), or (operation, *expressions).
+Expression = tuple[Any, ...]
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "pow": operator.pow,
+}
+_UNARY: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": abs,
+    "bool": bool,
+}
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+_FUNCTIONS = {**_ARITHMETIC, **_UNARY, **_COMPARISONS}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSource:
+    """Where a number is found in every call.
+
+    Attributes:
+        optimizer: the number of the optimizer among those of the trace; ``None``: an argument.
+        group: of an option, the number of the parameter group.
+        name: of an option its name, of an argument its number among the leaves.
+        index: of an option that is a tuple, which entry.
+        is_own: whether every replica has one of its own.
+        kind: ``int`` or ``float``, the type that it must have.
+    """
+
+    optimizer: Any
+    group: int
+    name: Any
+    index: int | None
+    is_own: bool
+    kind: type
+
+    def among_options(self) -> Any:
+        """Returns the option of the optimizer now."""
+        value = self.optimizer.param_groups[self.group].get(self.name)
+        return value if self.index is None else value[self.index]
+
+
+class TracedNumbers:
+    """The numbers of one trace that are inputs. See [Note: Traced numbers].
+
+    Args:
+        add: returns what stands for an input of a kind, made of a tensor and its expression.
+        options: the options that have changed: of optimizer, group and name.
+        arguments: the numbers of the leaves that have changed.
+
+    Attributes:
+        sources: where they are found.
+        guards: comparisons, and their outcomes.
+    """
+
+    def __init__(
+        self,
+        add: Callable[[InputKind, Tensor, Expression], Tensor],
+        options: Callable[[Any, int, str], bool],
+        arguments: Callable[[int], bool],
+    ) -> None:
+        self._add, self._is_option, self._is_argument = add, options, arguments
+        self.sources: list[NumberSource] = []
+        self.guards: dict[Expression, Any] = {}
+
+    def option(
+        self, optimizer: Any, group: int, name: str, value: Any, *, always: bool = False
+    ) -> Any:
+        """Returns what a step has in place of an option: the value itself, or what stands for it.
+
+        Args:
+            always: whether it is an input even if it has never changed.
+        """
+        if not always and not self._is_option(optimizer, group, name):
+            return value
+        if _is_plain_number(value):
+            return self._found(NumberSource(optimizer, group, name, None, False, float), value)
+        if type(value) in (tuple, list) and value and all(map(_is_plain_number, value)):
+            return type(value)(
+                self._found(NumberSource(optimizer, group, name, i, False, float), one)
+                for i, one in enumerate(value)
+            )
+        return value
+
+    def argument(self, leaf: int, value: Any, *, is_own: bool) -> Any:
+        """Returns what a step has in place of a number among its arguments."""
+        if not _is_plain_number(value) or not self._is_argument(leaf):
+            return value
+        kind = int if isinstance(value, int) else float
+        return self._found(NumberSource(None, 0, leaf, None, is_own, kind), value)
+
+    def _found(self, source: NumberSource, value: Any) -> Any:
+        if source not in self.sources:
+            self.sources.append(source)
+        value = source.kind(value)
+        made = _INT if isinstance(value, int) else _FLOAT
+        return made(self, value, ("source", self.sources.index(source)))
+
+    def tensor(self, number: Any, dtype: torch.dtype) -> Tensor:
+        """Returns the 0-d tensor that a number is in the graph."""
+        expression = number.expression
+        is_own = any(self.sources[i].is_own for i in _sources_in(expression))
+        kind = InputKind.OWN_NUMBER if is_own else InputKind.NUMBER
+        wide = torch.int64 if isinstance(number.value, int) else torch.float64
+        found = self._add(kind, torch.zeros((), dtype=wide), expression)
+        return found if found.dtype == dtype else found.to(dtype)
+
+    def note(self, expression: Expression, outcome: Any) -> None:
+        """Notes what must be so in every call."""
+        self.guards[expression] = outcome
+
+    # Functions of torch that are called with numbers
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls a function of torch some of whose arguments are traced numbers."""
+        name = getattr(func, "__name__", "")
+        if name.startswith("_foreach_"):
+            return self._each(name, args, kwargs)
+        args, kwargs = self._scaled(name, list(args), dict(kwargs))
+        if not has_traced((args, kwargs)):
+            return func(*args, **kwargs)
+        if name in ("tensor", "as_tensor", "scalar_tensor") and is_traced_number(args[0]):
+            default = torch.get_default_dtype()
+            kind = kwargs.get("dtype") or (torch.int64 if args[0].is_int else default)
+            return self.tensor(args[0], kind).clone()
+        if name in ("lerp", "lerp_") and args[0].dtype in _HALF:
+            return self._half_lerp(name, *args)
+        tensors = [t for t in _flat((args, kwargs)) if isinstance(t, Tensor)]
+        try:
+            return func(*self._as_tensors(args, tensors), **self._as_tensors(kwargs, tensors))
+        except Exception:  # it takes no tensors there: the number itself, then
+            return func(*_as_numbers(args), **_as_numbers(kwargs))
+
+    def _scaled(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Multiplies by what ``alpha=`` and ``value=`` stand for, which must be no tensors."""
+        bare = name.strip("_")
+        if bare in ("add", "sub", "subtract", "rsub") and is_traced_number(kwargs.get("alpha")):
+            alpha = kwargs.pop("alpha")
+            at, other = (1, args[1]) if len(args) > 1 else ("other", kwargs.get("other"))
+            scaled = self._product(other, alpha)
+            if at == 1:
+                args[1] = scaled
+            else:
+                kwargs["other"] = scaled
+        if bare in ("addcmul", "addcdiv") and is_traced_number(kwargs.get("value")):
+            args[1] = self._product(args[1], kwargs.pop("value"))
+        return args, kwargs
+
+    def _product(self, other: Any, number: Any) -> Any:
+        if isinstance(other, Tensor):
+            return other * self._beside(number, [other])
+        return other * number
+
+    def _half_lerp(self, name: str, start: Tensor, end: Any, weight: Any) -> Tensor:
+        wide = self.tensor(weight, torch.float32)
+        found = torch.lerp(start.float(), end.float(), wide).to(start.dtype)
+        return start.copy_(found) if name == "lerp_" else found
+
+    def _each(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Calls a function of lists of tensors tensor by tensor."""
+        bare = name.removeprefix("_foreach_")
+        lists = [arg for arg in args if _is_list_of_tensors(arg)]
+        rows = range(len(lists[0]))
+        own = getattr(Tensor, bare, None) or getattr(torch, bare)
+        if bare in ("addcmul", "addcmul_", "addcdiv", "addcdiv_") and len(args) > 3:
+            args, kwargs = args[:3], {**kwargs, "value": args[3]}
+        if "scalars" in kwargs:
+            values = kwargs.pop("scalars")
+            found = [
+                self.call_any(own, [_row(arg, i) for arg in args], {"value": values[i]})
+                for i in rows
+            ]
+        else:
+            if bare == "pow" and is_traced_number(args[0]):
+                own = torch.pow
+            found = [self.call_any(own, [_row(arg, i) for arg in args], kwargs) for i in rows]
+        return None if name.endswith("_") else found
+
+    def call_any(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of torch, with numbers or without."""
+        if has_traced((args, kwargs)):
+            return self.call(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _beside(self, number: Any, tensors: Sequence[Tensor]) -> Tensor:
+        """Returns what a number is beside tensors: of their dtype, as torch takes numbers."""
+        if not tensors:
+            is_int = number.is_int
+            return self.tensor(number, torch.int64 if is_int else torch.get_default_dtype())
+        kinds = [torch.result_type(tensor, number.value) for tensor in tensors]
+        dtype = reduce(torch.promote_types, kinds)
+        if dtype in _HALF and any(tensor.dim() for tensor in tensors):
+            dtype = torch.float32  # the kernels of half types compute in it, numbers too
+        return self.tensor(number, dtype)
+
+    def _as_tensors(self, tree: Any, tensors: Sequence[Tensor]) -> Any:
+        def found(leaf: Any) -> Any:
+            if isinstance(leaf, slice):
+                return _as_numbers(leaf)
+            return self._beside(leaf, tensors) if is_traced_number(leaf) else leaf
+
+        return _mapped(found, tree)
+
+    # In every call
+
+    def hold(self, values: Sequence[Any]) -> bool:
+        """Whether all comparisons have the outcomes that they had."""
+        if any(type(v) is not s.kind for v, s in zip(values, self.sources, strict=True)):
+            return False
+        return all(
+            evaluated(expression, values) == outcome for expression, outcome in self.guards.items()
+        )
+
+
+def evaluated(expression: Expression, values: Sequence[Any]) -> Any:
+    """Returns the number that an expression is, given what the sources are."""
+    kind = expression[0]
+    if kind == "source":
+        return values[expression[1]]
+    if kind == "number":
+        return expression[1]
+    return _FUNCTIONS[kind](*[evaluated(one, values) for one in expression[1:]])
+
+
+def _sources_in(expression: Expression) -> Iterator[int]:
+    if expression[0] == "source":
+        yield expression[1]
+    elif expression[0] != "number":
+        for one in expression[1:]:
+            yield from _sources_in(one)
+
+
+def _is_plain_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class _TracedNumber:
+    """A number of Python that is an input of the graph. See [Note: Traced numbers].
+
+    Attributes:
+        value: what it is in the call that is traced.
+        expression: what it is made of.
+    """
+
+    is_int: ClassVar[bool]
+
+    def __init__(self, numbers: TracedNumbers, value: Any, expression: Expression) -> None:
+        self.numbers, self.value, self.expression = numbers, value, expression
+
+    def known(self) -> Any:
+        """Returns the number itself, which every call must then have."""
+        self.numbers.note(("eq", self.expression, ("number", self.value)), True)
+        return self.value
+
+    def _made(self, name: str, *others: Any) -> Any:
+        values, expressions = [], []
+        for one in others:
+            if is_traced_number(one):
+                values.append(one.value)
+                expressions.append(one.expression)
+            elif isinstance(one, (bool, int, float)):
+                values.append(one)
+                expressions.append(("number", one))
+            else:
+                return NotImplemented
+        value, expression = _FUNCTIONS[name](*values), (name, *expressions)
+        if name in _COMPARISONS or name == "bool":
+            self.numbers.note(expression, value)
+            return value
+        if type(value) not in (int, float):
+            return NotImplemented
+        return (_INT if type(value) is int else _FLOAT)(self.numbers, value, expression)
+
+    def __hash__(self) -> int:
+        return hash(self.known())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.known(), spec)
+
+    def __repr__(self) -> str:
+        return repr(self.known())
+
+    __str__ = __repr__
+
+    def __float__(self) -> float:
+        return float(self.known())
+
+    def __int__(self) -> int:
+        return int(self.known())
+
+    def __index__(self) -> int:
+        return operator.index(self.known())
+
+    def __trunc__(self) -> int:
+        return int(self.known())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.known(), digits)
+
+    def __divmod__(self, other: Any) -> Any:
+        return divmod(self.known(), other)
+
+
+def _binary(name: str, *, is_reversed: bool) -> Callable[[Any, Any], Any]:
+    if is_reversed:
+        return lambda self, other: self._made(name, other, self)
+    return lambda self, other: self._made(name, self, other)
+
+
+for _name in (*_ARITHMETIC, *_COMPARISONS):
+    setattr(_TracedNumber, f"__{_name}__", _binary(_name, is_reversed=False))
+for _name in _ARITHMETIC:
+    setattr(_TracedNumber, f"__r{_name}__", _binary(_name, is_reversed=True))
+for _name in _UNARY:
+    setattr(_TracedNumber, f"__{_name}__", lambda self, _name=_name: self._made(_name, self))
+
+
+# Torch's functions take symbols where they take numbers. These have no node, so that none but
+# those that ``TracedNumbers.call`` sees can use one.
+
+
+class TracedFloat(_TracedNumber, torch.SymFloat):
+    """A float that is an input of the graph."""
+
+    is_int = False
+
+
+class TracedInt(_TracedNumber, torch.SymInt):
+    """An int that is an input of the graph."""
+
+    is_int = True
+
+
+_FLOAT, _INT = TracedFloat, TracedInt
+
+
+def is_traced_number(value: Any) -> bool:
+    """Whether a value is a number that is an input of the graph."""
+    return isinstance(value, _TracedNumber)
+
+
+def has_traced(tree: Any) -> bool:
+    """Whether a traced number is among arguments."""
+    return any(map(is_traced_number, _flat(tree)))
+
+
+def _flat(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (list, tuple)):
+        for one in tree:
+            yield from _flat(one)
+    elif isinstance(tree, dict):
+        yield from _flat(list(tree.values()))
+    elif isinstance(tree, slice):
+        yield from (tree.start, tree.stop, tree.step)
+    else:
+        yield tree
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    if type(tree) in (list, tuple):
+        return type(tree)(_mapped(function, one) for one in tree)
+    if type(tree) is dict:
+        return {name: _mapped(function, one) for name, one in tree.items()}
+    return function(tree)
+
+
+def _as_numbers(tree: Any) -> Any:
+    def known(leaf: Any) -> Any:
+        if isinstance(leaf, slice):
+            return slice(*map(known, (leaf.start, leaf.stop, leaf.step)))
+        return leaf.known() if is_traced_number(leaf) else leaf
+
+    return _mapped(known, tree)
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(one, Tensor) for one in value)
+
+
+def _row(value: Any, i: int) -> Any:
+    return value[i] if isinstance(value, (list, tuple)) else value
+
+
+def values_of(sources: Iterable[NumberSource], arguments: Mapping[int, Any]) -> list[Any]:
+    """Returns what the sources are now; ``None`` for what is no number any more.
+
+    Args:
+        arguments: one replica's leaves that are no tensors, by their number.
+    """
+    values: list[Any] = []
+    for source in sources:
+        if source.optimizer is None:
+            values.append(arguments.get(source.name))
+            continue
+        try:
+            value = source.among_options()
+        except (TypeError, IndexError):
+            value = None
+        values.append(float(value) if _is_plain_number(value) else None)
+    return values
