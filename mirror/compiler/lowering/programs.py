@@ -102,6 +102,24 @@ def compile_piece(
     return CallableProgram(piece, programs, is_raw=True)
 
 
+def scatters_into_images(piece: ProgramPiece) -> bool:
+    """Returns whether a piece adds into images at positions: the backward of interpolation does.
+
+    Inductor of torch 2.13 adds wrong numbers on the CPU where several such additions are in one
+    program with a dynamic batch size. Torch's kernels are right.
+    """
+    assert piece.graph is not None
+    scatters = (
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._unsafe_index_put.default,
+    )
+    return any(
+        node.target in scatters and node.args[1][0] is None and node.args[3:] == (True,)
+        for node in piece.graph.graph.nodes
+    )
+
+
 def _draw_by_kernel(graph: fx.GraphModule) -> None:
     """Has what the step draws drawn by inductor, whose kernels fuse it with what uses it."""
     prims = torch.ops.prims

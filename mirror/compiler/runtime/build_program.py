@@ -12,7 +12,12 @@ import torch
 from mirror.compiler.lowering.partitioner import pieces_of
 from mirror.compiler.lowering.program_cache import Ready, load_program, store_program
 from mirror.compiler.lowering.program_key import program_key
-from mirror.compiler.lowering.programs import CallableProgram, compile_piece, interpret_piece
+from mirror.compiler.lowering.programs import (
+    CallableProgram,
+    compile_piece,
+    interpret_piece,
+    scatters_into_images,
+)
 from mirror.compiler.lowering.step_plan import ProgramPiece, StepPlan
 from mirror.compiler.lowering.step_trace import StepTrace, trace_step
 from mirror.compiler.runtime.bindings import Bindings
@@ -151,6 +156,8 @@ class ProgramBuilder:
             return None
         devices = tuple(dict.fromkeys(self._replicas.devices))
         if self._mode == "trace" or (self._mode == "auto" and not _has_compiler()):
+            return interpret_piece(piece, trace_step.device, devices)
+        if scatters_into_images(piece):
             return interpret_piece(piece, trace_step.device, devices)
         try:
             return compile_piece(piece, trace_step.mode, trace_step.device, devices)
