@@ -8,8 +8,10 @@ the replica's stream into the generator. ``merge_call`` and lazy modules draw fr
 Consequence: after the run the generator has the first replica's state, so ``torch.get_rng_state``
 between runs saves everything. If only other replicas have drawn, one extra number is drawn, so
 that they do not repeat theirs. A run of one replica, and replicas that run at once, draw as is.
-Several workers: an outermost run draws one number, which with the rank seeds the worker's stream,
-and restores the state after that draw. So a shuffled loader has the same order on all workers.
+Several workers: a digest of the state and the rank seed the worker's stream for an outermost run.
+Then the state is restored: a shuffle or noise between runs is that of one device. Only the first
+8 bytes of the state count the runs. They hold the seed of ``torch.manual_seed``, no draw reads
+them, and all copies of the state have them: a seed, ``fork_rng`` and checkpoints repeat a run.
 A lazy module's first values continue the stream of before the run, as on one device.
 
 Python's and numpy's generators stay shared: reading their states takes 20 and 80 us.
@@ -17,6 +19,7 @@ Python's and numpy's generators stay shared: reading their states takes 20 and 8
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,14 +125,14 @@ _states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary(
 def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
     """Calls a run that draws from its worker's stream. See [Note: Streams of replicas]."""
     before = _states_before[workers] = state_of(_generator)
-    seed = int(torch.randint(2**62, (), generator=_generator))
-    after = state_of(_generator)
-    _generator.manual_seed(stream_seed(seed, 1 + workers.rank))
+    digest = hashlib.blake2b(before.numpy().tobytes(), digest_size=7).digest()
+    _generator.manual_seed(stream_seed(int.from_bytes(digest, "little"), 1 + workers.rank))
     try:
         return call()
     finally:
-        drawn = _states_before.pop(workers)
-        _generator.set_state(after if torch.equal(drawn, before) else drawn)
+        after = _states_before.pop(workers)  # a lazy module may have drawn since
+        after[:8].view(torch.int64).add_(1)
+        _generator.set_state(after)
 
 
 @contextmanager

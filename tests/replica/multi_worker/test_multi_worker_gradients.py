@@ -521,3 +521,49 @@ def normalized():
 def test_collectives_in_the_model_where_gradients_are_added(worker_pool, counts):
     program, sizes = partial(trains_without_examples, loss="mean", make=normalized), (8, 5, 3, 7)
     assert_as_one_device(worker_pool, program, counts, 2, sizes, gradient_reduction="sum")
+
+
+def trains_on_shuffled_noisy_examples(place):
+    with place.scope():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in place.batches:
+            order = torch.randperm(len(x))
+            place.kept.append(order)
+            noise = 0.1 * torch.randn(len(x), 4)
+            place.backward(cross_entropy(model), x[order] + noise, y[order])
+            optimizer.step()
+            optimizer.zero_grad()
+    place.keep(model, grads=False)
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
+def test_draws_between_runs_are_those_of_one_device(worker_pool, counts, way):
+    assert_as_one_device(worker_pool, trains_on_shuffled_noisy_examples, counts, way, SIZES)
+
+
+def draw_masks(num_runs):
+    """Returns the masks of dropout in some runs, those after a seed, and after other draws."""
+    strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+
+    def masks():
+        run = partial(strategy.run, lambda: F.dropout(torch.ones(16)))
+        return [run().values[-1].tolist() for _ in range(num_runs)]
+
+    torch.manual_seed(3)
+    first = masks()
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        again = masks()
+    more = masks()
+    strategy.close()
+    return first, again, more
+
+
+def test_workers_draw_other_masks_in_each_run_and_the_same_after_a_seed(worker_pool):
+    found = worker_pool(2).run(draw_masks, 3)
+    for first, again, _ in found:
+        assert again == first
+    masks = [mask for first, _, more in found for mask in (*first, *more)]
+    assert len({tuple(mask) for mask in masks}) == len(masks) == 12
