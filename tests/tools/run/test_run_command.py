@@ -59,6 +59,7 @@ def test_a_script_sees_its_arguments_folder_and_main_module(run, tmp_path):
     expected = subprocess.run(
         [sys.executable, "sub/train.py", "--lr", "3", "-m", "x"],
         cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         check=True,
     )
@@ -256,3 +257,44 @@ def test_signals_from_outside_end_a_script_as_under_python(tmp_path):
             assert time.monotonic() - begun < 60
         assert process.returncode == -number
         assert ("KeyboardInterrupt" in error) == (number == signal.SIGINT)
+
+
+DRAWS = """
+    import torch
+    import torch.nn.functional as F
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    x = torch.randn(21, 4)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    print("loss", loss.item())
+"""
+
+
+@pytest.mark.slow
+def test_a_script_on_two_workers_of_torchrun_draws_and_trains_as_on_one_device(run, tmp_path):
+    one = run({"train.py": DRAWS}, "train.py")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "mirror", "run", "train.py"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = float(one.stdout.split()[1])
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert losses == [pytest.approx(expected, abs=1e-5)] * 2
