@@ -66,7 +66,6 @@ FILES = {
         "execution/run_state.py",
         "execution/replica_thread.py",
         "threads/replica_threads.py",
-        "threads/baton.py",
     ),
     "optimizer": ("replica/optimizers",),
 }

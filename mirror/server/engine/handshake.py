@@ -52,6 +52,10 @@ _VERDICT = struct.Struct("<1s32s")
 _WELCOME, _WRONG_KEY, _WRONG_VERSION = b"+", b"k", b"v"
 
 
+class OtherListenerError(EOFError):
+    """Something of mirror listens at an address, but not what was dialled."""
+
+
 class Credentials(NamedTuple):
     """What a handshake proves.
 
@@ -167,7 +171,8 @@ def authenticate(sock: socket.socket, own: Credentials) -> Channel:
     """Runs the handshake of a client, and returns the channel.
 
     Raises:
-        EOFError: a free node agent listens in place of the actor, or an actor in place of it.
+        EOFError: the connection was closed.
+        OtherListenerError: a free node agent listens in place of the actor, or the reverse.
         OSError: the connection was lost, or the other side took more than ``ACTOR_SECONDS``.
         WireError: the other side is not a process of mirror, or does not have the key.
     """
@@ -182,7 +187,7 @@ def authenticate(sock: socket.socket, own: Credentials) -> Channel:
         if version != VERSION:
             raise WireError(_version_error(version))
         if magic != own.role:
-            raise EOFError(
+            raise OtherListenerError(
                 "the actor has ended" if magic == AGENT else "it serves another program"
             )
         ours = _HELLO.pack(ACTOR, VERSION, os.urandom(_RANDOM))

@@ -19,7 +19,12 @@ from mirror.server.engine.engine_types import (
     Sendable,
     WireError,
 )
-from mirror.server.engine.handshake import ACTOR_SECONDS, actor_credentials, authenticate
+from mirror.server.engine.handshake import (
+    ACTOR_SECONDS,
+    OtherListenerError,
+    actor_credentials,
+    authenticate,
+)
 
 KEY_VARIABLE = "MIRROR_ENGINE_KEY"
 """Has the key in hexadecimal, for processes that were not started by an engine."""
@@ -125,7 +130,8 @@ class SocketClient:
             set_options(sock)
             return authenticate(sock, actor_credentials(self._key, self._address))
         except (EOFError, ConnectionError) as error:
-            if num_retries:  # closed in favour of others: [Note: Floods]
+            # A listener may close a connection in favour of others: [Note: Floods].
+            if num_retries and not isinstance(error, OtherListenerError):
                 return self._open(num_retries - 1)
             raise ActorDied(self.name, f"its process has ended ({error})") from None
         except OSError as error:

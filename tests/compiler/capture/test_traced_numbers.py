@@ -91,3 +91,4 @@ def test_batches_with_other_keys_have_traces_of_their_own():
     one, two = mirror.PerReplica([torch.ones(2)] * 2), mirror.PerReplica([torch.zeros(2)] * 2)
     for batch in [{"a": one, "b": two}] * 3 + [{"b": two, "a": one}] * 2:
         assert strategy.local_results(compiled(batch))[0].tolist() == [1.0, 1.0]
+    strategy.close()

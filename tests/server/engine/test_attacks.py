@@ -246,10 +246,10 @@ def test_a_connection_without_a_descriptor_is_closed_and_the_next_accepted(capfd
         with contextlib.suppress(ConnectionResetError):
             assert refused.recv(4096) == b""
         assert enters(where, own, handshake.CLIENT_SECONDS)
+        until(lambda: accepted)
         listens.stop()
         thread.join(30)
         sock.close()
-    until(lambda: accepted)
     accepted[0].close()
     assert "too many open files" in capfd.readouterr().err
 
