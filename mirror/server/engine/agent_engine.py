@@ -23,7 +23,7 @@ from mirror.server.engine.socket_client import SocketClient, register_key
 _DEATH_NOTICE_SECONDS = 1.0
 _RETRY_SECONDS = 0.2
 _KILL_SECONDS = 15.0
-_START_SECONDS = 660.0  # a role's constructor has 600
+_START_SECONDS = 1260.0  # a fork and a role's constructor have 600 each
 _WARNING_SECONDS = 10.0  # a wait for an agent that takes longer is logged
 
 _Answers = queue.SimpleQueue["dict[str, Any] | None"]

@@ -31,7 +31,7 @@ main({descriptor}, {parent})
 """
 _PACKET_BYTES = 4096
 _CLOSE_SECONDS = 5.0
-_START_SECONDS = 120.0  # the first fork waits until the fork server has imported torch
+_START_SECONDS = 600.0  # the first fork waits until the fork server has imported torch
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
 
