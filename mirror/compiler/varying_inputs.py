@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,9 +26,10 @@ class VaryingInputs:
         self._values: dict[int, Any] = {}
         self._dimensions: set[tuple[int, int]] = set()
         self._numbers: set[int] = set()
-        self._known_options: dict[tuple[int, int, str], Any] = {}
-        self._optimizers: dict[int, Optimizer] = {}  # so that an id is that of one optimizer
-        self._options: set[tuple[int, int, str]] = set()
+        self._known_options: WeakKeyDictionary[Optimizer, dict[tuple[int, str], Any]] = (
+            WeakKeyDictionary()
+        )
+        self._options: WeakKeyDictionary[Optimizer, set[tuple[int, str]]] = WeakKeyDictionary()
 
     def observe_arguments(
         self, structure: Any, columns: Sequence[Sequence[Any]], own: Sequence[bool]
@@ -66,16 +68,15 @@ class VaryingInputs:
 
     def compare_options(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
         """Compares the options of one optimizer, as they were at some time, with those before."""
-        self._optimizers[id(optimizer)] = optimizer
+        known = self._known_options.setdefault(optimizer, {})
         for i, group in enumerate(groups):
             for name, value in group.items():
                 if name == "params" or isinstance(value, bool):
                     continue
                 if isinstance(value, (int, float, tuple)):
-                    key = id(optimizer), i, name
-                    if self._known_options.setdefault(key, value) != value:
-                        self._options.add(key)
-                    self._known_options[key] = value
+                    if known.setdefault((i, name), value) != value:
+                        self._options.setdefault(optimizer, set()).add((i, name))
+                    known[i, name] = value
 
     def dimensions(self, leaf: int) -> list[int]:
         """Returns the dimensions of an argument that have had several sizes."""
@@ -87,7 +88,7 @@ class VaryingInputs:
 
     def is_option(self, optimizer: Optimizer, group: int, name: str) -> bool:
         """Whether an option of an optimizer has had several values."""
-        return (id(optimizer), group, name) in self._options
+        return (group, name) in self._options.get(optimizer, ())
 
     def without_numbers(self) -> VaryingInputs:
         """Returns the same, for a trace in which all numbers are constants."""

@@ -1,6 +1,8 @@
 """Numbers and sizes that change from call to call are inputs, and equal the plain loop."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -91,4 +93,28 @@ def test_batches_with_other_keys_have_traces_of_their_own():
     one, two = mirror.PerReplica([torch.ones(2)] * 2), mirror.PerReplica([torch.zeros(2)] * 2)
     for batch in [{"a": one, "b": two}] * 3 + [{"b": two, "a": one}] * 2:
         assert strategy.local_results(compiled(batch))[0].tolist() == [1.0, 1.0]
+    strategy.close()
+
+
+def test_an_optimizer_that_the_program_has_dropped_is_freed():
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+    with strategy.scope():
+        model = linear()
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            return loss
+
+        compiled = strategy.compile(step, mode="trace")
+        (x,) = strategy.distribute_dataset([torch.randn(4, 6)])
+        compiled(x)  # uncompiled: no trace keeps the optimizer
+        dropped = weakref.ref(optimizers[0])
+        optimizers[0] = torch.optim.SGD(model.parameters(), 0.1)
+        gc.collect()
+        assert dropped() is None
+        compiled(x)
     strategy.close()
