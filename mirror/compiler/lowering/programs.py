@@ -109,13 +109,9 @@ def scatters_into_images(piece: ProgramPiece) -> bool:
     program with a dynamic batch size. Torch's kernels are right.
     """
     assert piece.graph is not None
-    scatters = (
-        torch.ops.aten.index_put.default,
-        torch.ops.aten.index_put_.default,
-        torch.ops.aten._unsafe_index_put.default,
-    )
+    names = ("aten.index_put.default", "aten.index_put_.default", "aten._unsafe_index_put.default")
     return any(
-        node.target in scatters and node.args[1][0] is None and node.args[3:] == (True,)
+        str(node.target) in names and node.args[1][0] is None and node.args[3:] == (True,)
         for node in piece.graph.graph.nodes
     )
 

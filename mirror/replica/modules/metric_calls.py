@@ -273,7 +273,8 @@ _wrapping = threading.Lock()
 # Of metrics and collections; then those of a MetricTracker.
 _METHODS = ("update", "compute", "forward", "reset")
 _OF_TRACKERS = ("increment", "reset_all", "compute_all", "best_metric")
-_are_watched = False
+# Until the metrics of this library are watched; a look at it costs a run no call.
+unwatched_libraries = ["torchmetrics"]
 
 
 def is_metric(module: object) -> bool:
@@ -300,13 +301,12 @@ def watch_log(module: nn.Module) -> None:
 
 def watch_lone_metrics() -> None:
     """Makes replicas' calls of metrics outside mirrored modules merge calls; permanently."""
-    global _are_watched
-    if _are_watched or "torchmetrics" not in sys.modules:
+    if not unwatched_libraries or "torchmetrics" not in sys.modules:
         return
     kinds = _kinds()
     if len(kinds) < 3:
         return  # another thread imports it
-    _are_watched = True
+    unwatched_libraries.clear()
     for kind in kinds:
         wrap_once(kind, "__init__", _watching)
         if "__setstate__" in vars(kind):  # of copies

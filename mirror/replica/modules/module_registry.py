@@ -49,6 +49,7 @@ from mirror.replica.modules.conversions import (
 )
 from mirror.replica.modules.metric_calls import (
     is_metric,
+    unwatched_libraries,
     watch_log,
     watch_lone_metrics,
     watch_metric,
@@ -126,7 +127,7 @@ class ModuleRegistry:
     def mirror_recorded(self) -> None:
         """Mirrors the modules created in the scope, or changed, since the last use."""
         # Checked here, because a call would cost every step.
-        if "torchmetrics" in sys.modules and self.replicas.mirrors:
+        if unwatched_libraries and "torchmetrics" in sys.modules and self.replicas.mirrors:
             watch_lone_metrics()
         if self.pending.modules or self.pending.unmade:
             for module in self.pending.take():
