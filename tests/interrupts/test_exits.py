@@ -56,7 +56,8 @@ ENDS = {
         "    step(*made[1:]); made[0].run(step, args=made[1:])\n"
         "    made[1].me = made; del made; gc.collect()\n"
         "until = time.monotonic() + 60\n"
-        "while sum('replica' in t.name for t in threading.enumerate()) > 4:\n"
+        # The first strategy and the last one may be left, with up to three threads each.
+        "while sum('replica' in t.name for t in threading.enumerate()) > 6:\n"
         "    assert time.monotonic() < until\n"
         "    time.sleep(0.01)",
         0,

@@ -19,7 +19,7 @@ BUGS = {
             "next_.load(); std::this_thread::yield(); next_.store(begin + per_ticket_)"
         )
     },
-    "no wait": {"nobody_works_.wait(lock, [&] { return working_ == 0; });": ""},
+    "no wait": {"all_done_.wait(lock, [&] { return working_ == 0; });": ""},
     "invites unlocked": {"const std::lock_guard lock(mutex_);": ""},
     "two leaders": {
         "if (work_ != nullptr) return false;": "",
