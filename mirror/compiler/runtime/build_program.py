@@ -155,9 +155,8 @@ class ProgramBuilder:
         if piece is None:
             return None
         devices = tuple(dict.fromkeys(self._replicas.devices))
-        if self._mode == "trace" or (self._mode == "auto" and not _has_compiler()):
-            return interpret_piece(piece, trace_step.device, devices)
-        if scatters_into_images(piece):
+        is_uncompiled = self._mode == "trace" or (self._mode == "auto" and not _has_compiler())
+        if is_uncompiled or scatters_into_images(piece):
             return interpret_piece(piece, trace_step.device, devices)
         try:
             return compile_piece(piece, trace_step.mode, trace_step.device, devices)

@@ -41,7 +41,7 @@ _FEW_UNITS = 4 * 2.0**-23  # of float32
 
 @dataclass
 class Cause:
-    """What is told of a difference; see ``CheckResult``."""
+    """Why two runs differ, and what to do; ``CheckResult`` has the same fields."""
 
     kind: str = ""
     why: str = ""
