@@ -147,7 +147,9 @@ def sizes_of(mode: Any, fakes: Sequence[Tensor]) -> Sizes:
 def known_of_sizes(mode: Any) -> str:
     """Returns in words what a mode knows of sizes, and the numbers that they were at the trace."""
     env = mode.shape_env
-    numbers = getattr(env, "backed_var_to_val", None) or env.var_to_val  # as older ones name it
+    # Torch 2.12 and older: var_to_val, which warns in newer ones.
+    numbers = getattr(env, "backed_var_to_val", None)
+    numbers = env.var_to_val if numbers is None else numbers
     known = [env.var_to_range, env.replacements, numbers]
     return repr([sorted(map(str, one.items())) for one in known] + [[g.expr for g in env.guards]])
 

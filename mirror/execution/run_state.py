@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -235,6 +236,18 @@ class Run:
                     f"not all have set the same: {called}; call train() and eval() outside "
                     "strategy.run, or on every replica"
                 )
+
+
+def check_weight(value: Any) -> float:
+    """Returns a replica's weight as a number.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    weight = float(value)
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"a replica's weight must be finite and >= 0, got {weight}")
+    return weight
 
 
 def shares_of(

@@ -55,7 +55,7 @@ def make_compiled_step(
             group.replicas, group.registry, group.reducer, coherence, group.finite, mode
         )
 
-    return CompiledStep(
+    compiled = CompiledStep(
         step,
         run,
         find_active,
@@ -65,3 +65,5 @@ def make_compiled_step(
         fallback=fallback,
         is_eager=is_eager,
     )
+    group.replicas.caches.add(compiled)
+    return compiled

@@ -77,6 +77,13 @@ class Placeholders:
             self.inputs.append(known)
         return known.fake
 
+    def add_found(self, tensor: Tensor) -> Tensor:
+        """Returns what stands for a tensor that the step finds outside, and may write."""
+        with torch.no_grad():
+            fake = faked(self.mode, tensor)
+        self.inputs.append(StepInput(InputKind.SHARED, fake, value=tensor))
+        return fake
+
     def only(self, kind: InputKind) -> Tensor:
         """Returns what stands for the only input of a kind."""
         return self._by_place[kind, None, None].fake

@@ -38,8 +38,8 @@ aten = torch.ops.aten
 _BY_VALUE = "decides, or keeps a number, by a value that is known only while the step runs"
 _BY_SIZE = "makes a tensor whose size depends on values"
 _LATER = (
-    "do it after the step, which may return the tensor, use torch.where in place of a branch, or "
-    "pass fallback='eager'"
+    "return the tensor from the step and read it after the call, use torch.where in place of a "
+    "branch, or pass fallback='eager'"
 )
 
 _VALIDATED = (

@@ -51,6 +51,21 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
+_SIGNS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+}
 _FUNCTIONS = {**_ARITHMETIC, **_UNARY, **_COMPARISONS}
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -75,6 +90,14 @@ class NumberSource:
     is_own: bool
     kind: type
 
+    def describe(self, argument_names: Sequence[str]) -> str:
+        """Returns what it is in words."""
+        if self.optimizer is None:
+            known = self.name < len(argument_names)
+            return argument_names[self.name] if known else "an argument"
+        index = "" if self.index is None else f"[{self.index}]"
+        return f"option {self.name!r}{index} of {type(self.optimizer).__name__}"
+
     def among_options(self) -> Any:
         """Returns the option of the optimizer now."""
         value = self.optimizer.param_groups[self.group].get(self.name)
@@ -91,6 +114,7 @@ class TracedNumbers:
 
     Attributes:
         sources: where they are found.
+        values_then: what they were in the trace.
         guards: comparisons, and their outcomes.
     """
 
@@ -102,6 +126,7 @@ class TracedNumbers:
     ) -> None:
         self._add, self._is_option, self._is_argument = add, options, arguments
         self.sources: list[NumberSource] = []
+        self.values_then: list[Any] = []
         self.guards: dict[Expression, Any] = {}
 
     def option(
@@ -131,9 +156,10 @@ class TracedNumbers:
         return self._found(NumberSource(None, 0, leaf, None, is_own, kind), value)
 
     def _found(self, source: NumberSource, value: Any) -> Any:
+        value = source.kind(value)
         if source not in self.sources:
             self.sources.append(source)
-        value = source.kind(value)
+            self.values_then.append(value)
         made = _INT if isinstance(value, int) else _FLOAT
         return made(self, value, ("source", self.sources.index(source)))
 
@@ -252,6 +278,23 @@ class TracedNumbers:
             evaluated(expression, values) == outcome for expression, outcome in self.guards.items()
         )
 
+    def changed(self, values: Sequence[Any], argument_names: Sequence[str]) -> str | None:
+        """Returns which comparison has another outcome than in the trace, in words."""
+        names = [source.describe(argument_names) for source in self.sources]
+        told = [
+            f"{name} was {then!r} and is {now!r}"
+            for name, then, now in zip(names, self.values_then, values, strict=True)
+        ]
+        for text, source, value in zip(told, self.sources, values, strict=True):
+            if type(value) is not source.kind:
+                return text
+        for expression, outcome in self.guards.items():
+            now = evaluated(expression, values)
+            if now != outcome:
+                used = ", ".join(told[i] for i in dict.fromkeys(_sources_in(expression)))
+                return f"`{_as_text(expression, names)}` was {outcome} and is {now} ({used})"
+        return None
+
 
 def evaluated(expression: Expression, values: Sequence[Any]) -> Any:
     """Returns the number that an expression is, given what the sources are."""
@@ -261,6 +304,21 @@ def evaluated(expression: Expression, values: Sequence[Any]) -> Any:
     if kind == "number":
         return expression[1]
     return _FUNCTIONS[kind](*[evaluated(one, values) for one in expression[1:]])
+
+
+def _as_text(expression: Expression, names: Sequence[str]) -> str:
+    """Returns an expression as Python, in which the sources have these names."""
+    kind, *parts = expression
+    if kind == "source":
+        return names[parts[0]]
+    if kind == "number":
+        return repr(parts[0])
+    texts = [_as_text(part, names) for part in parts]
+    if kind in _SIGNS:
+        return f" {_SIGNS[kind]} ".join(
+            f"({text})" if len(part) > 2 else text for part, text in zip(parts, texts, strict=True)
+        )
+    return f"{kind}({texts[0]})"
 
 
 def _sources_in(expression: Expression) -> Iterator[int]:

@@ -176,6 +176,29 @@ class TracedSwaps:
             lent["foreach"] = self.rates == "tensors"
         return lent
 
+    def snapshot(self, optimizer: Optimizer) -> list[Any]:
+        """Returns copies of the parameters and the state of an optimizer that is lent."""
+        lease = self.all[id(optimizer)]
+        with torch.no_grad():
+            params = [(p, p.clone()) for group in lease.lent for p in group["params"]]
+            entries = [
+                (entry, name, value.clone())
+                for entry in lease.lent_state.values()
+                if isinstance(entry, dict)
+                for name, value in entry.items()
+                if isinstance(value, Tensor)
+            ]
+        return [params, entries]
+
+    def keep_where(self, optimizer: Optimizer, kept: Tensor, before: list[Any]) -> None:
+        """Puts back what an optimizer has changed where ``kept`` is true."""
+        params, entries = before
+        with torch.no_grad():
+            for tensor, old in params:
+                tensor.copy_(torch.where(kept, old, tensor))
+            for entry, name, old in entries:
+                entry[name].copy_(torch.where(kept, old, entry[name]))
+
     def swap_out(self, optimizer: Optimizer) -> None:
         """Takes the stand-ins out after a step."""
         lease = self.all.get(id(optimizer))

@@ -37,6 +37,7 @@ from mirror.compiler.capture.traced_gradients import TracedGradients
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwaps
 from mirror.compiler.capture.zero_grad import zero_grad_unconditionally
+from mirror.compiler.comparable import StateMissing
 from mirror.compiler.custom_ops import define
 from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.step_inputs import InputKind
@@ -55,10 +56,13 @@ class CollectivePoint:
     Attributes:
         op: how tensors are reduced; ``None``: they are local gradients of ``places``.
         lie: of each place, in which tensor that is brought, from where on, and the shape.
+        is_weighed: whether the step has multiplied local gradients by their shares.
     """
 
-    def __init__(self, op: str | None, places: Sequence[StateTensor] = ()) -> None:
-        self.op = op
+    def __init__(
+        self, op: str | None, places: Sequence[StateTensor] = (), *, is_weighed: bool = False
+    ) -> None:
+        self.op, self.is_weighed = op, is_weighed
         self.places = tuple(places)
         self.lie: list[tuple[int, int, tuple[int, ...]]] = []
 
@@ -91,6 +95,8 @@ class Tracer:
         leases: the optimizers it has stepped.
         draws: how often it draws.
         failed_in_optimizer: whether what could not be followed was an optimizer's.
+        weight: the replica's weight, if the step sets it.
+        scalers: the gradient scalers that it uses.
     """
 
     def __init__(
@@ -114,6 +120,11 @@ class Tracer:
         self.gradients: TracedGradients | None = None
         self.draws = FunctionalRng(stand_ins.only(InputKind.SEED), refusal)
         self.failed_in_optimizer = False
+        self.weight: Tensor | None = None
+        self._share: Tensor | None = None
+        self.scalers: list[Any] = []
+        self._skips: dict[int, Tensor] = {}  # by id of the optimizer
+        self._before: dict[int, list[Any]] = {}
 
     def trace(self, call: Callable[[], Any]) -> Any:
         """Calls the step; returns what it returns.
@@ -123,14 +134,14 @@ class Tracer:
         """
         leaves = self._stand_ins.make_leaves()
         self.gradients = TracedGradients(leaves, self._stand_ins.entering, self._reduced, refusal)
+        self._by_id = self._stand_ins.by_id()
         functions = Functions(
-            self._stand_ins.by_id(),
+            self._by_id,
             self.gradients.read_leaf,
             self.gradients.write_leaf,
             self.numbers,
         )
-        run = TracedRun(self._replicas, NullLockstep(), (0,))
-        replica = run.members[0]
+        replica = self._replica = TracedRun(self._replicas, NullLockstep(), (0,)).members[0]
         replica.tracing = self
         replica.weight = self._stand_ins.only(InputKind.WEIGHT)  # type: ignore[assignment]
         before = save_context()
@@ -156,7 +167,11 @@ class Tracer:
                 result = call()
                 self.gradients.settle()
                 self.leases.check()
+                if False in [scaler.end_trace() for scaler in self.scalers]:
+                    raise _no_update()
             finally:
+                for scaler in self.scalers:
+                    scaler.end_trace()
                 current.replica, current.strategy, current.below = before
         return result
 
@@ -179,6 +194,40 @@ class Tracer:
         is_own = self._stand_ins.only(InputKind.PLACE).unsqueeze(1)
         return torch.where(is_own, row, torch.zeros_like(row))
 
+    def set_weight(self, value: Any) -> None:
+        """Sets the replica's weight, for later backward passes; see ``ReplicaContext.weight``."""
+        assert self.gradients is not None
+        self.gradients.settle()  # those of earlier passes have the weight of their time
+        dtype, device = torch.float64, self._stand_ins.device
+        with torch.no_grad():
+            if isinstance(value, Tensor):
+                own = value.detach().reshape(()).to(device=device, dtype=dtype)
+            else:
+                own = torch.scalar_tensor(value, device=device, dtype=dtype)
+            if self._replicas.weighted and self._replicas.mirrors:
+                (total,) = self.meet(CollectivePoint("sum"), [own])
+                # As ``shares_of`` has it: without any weight all replicas count the same.
+                self._share = torch.where(total == 0, 1 / self.count, own / total)
+        self.weight = self._replica.weight = own  # type: ignore[assignment]
+
+    def use_scaler(self, scaler: Any, tensors: Sequence[Tensor | None]) -> None:
+        """Makes tensors of a gradient scaler inputs, which the step may write.
+
+        Raises:
+            StateMissing: the scaler has not made them yet.
+        """
+        if any(scaler is known for known in self.scalers):
+            return
+        for tensor in tensors:
+            if tensor is None:
+                raise StateMissing
+            self._by_id[id(tensor)] = self._stand_ins.add_found(tensor)
+        self.scalers.append(scaler)
+
+    def skip_step_if(self, skipped: Tensor, optimizer: Optimizer) -> None:
+        """Makes the optimizer's next step change nothing where ``skipped`` is true."""
+        self._skips[id(optimizer)] = skipped
+
     def refuse(self, what: str, remedy: str) -> NoReturn:
         """Raises the error for what no trace can follow."""
         raise refusal(
@@ -198,9 +247,9 @@ class Tracer:
 
     def weighted_sum(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
-        own = self._stand_ins.only(InputKind.WEIGHT)
         if not self._replicas.weighted:
             return self.meet(CollectivePoint("sum"), grads)
+        own: Any = self._replica.weight
         weighed = [grad * own.to(grad.dtype) for grad in grads]
         return [t / own.to(t.dtype) for t in self.meet(CollectivePoint("sum"), weighed)]
 
@@ -212,7 +261,15 @@ class Tracer:
     def _reduced(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
         if not self._replicas.mirrors and not self._meets_alone:
             return local
-        return self.meet(CollectivePoint(None, places), local)
+        if self._share is None:
+            return self.meet(CollectivePoint(None, places), local)
+        share = self._share
+        zero = torch.zeros_like(share)  # what counts nothing may be NaN
+        weighed = [
+            torch.where(share == 0, zero.to(grad.dtype), grad * share.to(grad.dtype))
+            for grad in local
+        ]
+        return self.meet(CollectivePoint(None, places, is_weighed=True), weighed)
 
     def _clear(self, parameters: Iterable[Tensor]) -> bool:
         """Drops gradients; returns whether all are of what the trace has stand-ins for."""
@@ -242,6 +299,8 @@ class Tracer:
             hooks: Any = last.hooks_dict_ref()
             hooks.move_to_end(last.id, last=False)
             self._next_to_steps[id(optimizer)] = first, last
+            if id(optimizer) in self._skips:
+                self._before[id(optimizer)] = self.leases.snapshot(optimizer)
 
     def _lend_grads(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
@@ -256,6 +315,9 @@ class Tracer:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._remove_hooks(optimizer)
+        before = self._before.pop(id(optimizer), None)
+        if before is not None:
+            self.leases.keep_where(optimizer, self._skips.pop(id(optimizer)), before)
         self.leases.swap_out(optimizer)
 
     def _remove_hooks(self, *optimizers: Optimizer) -> None:
@@ -286,6 +348,13 @@ class _AllReduce(torch.autograd.Function):
         if ctx.op == "mean":
             summed = [grad / ctx.tracer.count.to(grad.dtype) for grad in summed]
         return (None, None, *summed)
+
+
+def _no_update() -> CompileError:
+    return CompileError(
+        "the step cannot be compiled: it calls step() or unscale_() of a GradScaler, and not "
+        "update(); call scaler.update() at the end of the step, or pass fallback='eager'"
+    )
 
 
 def _floats(tensor: Tensor) -> bool:

@@ -44,6 +44,8 @@ class StepTrace:
         rates_read: the optimizers whose learning rates are those of the trace.
         numbers: the numbers of Python that are inputs.
         traced_leaves: the numbers among the arguments' leaves that are inputs.
+        sets_weight: whether the last result is the weight that the step gives a replica.
+        scalers: the gradient scalers that it uses.
     """
 
     graph: fx.GraphModule
@@ -66,6 +68,8 @@ class StepTrace:
     rates_read: list[Optimizer]
     numbers: TracedNumbers
     traced_leaves: frozenset[int]
+    sets_weight: bool
+    scalers: list[Any]
 
 
 def trace_step(
@@ -190,6 +194,8 @@ class _Try:
             traced_leaves=frozenset(
                 source.name for source in tracer.numbers.sources if source.optimizer is None
             ),
+            sets_weight=tracer.weight is not None,
+            scalers=list(tracer.scalers),
         )
 
     def _stood_for(self, index: int, leaf: Any, is_own: bool) -> Any:
@@ -230,6 +236,7 @@ class _Try:
             before.copy_(after)
         tensors = [leaf for leaf in leaves_of(self._result) if isinstance(leaf, Tensor)]
         tensors += [grad for grad in self._left.values() if grad is not None]
+        tensors += [] if self.tracer.weight is None else [self.tracer.weight]
         return [by_id.get(id(t), t).detach() for t in tensors]
 
 

@@ -101,6 +101,13 @@ class Bindings:
                 ]
             templates.append(template)
         self._templates = [[*template, *self._spare] for template in templates]
+        self._copied = [
+            (one.value, templates[home][i])
+            for i, one in enumerate(inputs)
+            if one.value is not None
+            for home in self.homes
+            if one.value.device != self._replicas.devices[home]
+        ]
         slot_of = {id(one): i for i, one in enumerate(inputs)}
         self._written = [
             templates[home][slot_of[id(one)]]
@@ -137,6 +144,31 @@ class Bindings:
         if not all(a is b for a, b in zip(now, self._bound, strict=True)):
             self._bind()
         return True
+
+    def changed(self) -> str | None:
+        """Returns which gradient or state is not as the trace found it, in words."""
+        for place, was_there in self._trace.entering.items():
+            is_there = _grad(place, 0) is not None
+            if is_there is not was_there:
+                then, now = [("None", "a tensor")[there] for there in (was_there, is_there)]
+                return f"the gradient of {place.name!r} was {then} and is {now}"
+        for slot, place in self._left:
+            grad, fake = _grad(place, 0), self._trace.inputs[slot].fake
+            if grad is not None and grad.stride() != fake.stride():
+                return (
+                    f"the gradient of {place.name!r} had strides {fake.stride()} and has "
+                    f"{grad.stride()}"
+                )
+        for lease, (_, states) in zip(self._trace.leases, self._state_slots, strict=True):
+            if not all(held.are_as_before() for held in states):
+                return f"the state of {type(lease.optimizer).__name__} has other tensors"
+        return None
+
+    def numbers_changed(self, arguments: StepArguments) -> str | None:
+        """Returns which comparison of numbers has another outcome, in words."""
+        numbers, names = self._trace.numbers, arguments.names()
+        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain()]
+        return next(filter(None, (numbers.changed(values, names) for values in found)), None)
 
     def take_numbers(self, arguments: StepArguments) -> bool:
         """Finds the numbers that are inputs; returns whether they compare as in the trace."""
@@ -176,6 +208,8 @@ class Bindings:
         """
         self._fill(tuple(parts), weights, count)
         self._fill_numbers(tuple(parts))
+        for found, copy in self._copied:  # the program may have changed what was found
+            copy.copy_(found)
         if self._trace.draws:
             seeds = torch.empty(len(parts), dtype=torch.int64, device="cpu").random_(0, 2**62)
             for r, seed in zip(parts, seeds.tolist(), strict=True):

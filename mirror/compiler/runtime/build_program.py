@@ -107,7 +107,13 @@ class ProgramBuilder:
             meeting.lie = lie
         used = [one.of for one in traced.inputs if one.kind is InputKind.PARAMETER]
         assumptions = TraceGuards(
-            step, traced.modules, used, traced.leases, traced.rates_read, traced.numbers
+            step,
+            traced.modules,
+            used,
+            traced.leases,
+            traced.rates_read,
+            traced.numbers,
+            traced.scalers,
         )
         program = StepProgram(
             self._replicas,

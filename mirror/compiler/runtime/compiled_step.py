@@ -46,14 +46,14 @@ class StepProgramProtocol(Protocol):
 
     trace: Any
     meets: HasCollectives
-
     structure: Any
+    weights: dict[int, float] | None
 
     def fits(self, part: Sequence[Any]) -> bool: ...
 
     def numbers_hold(self, arguments: StepArguments) -> bool: ...
 
-    def changed(self, part: Sequence[Any], names: Sequence[str]) -> str | None: ...
+    def what_changed(self, arguments: StepArguments, part: Sequence[Any] | None) -> str | None: ...
 
     def can_run(self) -> bool: ...
 
@@ -99,6 +99,10 @@ class CompiledStep:
         self._traced_at: deque[int] = deque(maxlen=MAX_TRACES)
         self._varying = VaryingInputs()
         self.num_traces = 0
+
+    def clear(self) -> None:
+        """Drops all programs, and what they keep alive; the next call traces again."""
+        self._programs.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the step on all replicas; returns what ``strategy.run`` returns.
@@ -184,7 +188,11 @@ class CompiledStep:
         except ProgramFailed as failed:
             self._give_up_program(failed)
             return None
-        self._coherence.end(weighing.local)
+        local = weighing.local
+        if program.weights is not None:
+            weights = [program.weights.get(r, 0.0) for r in range(self._coherence.num_replicas)]
+            local = sum(weights)
+        self._coherence.end(local)
         return self._join(program, results, weights), bool(program.trace.leases)
 
     def _give_up_program(self, failed: ProgramFailed) -> None:
@@ -299,10 +307,9 @@ class CompiledStep:
         if program.structure != arguments.structure:
             return "the arguments have another structure"
         unfit = [s for s in arguments.signatures if not known.get(s)]
-        changed = assumptions.changed()
-        if changed is None and unfit:
-            changed = program.changed(arguments.leaves(unfit[0]), arguments.names())
-        return changed or "gradients or optimizer state are others than they were"
+        part = arguments.leaves(unfit[0]) if unfit else None
+        changed = assumptions.changed() or program.what_changed(arguments, part)
+        return changed or "optimizer state or sizes are not those of the trace"
 
     def _observe(self, arguments: StepArguments) -> None:
         """Finds what has changed since the last trace, and is an input of the next one."""

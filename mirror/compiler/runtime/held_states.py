@@ -47,20 +47,21 @@ class HeldStates:
         # Past what the state of mirrored parameters does when it is looked into.
         entries = [*dict.values(state)]
         if state is not self._state or not are_identical(entries, self._entries):
+            self._places = self._find(state)
             self._state, self._entries = state, entries
-            self._find()
         return [entry[name] for entry, name in self._places]
 
-    def _find(self) -> None:
-        by_id = {id(key): entry for key, entry in dict.items(self._state)}
-        self._places = []
+    def _find(self, state: Any) -> list[tuple[dict[Any, Any], Any]]:
+        by_id = {id(key): entry for key, entry in dict.items(state)}
+        places = []
         for place, name in self._wanted:
             key = place.owner if self._mirror is None else place.on_replica(self._replica_id)
             entry, device = by_id[id(key)], place.on_replica(self._replica_id).device
             # Programs of GPUs count there: what the host counts, a CUDA graph would not see.
             if not entry[name].dim() and entry[name].device != device:
                 entry[name] = entry[name].to(device)
-            self._places.append((entry, name))
+            places.append((entry, name))
+        return places
 
     def are_as_before(self) -> bool:
         """Whether the tensors are the same, or alike ones in their place; keeps those."""

@@ -25,6 +25,7 @@ from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.step_inputs import InputKind
 from mirror.compiler.torch_internals import Sizes
 from mirror.execution.replicas import Replicas
+from mirror.execution.run_state import check_weight
 from mirror.replica.collectives.collectives import all_reduce_payloads
 from mirror.replica.collectives.over_workers import Participants
 from mirror.values import ABSENT
@@ -47,6 +48,7 @@ class StepProgram:
 
     Attributes:
         meets: what they meet for.
+        weights: by replica, the weights that the last call of the step has set; ``None``: none.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class StepProgram:
         self.meets = HasCollectives(
             [(one.op, _names(one.places), one.lie) for one in trace.meetings]
         )
+        self.weights: dict[int, float] | None = None
         self._has_run = self._may_have_changed = False
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._before: Tensor | None = None  # the state of the generator that gives seeds
@@ -109,11 +112,17 @@ class StepProgram:
         """Whether the numbers that are inputs compare as they did in the trace."""
         return self._bindings.take_numbers(arguments)
 
-    def changed(self, part: Sequence[Any], names: Sequence[str]) -> str | None:
-        """Returns which of a replica's leaves is another than in the trace, in words."""
+    def what_changed(self, arguments: StepArguments, part: Sequence[Any] | None) -> str | None:
+        """Returns what is not as in the trace, in words: a leaf of ``part``, a number, state."""
+        found = None if part is None else self._leaf_changed(part, arguments.names())
+        return found or self._bindings.numbers_changed(arguments) or self._bindings.changed()
+
+    def _leaf_changed(self, part: Sequence[Any], names: Sequence[str]) -> str | None:
         if len(part) != len(self._leaves):
             return f"there are {len(part)} arguments, and were {len(self._leaves)}"
-        for name, then, now in zip(names, self._leaves, part, strict=True):
+        for i, (name, then, now) in enumerate(zip(names, self._leaves, part, strict=True)):
+            if i in self.trace.traced_leaves:
+                continue
             if isinstance(then, Tensor) and isinstance(now, Tensor):
                 before, after = _described(then), _described(now)
                 if before != after:
@@ -182,6 +191,8 @@ class StepProgram:
                 if at is not None and grads[place] is ABSENT:
                     grads[place] = first[slots[at]].to(self._replicas.devices[home])
         results = {r: self._results(values) for r, values in own.items()}
+        if self.trace.sets_weight:
+            self.weights = {r: check_weight(values[slots[-1]]) for r, values in own.items()}
         results, grads = self._launcher.remaining(results, grads)
         self._coherence.stepped(self._changes, grads, active)
         return results
@@ -223,6 +234,7 @@ class StepProgram:
         payloads = {r: list(brought(values)) for r, values in own.items()}
         if meeting.op is None:
             self._replicas.timeline.begin(CROSS, REDUCTION, "gradients")
+            shares = dict.fromkeys(shares, 1.0) if meeting.is_weighed else shares
             reduced = self._reductions.reduce(payloads, shares, meeting)
             self._replicas.timeline.end(CROSS, REDUCTION)
         else:

@@ -37,6 +37,11 @@ from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.torch_internals import MODULE_HOOKS
 from mirror.replica.modules.module_dicts import ReplicaDict
 
+_SCALER = [
+    *["enabled, growth_factor, backoff_factor or growth_interval of a GradScaler"] * 4,
+    *["the tensors of a GradScaler"] * 2,
+]
+
 
 class GuardedValue:
     """One list of things to compare.
@@ -100,6 +105,7 @@ class TraceGuards:
         leases: the optimizers that it steps.
         rates_read: the optimizers whose learning rates it has read as numbers.
         numbers: the options that are inputs, which may change.
+        scalers: the gradient scalers that it uses.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class TraceGuards:
         leases: Sequence[TracedSwap],
         rates_read: Sequence[Optimizer],
         numbers: TracedNumbers,
+        scalers: Sequence[Any] = (),
     ) -> None:
         self._watched = [
             thread_state(),
@@ -117,6 +124,7 @@ class TraceGuards:
             *_of_parameters(places),
             *[_of_optimizer(lease, numbers) for lease in leases],
             *[_of_rates(optimizer) for optimizer in rates_read],
+            *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
             _of_what_is_around(step, modules),
         ]
 
