@@ -47,5 +47,9 @@ class ProgramFailed(Exception):
         self.has_changed = has_changed
 
 
+class RunsUncompiled(Exception):
+    """A step must run uncompiled with arguments of these sizes, because it checks a value then."""
+
+
 class StateMissing(Exception):
     """A step makes optimizer state that was not there; what is there when it runs uncompiled."""

@@ -189,6 +189,9 @@ class Tracing(Protocol):
     def skip_step_if(self, skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Makes the optimizer's next step change nothing where ``skipped`` is true."""
 
+    def run_uncompiled(self) -> NoReturn:
+        """Has calls with these sizes run uncompiled: a value must be checked."""
+
     def refuse(self, what: str, remedy: str) -> NoReturn:
         """Raises the error for code that cannot be traced."""
 

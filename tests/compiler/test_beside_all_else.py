@@ -247,3 +247,25 @@ def test_losses_of_the_whole_batch_are_summed(num_replicas):
             torch.testing.assert_close(loss, step(*batch).detach())
         check(own.model, plain.model)
         assert compiled.num_traces == 1
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_batch_norm_over_one_example_per_replica_runs_uncompiled(num_replicas):
+    class Normalized(Trained):
+        def __init__(self):
+            super().__init__()
+            layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
+            self.model = mirror.nn.convert_sync_batchnorm(nn.Sequential(*layers))
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+    strategy, own, plain = pair(num_replicas, Normalized)
+    compiled = strategy.compile(own.step, mode="trace")
+    data = batches([6, 6, *[num_replicas] * 5, 6])
+    for batch, part in zip(data, strategy.distribute_dataset(data), strict=True):
+        loss = strategy.reduce("mean", compiled(*part))
+        torch.testing.assert_close(loss, plain.step(*batch).detach(), rtol=1e-4, atol=1e-5)
+    assert compiled.num_traces == 1
+    (only,) = strategy.distribute_dataset(batches([1]))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        compiled(*only)
+    strategy.close()

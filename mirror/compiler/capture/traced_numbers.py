@@ -18,7 +18,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ _SIGNS = {
 }
 _FUNCTIONS = {**_ARITHMETIC, **_UNARY, **_COMPARISONS}
 _HALF = (torch.float16, torch.bfloat16)
+_WITH_ALPHA, _WITH_VALUE = ("add", "sub", "subtract", "rsub"), ("addcmul", "addcdiv")
+_SCALING = (*_WITH_ALPHA, *_WITH_VALUE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,8 @@ class TracedNumbers:
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_"):
             return self._each(name, args, kwargs)
+        if name.strip("_") in _SCALING and any(is_half(arg) for arg in args):
+            return self._in_single(name, args, kwargs)
         args, kwargs = self._scaled(name, list(args), dict(kwargs))
         if not has_traced((args, kwargs)):
             return func(*args, **kwargs)
@@ -198,10 +202,20 @@ class TracedNumbers:
         except Exception:  # it takes no tensors there: the number itself, then
             return func(*_as_numbers(args), **_as_numbers(kwargs))
 
+    def _in_single(self, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Calls a function of half tensors in single precision, as their kernels compute."""
+        start = args[0]
+        wide = [arg.float() if is_half(arg) else arg for arg in args]
+        found: Tensor = self.call_any(getattr(torch, name.strip("_")), wide, kwargs)
+        if name.endswith("_"):
+            return cast("Tensor", start.copy_(found))
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        return found.to(reduce(torch.promote_types, [tensor.dtype for tensor in tensors]))
+
     def _scaled(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Multiplies by what ``alpha=`` and ``value=`` stand for, which must be no tensors."""
         bare = name.strip("_")
-        if bare in ("add", "sub", "subtract", "rsub") and is_traced_number(kwargs.get("alpha")):
+        if bare in _WITH_ALPHA and is_traced_number(kwargs.get("alpha")):
             alpha = kwargs.pop("alpha")
             at, other = (1, args[1]) if len(args) > 1 else ("other", kwargs.get("other"))
             scaled = self._product(other, alpha)
@@ -209,7 +223,7 @@ class TracedNumbers:
                 args[1] = scaled
             else:
                 kwargs["other"] = scaled
-        if bare in ("addcmul", "addcdiv") and is_traced_number(kwargs.get("value")):
+        if bare in _WITH_VALUE and is_traced_number(kwargs.get("value")):
             args[1] = self._product(args[1], kwargs.pop("value"))
         return args, kwargs
 
@@ -436,6 +450,11 @@ _FLOAT, _INT = TracedFloat, TracedInt
 def is_traced_number(value: Any) -> bool:
     """Whether a value is a number that is an input of the graph."""
     return isinstance(value, _TracedNumber)
+
+
+def is_half(value: Any) -> bool:
+    """Whether a value is a tensor of a half type, with dimensions."""
+    return isinstance(value, Tensor) and value.dtype in _HALF and value.dim() > 0
 
 
 def has_traced(tree: Any) -> bool:

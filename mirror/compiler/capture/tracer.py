@@ -37,7 +37,7 @@ from mirror.compiler.capture.traced_gradients import TracedGradients
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwaps
 from mirror.compiler.capture.zero_grad import zero_grad_unconditionally
-from mirror.compiler.comparable import StateMissing
+from mirror.compiler.comparable import RunsUncompiled, StateMissing
 from mirror.compiler.custom_ops import define
 from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.step_inputs import InputKind
@@ -227,6 +227,10 @@ class Tracer:
     def skip_step_if(self, skipped: Tensor, optimizer: Optimizer) -> None:
         """Makes the optimizer's next step change nothing where ``skipped`` is true."""
         self._skips[id(optimizer)] = skipped
+
+    def run_uncompiled(self) -> NoReturn:
+        """Has calls with these sizes run uncompiled: a value must be checked."""
+        raise RunsUncompiled
 
     def refuse(self, what: str, remedy: str) -> NoReturn:
         """Raises the error for what no trace can follow."""

@@ -17,7 +17,7 @@ from mirror.compiler.capture.side_effects import UnchangedSurroundings
 from mirror.compiler.capture.traced_numbers import TracedNumbers, is_traced_number
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.capture.tracer import CollectivePoint, Tracer
-from mirror.compiler.comparable import StateMissing
+from mirror.compiler.comparable import RunsUncompiled, StateMissing
 from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.compiler.varying_inputs import VaryingInputs
@@ -101,6 +101,7 @@ def trace_step(
     Raises:
         CompileError: it does what no trace can follow.
         StateMissing: it makes optimizer state.
+        RunsUncompiled: it checks a value where arguments have these sizes.
     """
 
     def tried(rates: str, inputs: VaryingInputs) -> _Try:
@@ -113,7 +114,7 @@ def trace_step(
     first = tried("tensors", varying)
     try:
         return first.traced(leaves, own)
-    except StateMissing:
+    except (RunsUncompiled, StateMissing):
         raise
     except Exception as error:
         others: list[tuple[str, VaryingInputs]] = []

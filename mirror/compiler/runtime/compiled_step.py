@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from mirror.base.dynamo import TRACERS
 from mirror.base.timeline import COMPILED, CROSS
-from mirror.compiler.comparable import ProgramFailed, StateMissing
+from mirror.compiler.comparable import ProgramFailed, RunsUncompiled, StateMissing
 from mirror.compiler.runtime.param_sync import ParamSync
 from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares, WorkerConsensus
@@ -98,6 +98,7 @@ class CompiledStep:
         self._fixes_sizes = False  # whether the step is another one for every size of a batch
         self._traced_at: deque[int] = deque(maxlen=MAX_TRACES)
         self._varying = VaryingInputs()
+        self._untraceable: set[Any] = set()  # signatures of arguments that run uncompiled
         self.num_traces = 0
 
     def clear(self) -> None:
@@ -242,7 +243,7 @@ class CompiledStep:
         Nor is a batch without examples, which a worker has where there are too few for all: torch
         divides by the number of examples while it traces a mean.
         """
-        if arguments.has_empty():
+        if arguments.has_empty() or not self._untraceable.isdisjoint(arguments.signatures):
             return True
         are_mixed = len(set(arguments.signatures)) > 1
         if are_mixed and (self._fixes_sizes or arguments.is_odd()):
@@ -264,6 +265,9 @@ class CompiledStep:
             program: StepProgramProtocol
             with self._coherence.timeline.compiling():
                 assumptions, program = self._maker.build(self._step, arguments, self._varying)
+        except RunsUncompiled:
+            self._untraceable.update(arguments.signatures)
+            return None
         except StateMissing:
             self._waits += 1
             if self._waits > MAX_TRACES:
