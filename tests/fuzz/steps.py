@@ -92,7 +92,8 @@ def _loss(draft, call, out):
         lines.append("(slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)")
         lines.append("loss = loss + 0.1 * slope.square().flatten(1).sum(1).mean()")
     if draft.is_compiled and draft.reduction == "mean":
-        lines += filter(None, [k.choose("collective", ("", *COLLECTIVES), simplest=0.7)])
+        terms = [term for term in COLLECTIVES if by_example or "(out *" not in term]
+        lines += filter(None, [k.choose("collective", ("", *terms), simplest=0.7)])
     if draft.has_critic:
         lines.append("loss = loss - 0.1 * critic(out).mean()")
     if not draft.sparse and k.maybe("l2", 0.1):
