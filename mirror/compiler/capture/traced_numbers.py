@@ -1,15 +1,15 @@
 """Numbers of Python that change from call to call, as inputs of a trace.
 
 [Note: Traced numbers]
-A trace keeps a number of Python as a constant, until the number changes: an option of an optimizer
+A trace keeps a number of Python as a constant until the number changes: an option of an optimizer
 (momentum, betas, weight decay, eps), or an argument of the step. From then on the trace has a
 ``TracedNumber`` in its place, which is a number to Python code and an input to the graph:
 
     arithmetic with numbers    another TracedNumber; the host computes it before each call, in
                                double precision, as an uncompiled step does
     arithmetic with tensors    an operation of the graph; the number is an input, a 0-d tensor
-    comparisons                a bool of Python, and a guard: it must have the same outcome
-    anything else              the number as it is, and a guard: it must be the same number
+    comparisons                a bool of Python, and a guard: the outcome must be the same
+    any other use              the number itself, and a guard: the number must be the same
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _SCALING = (*_WITH_ALPHA, *_WITH_VALUE)
 
 @dataclass(frozen=True, slots=True)
 class NumberSource:
-    """Where a number is found in every call.
+    """The place of a number, the same in every call.
 
     Attributes:
         optimizer: the number of the optimizer among those of the trace; ``None``: an argument.
@@ -93,7 +93,7 @@ class NumberSource:
     kind: type
 
     def describe(self, argument_names: Sequence[str]) -> str:
-        """Returns what it is in words."""
+        """Returns its name for messages."""
         if self.optimizer is None:
             known = self.name < len(argument_names)
             return argument_names[self.name] if known else "an argument"
@@ -110,14 +110,14 @@ class TracedNumbers:
     """The numbers of one trace that are inputs. See [Note: Traced numbers].
 
     Args:
-        add: returns what stands for an input of a kind, made of a tensor and its expression.
+        add: adds an input of a kind, with a tensor and its expression; returns its placeholder.
         options: the options that have changed: of optimizer, group and name.
         arguments: the numbers of the leaves that have changed.
 
     Attributes:
-        sources: where they are found.
-        values_then: what they were in the trace.
-        guards: comparisons, and their outcomes.
+        sources: the places of the numbers.
+        values_then: their values in the trace.
+        guards: comparisons, with their outcomes.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TracedNumbers:
     def option(
         self, optimizer: Any, group: int, name: str, value: Any, *, always: bool = False
     ) -> Any:
-        """Returns what a step has in place of an option: the value itself, or what stands for it.
+        """Returns the value of an option in the step: the number itself, or a traced one.
 
         Args:
             always: whether it is an input even if it has never changed.
@@ -151,7 +151,7 @@ class TracedNumbers:
         return value
 
     def argument(self, leaf: int, value: Any, *, is_own: bool) -> Any:
-        """Returns what a step has in place of a number among its arguments."""
+        """Returns the value of a number among the step's arguments."""
         if not _is_plain_number(value) or not self._is_argument(leaf):
             return value
         kind = int if isinstance(value, int) else float
@@ -175,13 +175,13 @@ class TracedNumbers:
         return found if found.dtype == dtype else found.to(dtype)
 
     def note(self, expression: Expression, outcome: Any) -> None:
-        """Notes what must be so in every call."""
+        """Adds a guard: an expression, and its value in every call."""
         self.guards[expression] = outcome
 
     # Functions of torch that are called with numbers
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls a function of torch some of whose arguments are traced numbers."""
+        """Calls a function of torch that has traced numbers among its arguments."""
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_"):
             return self._each(name, args, kwargs)
@@ -213,7 +213,7 @@ class TracedNumbers:
         return found.to(reduce(torch.promote_types, [tensor.dtype for tensor in tensors]))
 
     def _scaled(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Multiplies by what ``alpha=`` and ``value=`` stand for, which must be no tensors."""
+        """Multiplies by ``alpha=`` or ``value=``, which torch does not take as tensors."""
         bare = name.strip("_")
         if bare in _WITH_ALPHA and is_traced_number(kwargs.get("alpha")):
             alpha = kwargs.pop("alpha")
@@ -264,7 +264,7 @@ class TracedNumbers:
         return func(*args, **kwargs)
 
     def _beside(self, number: Any, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns what a number is beside tensors: of their dtype, as torch takes numbers."""
+        """Returns a number as a 0-d tensor of the dtype that torch gives numbers there."""
         if not tensors:
             is_int = number.is_int
             return self.tensor(number, torch.int64 if is_int else torch.get_default_dtype())
@@ -351,8 +351,8 @@ class _TracedNumber:
     """A number of Python that is an input of the graph. See [Note: Traced numbers].
 
     Attributes:
-        value: what it is in the call that is traced.
-        expression: what it is made of.
+        value: its value in the traced call.
+        expression: its computation from the sources.
     """
 
     is_int: ClassVar[bool]
@@ -361,7 +361,7 @@ class _TracedNumber:
         self.numbers, self.value, self.expression = numbers, value, expression
 
     def known(self) -> Any:
-        """Returns the number itself, which every call must then have."""
+        """Returns the number itself, and guards that it is the same in every call."""
         self.numbers.note(("eq", self.expression, ("number", self.value)), True)
         return self.value
 
@@ -500,7 +500,7 @@ def _row(value: Any, i: int) -> Any:
 
 
 def values_of(sources: Iterable[NumberSource], arguments: Mapping[int, Any]) -> list[Any]:
-    """Returns what the sources are now; ``None`` for what is no number any more.
+    """Returns the values of the sources; ``None`` for one that is no number any more.
 
     Args:
         arguments: one replica's leaves that are no tensors, by their number.

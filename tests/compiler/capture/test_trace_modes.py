@@ -152,7 +152,7 @@ def test_a_custom_functions_parameter_is_updated_where_gradients_are_cleared_las
 
 
 def ask_float(loss, model):
-    return float(loss)
+    return float(loss.detach())
 
 
 def ask_weight(loss, model):
