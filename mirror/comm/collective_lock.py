@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 
 # How long an exception waits for collectives in flight: longer than they take if nothing is wrong.
 PATIENCE_SECONDS = 5.0

@@ -54,7 +54,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Run
 
 
 def nothing(*args: object) -> None:

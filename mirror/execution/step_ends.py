@@ -17,7 +17,7 @@ from typing import Any
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import Timeline
-from mirror.execution.current_replica import current, enclosing_replica
+from mirror.execution.replicas import current, enclosing_replica
 
 
 class StepEnds:

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mirror.base.migration_hints import init_with_hints, missing
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.base.torch_private import wrap_once
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
-from mirror.execution.current_replica import current, enclosing_replica
+from mirror.execution.replicas import current, enclosing_replica
 from mirror.execution.step_ends import step_ends
 from mirror.integrations.torchax_library import (
     load,

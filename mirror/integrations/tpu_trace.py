@@ -31,8 +31,7 @@ from torch.optim.optimizer import (
 )
 
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current, push_context, save_context
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, current, push_context, save_context
 from mirror.integrations.torchax_library import Library
 from mirror.integrations.tpu_optimizers import check, options_of
 from mirror.integrations.tpu_refusals import (

@@ -30,10 +30,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.server.optimizer_messages import State
+from mirror.server.server_messages import (
+    Bytes,
+    Spec,
+    State,
+    Update,
+    as_bytes,
+    mean_of_updates,
+    pack,
+    unpack,
+)
 from mirror.server.server_optimizers import rebuild, set_options
-from mirror.server.shard_updates import Update, mean
-from mirror.server.tensor_bytes import Bytes, Spec, as_bytes, pack, unpack
 
 Key = tuple[int, int, int]  # step, number of the push in the step, attempt
 Commit = dict[str, Any]
@@ -297,7 +304,9 @@ class Shard:
     def _commit(self, optimizer: int, keys: Sequence[Any]) -> None:
         gathered = self._gathered[optimizer]
         pushes = [gathered.pushes[key] for key in keys]
-        self._step(optimizer, mean([u for _, u in pushes], [weight for weight, _ in pushes]))
+        self._step(
+            optimizer, mean_of_updates([u for _, u in pushes], [weight for weight, _ in pushes])
+        )
         gathered.commit = {
             "optimizer": optimizer,
             "update": gathered.num_updates,

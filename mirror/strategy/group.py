@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 
 import mirror.replica.params.torch_function  # noqa: F401  registers overrides of functions
-from mirror.base.weak_registry import WeakRegistry
+from mirror.base.process_bound import WeakRegistry
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
-from mirror.execution.current_replica import current
-from mirror.execution.every_n_steps import EveryNSteps
 from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.execution.process_wide_calls import watch_process_wide_calls
-from mirror.execution.replicas import Replicas
+from mirror.execution.parallel_runs import watch_process_wide_calls
+from mirror.execution.replicas import Replicas, current
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.collectives.reduce_ops import Reducer
@@ -39,7 +37,7 @@ from mirror.replica.params.replicated_params import (
     ReplicatedParams,
     assigned_part,
 )
-from mirror.replica.replica_checks import ReplicaChecks, WorkerChecks
+from mirror.replica.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
 from mirror.threads.policies import AUTO, LOCKSTEP
 

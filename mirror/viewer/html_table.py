@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mirror.viewer.svg_lanes import svg_of
-from mirror.viewer.trace_lanes import COLOURS, OTHER, Lane, kinds_of
+from mirror.viewer.trace_lanes import COLOURS, OTHER, Lane, kinds_of, svg_of
 
 _WIDTH, _HEIGHT = 560, 14  # of the bar, in pixels
 _PAGE_WIDTH = 1200

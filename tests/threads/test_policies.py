@@ -10,12 +10,15 @@ from torch import nn
 
 from mirror.replica.gradients.parallel_backward import ParallelBackward
 from mirror.threads import policies
-from mirror.threads.autotune import HELD, LOOKS, WARM, Autotuner
 from mirror.threads.policies import (
     AT_ONCE,
     BACKWARD_AT_ONCE,
     ENDING_TEAMS,
+    HELD,
     IN_TURN,
+    LOOKS,
+    WARM,
+    Autotuner,
     Schedule,
     policies_of,
 )

@@ -24,7 +24,6 @@ from time import monotonic, sleep
 
 import torch
 
-from mirror.comm.nccl.calls import Call, are_joint
 from mirror.comm.nccl.communicators import (
     Communicators,
     RankRange,
@@ -32,8 +31,8 @@ from mirror.comm.nccl.communicators import (
     failure_message,
     timeout_message,
 )
-from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, NcclLibrary
-from mirror.device.events import query_without_breaking_capture, record_event, stream_address
+from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, Call, NcclLibrary, are_joint
+from mirror.device.streams import query_without_breaking_capture, record_event, stream_address
 from mirror.errors import MirrorError
 
 _WATCH_SECONDS = 0.05

@@ -31,7 +31,7 @@ from mirror.comm.nccl.libnccl import (
     non_blocking,
     version_name,
 )
-from mirror.device.events import Event, is_stream_idle
+from mirror.device.streams import Event, is_stream_idle
 from mirror.devices import using
 from mirror.errors import BackendError, CollectiveTimeoutError
 

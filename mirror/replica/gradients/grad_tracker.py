@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from mirror.base.at_fork import reinit_after_fork
 from mirror.base.dynamo import disable_dynamo
+from mirror.base.process_bound import reinit_after_fork
 from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest
 from mirror.base.torch_private import (
     PASS,
@@ -39,8 +39,7 @@ from mirror.base.torch_private import (
 )
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current, renaming
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad

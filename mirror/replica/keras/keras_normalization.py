@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, current
 from mirror.replica.collectives.collectives import all_reduce
 from mirror.replica.modules.call_interceptor import owner_of
 

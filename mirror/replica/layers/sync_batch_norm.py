@@ -14,8 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import keywords_with_hints
 from mirror.base.torch_private import wrap_once
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, current
 from mirror.replica.collectives.collectives import all_reduce
 from mirror.replica.modules.call_interceptor import owner_of
 

@@ -37,8 +37,8 @@ from mirror.execution.runner import Runner
 from mirror.replica.autograd_functions import watch_functions
 from mirror.replica.keras.keras_call import KerasCall
 from mirror.replica.keras.keras_layers import is_layer
-from mirror.replica.layers.max_norm_embedding import renormalizes
 from mirror.replica.layers.sync_batch_norm import wrap_torch_sync_batch_norm
+from mirror.replica.layers.unsplit_layers import renormalizes
 from mirror.replica.modules.call_interceptor import interceptor_of, watch_compile
 from mirror.replica.modules.conversions import (
     IGNORED,

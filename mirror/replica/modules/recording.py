@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.replica.modules.call_interceptor import MirroredModules
 
 

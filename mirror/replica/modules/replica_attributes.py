@@ -39,8 +39,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.base.dynamo import disable_dynamo, forget_compiled
 from mirror.base.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, current
 from mirror.replica.modules.call_interceptor import interceptor_of, owner_of
 from mirror.replica.modules.conversions import IGNORED, tell_of_ignored
 from mirror.replica.modules.per_replica_values import MISSING, PerReplicaAttribute

@@ -56,17 +56,24 @@ from mirror.base.torch_private import (
 )
 from mirror.data.split_batch import split_sizes
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import (
+from mirror.execution.replicas import (
+    Replica,
+    Replicas,
     current,
     push_context,
+    recomputing,
     refuse_within_another,
     renaming,
     save_context,
 )
-from mirror.execution.replicas import Replica, Replicas
-from mirror.execution.run_state import recomputing
 from mirror.execution.runner import Runner
-from mirror.replica.layers.max_norm_embedding import renormalize_everywhere, renormalizes
+from mirror.replica.layers.unsplit_layers import (
+    LAYERS,
+    call_with_sequences,
+    is_sequence_first,
+    renormalize_everywhere,
+    renormalizes,
+)
 from mirror.replica.modules.call_interceptor import Interceptor, MirroredModules
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
@@ -75,11 +82,6 @@ from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
 from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
 from mirror.replica.scatter_gather.mutations import join_changes
-from mirror.replica.scatter_gather.recurrent_states import (
-    LAYERS,
-    call_with_sequences,
-    is_sequence_first,
-)
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, describe_split, must_move
 from mirror.threads.user_frames import add_note
 from mirror.values import PerReplica

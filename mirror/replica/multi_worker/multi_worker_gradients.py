@@ -19,9 +19,8 @@ import torch
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.base.torch_private import set_grad_enabled
-from mirror.execution.current_replica import current, replica_of
 from mirror.execution.lifecycle import nothing
-from mirror.execution.replicas import Replicas, RunView
+from mirror.execution.replicas import Replicas, Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.grad_reducer import GradReducer
@@ -85,7 +84,7 @@ class MultiWorkerGradients(GradReducer):
 
     # Weights of passes
 
-    def shares_in(self, run: RunView) -> PassWeights:
+    def shares_in(self, run: Run) -> PassWeights:
         """Returns the weights of backward passes inside a run."""
         weights = run.weights()
         if not self._replicas.weighted:

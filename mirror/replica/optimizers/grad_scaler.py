@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mirror.base.torch_private import OptState
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.replica.optimizers.param_groups import replicas_reached
 from mirror.threads.merge_point import MergePoint
 

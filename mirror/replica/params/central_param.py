@@ -37,9 +37,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from mirror.execution.current_replica import current
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, current
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess, copy_without_bucket
 from mirror.replica.gradients.grad_reducer import GradReducer

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from mirror.base.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replicas
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replicas, Run
 from mirror.replica.params.replicated_param import (
     GradientAccess,
     ReplicatedParam,

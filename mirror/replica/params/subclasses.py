@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 
 _Parameter = TypeVar("_Parameter", bound=nn.Parameter)
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mirror.base.torch_private import NEW_PARAMETER, WithoutSubclass
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.params.mirrored_tensor import (
     DATA,

@@ -20,8 +20,14 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from mirror.server.engine.base_engine import BaseEngine, Liveness, run_in_threads
-from mirror.server.engine.engine_types import ActorDied, Address, Header
+from mirror.server.engine.engine_types import (
+    ActorDied,
+    Address,
+    BaseEngine,
+    Header,
+    Liveness,
+    run_in_threads,
+)
 from mirror.server.engine.fork_server import ForkedProcess, fork_server
 from mirror.server.engine.handshake import bind, listen, new_key, unlisten
 from mirror.server.engine.lifeline import check_started, receive_message, send_message

@@ -28,8 +28,7 @@ from mirror.errors import short_repr
 from mirror.server.engine.channels import Channel
 from mirror.server.engine.engine_types import Header, Sendable, WireError
 from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, FrameReader, FrameWriter
-from mirror.server.engine.handshake import Credentials
-from mirror.server.engine.listener import Listener
+from mirror.server.engine.handshake import Credentials, Listener
 
 PATIENCE_SECONDS = 0.03
 _MAX_THREADS = 256

@@ -1,4 +1,4 @@
-"""The queue of scheduled steps, and one thread per worker that takes steps from it.
+"""The queue of scheduled steps, one thread per worker that takes steps from it, and their results.
 
 [Note: One gradient per worker]
 In a synchronous update, a fast worker could push a second gradient in place of a slow worker's.
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mirror.base.process_bound import NoCopy
 from mirror.errors import ActorDied, ServerLostError, StrategyError, WorkerLostError
 from mirror.server.shard import PushResult
 from mirror.threads.user_frames import add_note
@@ -292,3 +293,40 @@ class ClosureQueue:
             return self._changed.wait_for(
                 lambda: isinstance(self._fatal, ServerLostError), timeout=_SERVER_DEATH_SECONDS
             )
+
+
+class RemoteValue(NoCopy):
+    """The result of a step that a coordinator has scheduled, once the step has ended.
+
+    The result is stored in this process, so it outlives the worker.
+    """
+
+    _instead = "fetch it: coordinator.fetch(value)"
+
+    def __init__(self, step: Closure) -> None:
+        self._step = step
+
+    def fetch(self) -> Any:
+        """Waits for the step and returns its result.
+
+        Raises:
+            BaseException: the error of the step; ServerLostError if a server is lost;
+                StrategyError if the step was not run, since another step raised.
+        """
+        self._step.ended.wait()
+        if self._step.error is not None:
+            raise self._step.error
+        return self._step.value
+
+    get = fetch
+
+    def done(self) -> bool:
+        """Returns whether the step has ended."""
+        return self._step.ended.is_set()
+
+    def __repr__(self) -> str:
+        step = self._step
+        state = "waits or runs" if not step.ended.is_set() else "has ended"
+        if step.error is not None:
+            state = f"has raised {type(step.error).__name__}"
+        return f"RemoteValue(step {step.number}, which {state})"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.server import optimizer_messages
+from mirror.server import server_messages
 from mirror.server.persistent_ids import dump
 from mirror.server.roles.actor_pool import ActorPool
 from mirror.server.roles.variable_client import VariableClient
@@ -82,17 +82,17 @@ class RemoteOptimizer:
         layout = client.layout
         header = {"optimizer": self.index, "commits": client.commits}
         replies = [server.call("states", header) for server in actors.servers]
-        states: dict[tuple[int, int], optimizer_messages.State] = {}
+        states: dict[tuple[int, int], server_messages.State] = {}
         for server, reply in enumerate(replies):
             answer, buffers = reply.result()
             own = layout.of_server(server)
-            for piece, state in optimizer_messages.from_message(answer["states"], buffers).items():
+            for piece, state in server_messages.decode_states(answer["states"], buffers).items():
                 states[own[piece].variable, own[piece].begin] = state
         self.optimizer.state.clear()
         for variable, tensor in enumerate(client.tensors):
             pieces = [p for p in layout.of_variable(variable) if (variable, p.begin) in states]
             if pieces:
-                self.optimizer.state[tensor] = optimizer_messages.join(
+                self.optimizer.state[tensor] = server_messages.join_states(
                     layout.variables[variable].name,
                     [states[variable, piece.begin] for piece in pieces],
                     [piece.shape for piece in pieces],
@@ -102,13 +102,13 @@ class RemoteOptimizer:
     def send(self, client: VariableClient, actors: ActorPool) -> None:
         """Sends this process's state to the servers."""
         layout = client.layout
-        parts: dict[tuple[int, int], optimizer_messages.State] = {}
+        parts: dict[tuple[int, int], server_messages.State] = {}
         for variable, tensor in enumerate(client.tensors):
             state = self.optimizer.state.get(tensor)
             if state:
                 pieces = layout.of_variable(variable)
                 rows = [(piece.begin, piece.end) for piece in pieces]
-                cut = optimizer_messages.cut(dict(state), tuple(tensor.shape), rows)
+                cut = server_messages.cut_state(dict(state), tuple(tensor.shape), rows)
                 parts |= {(variable, p.begin): s for p, s in zip(pieces, cut, strict=True)}
         for server, actor in enumerate(actors.servers):
             own = {
@@ -116,7 +116,7 @@ class RemoteOptimizer:
                 for i, piece in enumerate(layout.of_server(server))
                 if (piece.variable, piece.begin) in parts
             }
-            entries, buffers = optimizer_messages.message_of(own)
+            entries, buffers = server_messages.encode_states(own)
             header = {"optimizer": self.index, "states": entries, "commits": client.commits}
             actor.call("set_states", header, buffers).result()
         self.is_changed = False

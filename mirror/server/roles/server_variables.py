@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from mirror.errors import StrategyError, short_repr
 from mirror.server.cluster_tasks import Settings
 from mirror.server.persistent_ids import PersistentId, dump
-from mirror.server.pull_on_read import watch
-from mirror.server.recorded_model import Model, RecordedModules, check_model
+from mirror.server.recorded_model import Model, RecordedModules, check_model, watch
 from mirror.server.roles.actor_pool import ActorPool
 from mirror.server.roles.remote_optimizer import RemoteOptimizer, dump_plain
 from mirror.server.roles.variable_client import VariableClient

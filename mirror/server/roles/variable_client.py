@@ -14,18 +14,20 @@ from torch import Tensor
 
 from mirror.errors import StrategyError
 from mirror.server.engine.engine_types import ActorClient, Future
-from mirror.server.servers_report import Traffic
-from mirror.server.shard import PushMessage, PushResult
-from mirror.server.shard_updates import Update, rows_of, same_values
-from mirror.server.tensor_bytes import (
+from mirror.server.server_messages import (
     LARGE,
+    Update,
     as_bytes,
     as_tensor,
     is_plain,
     pack,
     packed_size,
+    rows_of,
+    same_values,
     unpack,
 )
+from mirror.server.servers_report import Traffic
+from mirror.server.shard import PushMessage, PushResult
 from mirror.server.variable_placement import Layout, VariablePiece
 
 

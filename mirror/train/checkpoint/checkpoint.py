@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from mirror.base.migration_hints import with_hints
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.errors import CheckpointError, StrategyError
-from mirror.execution.current_replica import enclosing_replica
+from mirror.execution.replicas import enclosing_replica
 from mirror.replica.params.mirrored_buffer import set_local_buffers
 from mirror.threads.user_frames import add_note
 from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of

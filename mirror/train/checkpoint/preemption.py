@@ -44,7 +44,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mirror.base.migration_hints import call_with_hints
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.errors import CheckpointError, StrategyError, short_repr
 from mirror.execution.step_ends import step_ends

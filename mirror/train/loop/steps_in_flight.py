@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mirror.errors import ActorDied, StrategyError
-from mirror.server.roles.closure_queue import Closure
+from mirror.server.roles.closure_queue import Closure, RemoteValue
 from mirror.server.roles.coordinator import ClusterCoordinator, session_of
-from mirror.server.roles.remote_value import RemoteValue
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.threads.user_frames import warn_user
 

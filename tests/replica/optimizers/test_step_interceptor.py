@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 import mirror
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.execution.step_ends import step_ends
 from tests.oracle import assert_same
 from tests.pairs import pairwise
