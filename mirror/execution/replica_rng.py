@@ -107,16 +107,12 @@ class ReplicaRng:
         """Restores the first replica's stream to the generator."""
         if self.inside != self._first:
             self.enter(self._first)
-        if self._others_have_drawn():
-            if state_of(_generator).numpy().tobytes() == self._seeded.base:
-                torch.empty((), device="cpu").random_()
-
-    def _others_have_drawn(self) -> bool:
         for replica_id, begun in self._seeded.known.items():
-            if replica_id in self._states:
-                if self._states[replica_id].numpy().tobytes() != begun:
-                    return True
-        return False
+            state = self._states.get(replica_id)
+            if state is not None and state.numpy().tobytes() != begun:  # it has drawn
+                if state_of(_generator).numpy().tobytes() == self._seeded.base:
+                    torch.empty((), device="cpu").random_()
+                break
 
 
 _states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary()

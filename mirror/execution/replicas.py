@@ -306,7 +306,8 @@ class Run:
 
     def shares(self) -> dict[int, float]:
         """Returns the share of each replica's gradient. See [Note: Shares]."""
-        return shares_of(self.weights(), weighted=self.replicas.weighted)
+        weights = {r: replica.weight for r, replica in self.members.items()}
+        return shares_of(weights, weighted=self.replicas.weighted)
 
     def weights(self) -> dict[int, float]:
         """Returns the active replicas' weights by replica id."""

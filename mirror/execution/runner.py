@@ -16,7 +16,13 @@ from mirror.base.timeline import last_used
 from mirror.device.streams import CopyStreams, Stopwatch
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import AllLifecycleHooks, GoesAlone, LifecycleHooks, nothing
+from mirror.execution.lifecycle import (
+    AllLifecycleHooks,
+    GoesAlone,
+    LifecycleHooks,
+    nothing,
+    step_ends,
+)
 from mirror.execution.parallel_runs import ParallelRuns
 from mirror.execution.replica_rng import ReplicaRng, RngPool, with_rng_of
 from mirror.execution.replica_thread import ThreadState, replica_tasks
@@ -30,7 +36,6 @@ from mirror.execution.replicas import (
     refuse_within_another,
     replica_of,
 )
-from mirror.execution.step_ends import step_ends
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Tasks
 from mirror.threads.policies import PARALLEL, Schedule
@@ -192,7 +197,10 @@ class Runner:
         if current.replica is not None:
             self._refuse_within_run()
         outer = self.running
-        self.prepare("run")
+        if outer is not None or self.parallel_pass is not None or self.unfinished:
+            self.prepare("run")
+        else:
+            self._parts.prepare()
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
         lockstep = self.locksteps.at_depth(depth)

@@ -19,8 +19,8 @@ from mirror.base.torch_private import wrap_once
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
+from mirror.execution.lifecycle import step_ends
 from mirror.execution.replicas import current, enclosing_replica
-from mirror.execution.step_ends import step_ends
 from mirror.integrations.torchax_library import (
     load,
     load_jax,

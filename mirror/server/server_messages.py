@@ -1,8 +1,10 @@
-"""What workers and servers send each other: tensors, gradients and optimizer states; no pickle.
+"""What workers and servers send each other: tensors, gradients and optimizer states.
 
-tensors            many in one buffer, each at an offset of a multiple of 16
-an Update          the content of a push to one server; several of them have a mean
-optimizer states   those of pieces as messages; those of whole variables cut and joined
+    tensors            many in one buffer, each at an offset of a multiple of 16
+    an Update          the content of a push to one server; several of them have a mean
+    optimizer states   those of pieces as messages; those of whole variables cut and joined
+
+Nothing is pickled.
 """
 
 from __future__ import annotations

@@ -22,16 +22,16 @@ from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.grad_tracker import watch_backward
 from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, watch_only_replica
 from mirror.replica.gradients.unmirrored import UnmirroredParams
+from mirror.replica.modules.module_owner import PendingModules
 from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.modules.per_replica_values import ModuleAttributes
-from mirror.replica.modules.shared_containers import containers_of
+from mirror.replica.modules.replica_attributes import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
 from mirror.replica.optimizers.optimizer_registry import CentralOptimizers, OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.central_param import CentralAccess, CentralGradReducer, CentralParams
 from mirror.replica.params.mirrored_buffer import Buffers
-from mirror.replica.params.pending_modules import PendingModules
 from mirror.replica.params.replicated_params import (
     MirroredTensors,
     ReplicatedParams,
@@ -154,7 +154,7 @@ class Group:
         if schedule not in (AUTO, LOCKSTEP):
             watch_process_wide_calls()
         if runner.parallel_runs is not None:
-            runner.parallel_runs.watch(containers_of(self.modules))
+            runner.parallel_runs.watch(containers_of(self.modules.mirrored))
         if self._simulates:
             keep_freed_memory()
         _groups.add(self)

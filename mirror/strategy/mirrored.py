@@ -1,8 +1,10 @@
 """Strategies of one process, which train one model on several devices, like one device.
 
-MirroredStrategy         a copy of parameters and optimizer state on every device
-CentralStorageStrategy   parameters and optimizer state once, on a parameter device
-OneDeviceStrategy        one replica, for programs that are written for any number of replicas
+    MirroredStrategy         a copy of parameters and optimizer state on every device
+    CentralStorageStrategy   parameters and optimizer state once, on a parameter device
+    OneDeviceStrategy        one replica, for programs that are written for any number of replicas
+
+``Strategy`` in ``strategy_base.py`` has their public members.
 """
 
 from __future__ import annotations

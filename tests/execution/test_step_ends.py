@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.execution.step_ends import step_ends
+from mirror.execution.lifecycle import step_ends
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.replica_checks import EveryNSteps
 from tests.oracle import train

@@ -1,8 +1,10 @@
 """The backends "direct", "ring" and "hierarchical", whose sums are kernels of csrc/.
 
-direct         every replica accesses the memory of all other replicas
-ring           replica i sends only to replica i + 1, in a pipeline
-hierarchical   reduces inside islands of replicas, then between the islands
+    direct         every replica accesses the memory of all other replicas
+    ring           replica i sends only to replica i + 1, in a pipeline
+    hierarchical   reduces inside islands of replicas, then between the islands
+
+``KernelCommunicator`` runs the kernels.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mirror.comm.collective_lock import cannot_wait_for
 from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator, in_place
+from mirror.comm.host.naive_backend import reduce_in_order
 from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.clique import Clique
 from mirror.comm.nccl.libnccl import (
@@ -38,7 +39,6 @@ from mirror.comm.nccl.libnccl import (
     reduce_scatter_calls,
     version_name,
 )
-from mirror.comm.reference_reduce import reduce_in_order
 from mirror.comm.registry import register
 from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError

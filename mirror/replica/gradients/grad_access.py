@@ -42,10 +42,9 @@ from mirror.execution.replicas import Replica, Replicas, Run, current, replica_o
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.ready_grads import local_grad, plus, set_local_grad
-from mirror.replica.params.mirrored_tensor import share_storage
+from mirror.replica.params.mirrored_tensor import same_kind, share_storage
 from mirror.replica.params.replicated_param import GradientHook, ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
-from mirror.replica.params.subclasses import same_kind
 
 _MAX_GPU_COMPARISONS = 64  # of gradients that replicas have set; each one waits for the GPU
 

@@ -33,8 +33,8 @@ from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas, Run, WeakReplicaMap, current
 from mirror.execution.runner import runner_of
 from mirror.replica.exactness.local_losses import LocalLosses
+from mirror.replica.modules.module_owner import PendingModules
 from mirror.replica.params.mirrored_tensor import MirroredTensor
-from mirror.replica.params.pending_modules import PendingModules
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.params.replicated_params import MirroredTensors
 from mirror.threads.user_frames import warn_user

@@ -26,9 +26,9 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import WHOLE_CALL, wrap_once
 from mirror.errors import StrategyError
+from mirror.execution.lifecycle import step_ends
 from mirror.execution.replicas import Replica, Run, current
 from mirror.execution.runner import Runner, runner_of
-from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.grad_tracker import lane_here
 from mirror.replica.keras.keras_layers import (
     KerasThreadState,
@@ -40,7 +40,7 @@ from mirror.replica.keras.keras_layers import (
     library,
     wrap_metrics,
 )
-from mirror.replica.modules.recording import recording
+from mirror.replica.modules.module_owner import recording
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.threads.merge_point import MergePoint
 from mirror.values import leaves_of, map_structure

@@ -16,7 +16,7 @@ from mirror.base.migration_hints import keywords_with_hints
 from mirror.base.torch_private import wrap_once
 from mirror.execution.replicas import Replica, current
 from mirror.replica.collectives.collectives import all_reduce
-from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.modules.module_owner import owner_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _forward_of_part = _BatchNorm.forward  # torch's own, also if it is wrapped later

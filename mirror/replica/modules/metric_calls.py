@@ -44,7 +44,7 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica, Run, current
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import weighted_mean
-from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.modules.module_owner import owner_of
 from mirror.threads.merge_point import MergePoint
 from mirror.values import is_number, map_structure
 

@@ -74,8 +74,8 @@ from mirror.replica.layers.unsplit_layers import (
     renormalize_everywhere,
     renormalizes,
 )
-from mirror.replica.modules.call_interceptor import Interceptor, MirroredModules
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
+from mirror.replica.modules.module_owner import Interceptor, MirroredModules
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter

@@ -24,7 +24,10 @@ from mirror.replica.params.mirrored_tensor import (
     GRAD,
     REQUIRES_GRAD,
     MirroredTensor,
+    copied_once,
+    parameter_like,
     resolve,
+    set_to,
     special,
 )
 from mirror.replica.params.replicated_param import (
@@ -34,7 +37,6 @@ from mirror.replica.params.replicated_param import (
     refuse_post_accumulate_hook,
     through_hooks,
 )
-from mirror.replica.params.subclasses import copied_once, parameter_like, set_to
 
 
 class MirroredParameter(MirroredTensor, nn.Parameter):

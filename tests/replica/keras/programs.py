@@ -36,8 +36,8 @@ def main():
 
     import mirror
     import mirror.keras
+    from mirror.execution.lifecycle import step_ends
     from mirror.execution.replicas import current
-    from mirror.execution.step_ends import step_ends
     from mirror.replica.keras.keras_layers import _whole_batch
 
     generator = np.random.default_rng(0)
