@@ -1,6 +1,5 @@
 """CollectiveLock: serializes the collectives of one communicator, on the host and on the devices.
 
-[Note: One collective at a time]
 Problem: buckets of gradients are reduced on side streams, while a collective of the backward pass
 (SyncBatchNorm) is reduced on the computation streams, and the user's threads may share a
 communicator. But its flags, counters and scratch memory serve one collective at a time.

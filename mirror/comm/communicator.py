@@ -60,8 +60,8 @@ class Communicator(NoCopy, ABC):
     Any thread may call a collective, on any stream. The collectives of a subclass, and its
     ``close``, are serialized on the host and on every device, unless the class is ``concurrent``.
     So a subclass may keep memory that its collectives share, but a collective must not wait for
-    another collective of this communicator in another thread. See [Note: One collective at a time]
-    in ``mirror/comm/collective_lock.py``.
+    another collective of this communicator in another thread. See
+    ``mirror/comm/collective_lock.py``.
 
     Attributes:
         name: the argument of ``mirror.comm.register``, or else the name of the class.
@@ -73,8 +73,7 @@ class Communicator(NoCopy, ABC):
         needs_trial: whether a self-test on the same GPUs must pass before the first use.
         risky: whether that self-test may hang the process, or end its use of CUDA, if the driver
             reports wrong peer access. Then another process runs the self-test first: see
-            [Note: Wrong peer access] in ``mirror/comm/subprocess_probe.py``. The constructor takes
-            ``timeout_seconds``.
+            ``mirror/comm/subprocess_probe.py``. The constructor takes ``timeout_seconds``.
         concurrent: whether several collectives may run at once, from several threads or on several
             streams. Subclasses do not inherit it.
         packs: whether lists of tensors are reduced in flat buffers instead of in place.

@@ -1,6 +1,5 @@
 """Probes in a child process: whether a backend hangs or crashes on the GPUs of this machine.
 
-[Note: Wrong peer access]
 Problem: behind host bridges, with ACS or an IOMMU on, the driver may report peer access between
 GPUs that does not work. The self-test finds wrong data and lost flags. But a load that never
 returns hangs the process forever, and an illegal access ends its use of CUDA.

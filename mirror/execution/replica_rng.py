@@ -1,6 +1,5 @@
 """Random streams: each replica draws from its own, although the CPU has one generator.
 
-[Note: Streams of replicas]
 Problem: simulated devices share a generator, so a replica's draws would depend on the others'.
 Rule: the first replica continues the generator's stream, as one device does. Any other replica
 has a stream seeded by a checksum of the state at the start of the run and by its id. A turn puts
@@ -119,7 +118,7 @@ _states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary(
 
 
 def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
-    """Calls a run that draws from its worker's stream. See [Note: Streams of replicas]."""
+    """Calls a run that draws from its worker's stream."""
     before = _states_before[workers] = state_of(_generator)
     digest = hashlib.blake2b(before.numpy().tobytes(), digest_size=7).digest()
     _generator.manual_seed(stream_seed(int.from_bytes(digest, "little"), 1 + workers.rank))

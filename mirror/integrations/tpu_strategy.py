@@ -74,7 +74,7 @@ class TPUStrategy(NoCopy):
         for batch in strategy.distribute_dataset(loader):
             losses = strategy.run(step, args=(batch,))
 
-    The model and the optimizer's state stay ordinary tensors on the host, see [Note: Two sides]:
+    The model and the optimizer's state stay ordinary tensors on the host:
     ``mirror.Checkpoint`` and ``state_dict`` work as in any program.
 
     Args:

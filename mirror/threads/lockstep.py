@@ -13,7 +13,7 @@ all, and continues first. So N replicas pay N - 1 thread switches per merge:
     thread    r0 > r1 > r2          r2 > r1 > r0          r0 > r1 > r2
 
     lockstep     the next replica starts when one stops; the first runs in the caller's thread
-    staggered    the next one also starts while the running ones stall, see [Note: Standing still]
+    staggered    the next one also starts while the running ones stall: ``StallDetector``
     concurrent   as lockstep, or all at once if turns are long; intra-op threads are shared
     parallel     all at once between merge points; intra-op threads are shared
 

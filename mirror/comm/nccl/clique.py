@@ -1,6 +1,5 @@
 """The clique: NCCL communicators of this process, one per device, called and ended together.
 
-[Note: Every NCCL wait ends]
 Problem: NCCL has no timeout. A kernel that waits for a missing peer spins until its communicator
 is aborted, and an aborted communicator is freed, so no call to it may follow.
 Rule: communicators are non-blocking, and a caller polls a call in progress up to its deadline. A
@@ -125,7 +124,7 @@ class Clique:
                 result = self._group(enqueue, self._locked_call)
             self._settle(result)
             num_replicas = len(self._devices)
-            # See [Note: One event per collective].
+            # See communicators.py.
             first = num_replicas - 1 if are_joint(calls, num_replicas) else 0
             operation.events = [record_event(device) for device in self._devices[first:]]
             if not operation.is_done():

@@ -3,8 +3,8 @@
 Each worker sums its replicas' gradients on their devices. The sums travel in one buffer per
 bucket, and are copied to all replicas. No thread is needed: sums of torch.distributed are
 asynchronous. A hook launches a bucket during the pass, and the first use of a gradient waits. When
-buckets travel is explained by [Note: Agreed buckets] in ``in_flight.py``; how passes are
-weighted by [Note: Shares of workers] in ``pass_weights.py``.
+buckets travel is explained in ``in_flight.py``; how passes are weighted, by
+[Note: Shares of workers] in ``pass_weights.py``.
 """
 
 from __future__ import annotations

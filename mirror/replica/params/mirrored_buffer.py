@@ -1,6 +1,5 @@
 """Mirrored buffers: each replica has its own copy in a step; outside ``run`` they are combined.
 
-[Note: Combined buffers]
 A mirrored buffer holds the combined value; ``copies[r]`` is replica r's own. A read in the
 cross-replica context combines the replicas' changes, and leaves their copies as they are. A write
 there changes the combined value, which is distributed to the replicas before they next run. A

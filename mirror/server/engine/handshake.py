@@ -6,7 +6,6 @@ The key itself is never sent::
     client    "mirror actor", version, another random number, HMAC as a client
     actor     verdict, HMAC as an actor
 
-[Note: What a proof covers]
 A process without the key could forward the handshake of two others, and then send calls of its
 own. So each HMAC covers more than the two messages. It covers the task that the client dialled:
 the engine, the actor's name and, without TLS, its address. And it covers the channel: over TLS,
@@ -14,9 +13,8 @@ the hash of the key exchange ("tls-unique", RFC 5929). A process in between has 
 with each side; these differ, and so do the proofs. TLS then protects all that follows. Without
 TLS a connection stays on loopback, where only the administrator can get in between.
 
-[Note: Floods]
 A process without the key may open any number of connections and send nothing, or a byte a
-second. A handshake has one deadline (``handshake.CLIENT_SECONDS``), and no handshake waits for
+second. A handshake has one deadline (``CLIENT_SECONDS``), and no handshake waits for
 another. If one address has too many unfinished handshakes, or all addresses together, the oldest
 is closed. If the process has no descriptor left, the connection that asked for one is closed: a
 spare descriptor is kept for that.
@@ -236,7 +234,7 @@ def _secure(
 
 
 def _proof(own: Credentials, channel: Channel, side: bytes, hello: bytes, reply: bytes) -> bytes:
-    """See [Note: What a proof covers]; all parts but the last have a fixed size."""
+    """Returns the HMAC of one side; all parts but the last have a fixed size."""
     binding = channel.binding if isinstance(channel, TlsSocket) else b""
     parts = (struct.pack("<6sB", side, len(binding)), binding, hello, reply, own.task.encode())
     return hmac.digest(own.key, b"".join(parts), "sha256")
@@ -353,7 +351,7 @@ class Listener:
             self._log(f"refused a connection: {error}")
 
     def _refuse_next(self, error: OSError) -> None:
-        """Closes the next connection, with the spare descriptor; see [Note: Floods]."""
+        """Closes the next connection, with the spare descriptor."""
         with contextlib.suppress(OSError):
             os.close(self._spare)
         with contextlib.suppress(OSError):

@@ -1,6 +1,5 @@
 """The engine "process": actors are processes on this machine; ``make_engine`` selects an engine.
 
-[Note: Actors end with their owner]
 An actor must not outlive the process that started it, not even if SIGKILL ended that process.
 Three mechanisms see to that. The kernel closes the owner's end of the lifeline, and the actor
 exits. The fork server exits when its connection to the owner closes, or when it has another

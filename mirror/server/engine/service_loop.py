@@ -1,6 +1,5 @@
 """The server loop of an actor: read a call, run the method, send the reply.
 
-[Note: Slow readers]
 An answer is sent before the next method runs, from the method's own memory. So a server may
 return its values without a copy. But a client that does not read must not delay the others: after
 a moment without progress, the rest of its answer is copied, and sent between other calls.

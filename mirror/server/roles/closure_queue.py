@@ -1,16 +1,13 @@
 """The queue of scheduled steps, one thread per worker that takes steps from it, and their results.
 
-[Note: One gradient per worker]
 In a synchronous update, a fast worker could push a second gradient in place of a slow worker's.
 So after a push a worker gets no step until the update has been made, unless no other worker can
 contribute: each has pushed too, or is being restarted. The wait is here, not inside a server or a
 worker, so nothing hangs when one of these is lost.
 
-[Note: At least once]
 If a worker is lost, its step goes to the front of the queue and keeps its number. Servers know
 the number, so what the step pushed before is counted once.
 
-[Note: One error for all]
 If several running steps fail, only one error is raised, as in TensorFlow: a step that was
 scheduled before an error was raised raises no second one. Otherwise the number of errors would
 depend on timing, and a program that handled one would meet the next at an unrelated call.
@@ -201,7 +198,7 @@ class ClosureQueue:
                 self._end(worker, step, header["outcome"], value)
 
     def _may_take(self, worker: int) -> bool:
-        """Returns whether a worker gets the next step; see [Note: One gradient per worker]."""
+        """Returns whether a worker gets the next step: one gradient per worker and update."""
         if not self._queue:
             return False
         if not self._is_sync or self._pushed[worker] < self._share:
@@ -233,7 +230,7 @@ class ClosureQueue:
         self._changed.notify_all()
 
     def _fail(self, step: Closure, value: BaseException) -> None:
-        """Stores an error for ``check``, and cancels queued steps: [Note: One error for all]."""
+        """Stores an error for ``check``, and cancels queued steps."""
         if self._error is None:
             self._error = value
         cancelled = StrategyError(

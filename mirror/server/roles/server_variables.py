@@ -1,6 +1,5 @@
 """The coordinator's side of the variables, models and optimizers that servers hold.
 
-[Note: Two copies of the variables]
 The user's model and optimizer are ordinary objects in the coordinator's process; the current
 values are on the servers. Steps change the servers, and the program changes the objects::
 

@@ -287,7 +287,7 @@ class VariableClient:
     def _send(self, push: PushMessage, updates: Sequence[Update]) -> PushResult:
         """Sends an update to all servers; returns the leader's result."""
         leader, followers = 0, list(range(1, len(self.servers)))
-        if self._is_sync:  # See [Note: One number for an update].
+        if self._is_sync:  # the leader numbers the updates, see shard.py
             for reply in [self._begin_push(k, push, updates[k]) for k in followers]:
                 reply.result()
             followers = []

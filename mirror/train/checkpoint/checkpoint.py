@@ -59,7 +59,7 @@ class Checkpoint(NoCopy):
     new one. No pickle is read or written. docs/checkpoints.md has the format.
 
     All workers save and restore at the same place of the program: the chief writes, and the calls
-    return when the chief is done. See [Note: Checkpoints of workers].
+    return when the chief is done. See ``checkpoint_agreement.py``.
 
     Attributes:
         objects: the saved objects, by name. A save takes a plain value from here: change

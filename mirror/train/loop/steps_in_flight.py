@@ -1,6 +1,5 @@
 """StepsInFlight: scheduled steps of a loop that workers of parameter servers still run.
 
-[Note: Steps in flight]
 Problem: a loop that waits for each step before it schedules the next one keeps one worker busy.
 Rule: the loop may be some steps ahead of the workers. A step is everything that one pass of the
 loop has scheduled. It ends when all of that has ended; then its values have arrived, and hooks see
