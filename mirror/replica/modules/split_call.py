@@ -46,7 +46,6 @@ from mirror.base.dynamo import (
 from mirror.base.torch_private import (
     SPLIT_CALL,
     WHOLE_CALL,
-    Loss,
     current_autograd_node,
     current_graph_task_id,
     functions_interpreter,
@@ -85,6 +84,8 @@ from mirror.replica.scatter_gather.mutations import join_changes
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, describe_split, must_move
 from mirror.threads.user_frames import add_note
 from mirror.values import PerReplica
+
+_LOSS: Any = nn.MSELoss.__base__  # the base class of torch's losses, whose calls are not split
 
 # Makes a replica's call, given its id: it may record effects of the call, and return more.
 Each = Callable[[int, "partial[Any]"], Any]
@@ -293,7 +294,7 @@ class CallInterceptor(Interceptor):
         """Whether a call of the module is split if its arguments are: it must hold variables."""
         if self.has_sequences and is_sequence_first(module):
             return False
-        if self.is_metric or isinstance(module, Loss):
+        if self.is_metric or isinstance(module, _LOSS):
             return False
         # As in parameters() and buffers(), but most calls find one at the first look.
         modules, seen = [module], set[nn.Module]()
