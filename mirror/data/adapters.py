@@ -242,7 +242,7 @@ class LoaderAdapter(DatasetAdapter):
     plain loop does.
 
     Args:
-        window: the examples to fetch of each batch, if the loader allows it: [Note: Windows].
+        window: the examples to fetch of each batch, if the loader allows it.
     """
 
     kind = "loader"

@@ -1,6 +1,5 @@
 """The shard of one server: values, optimizers over them, and how pushed gradients update them.
 
-[Note: One number for an update]
 Asynchronously, a gradient is applied when it arrives. Synchronously, an update is the mean of the
 first ``to_aggregate`` gradients that were computed from the current values, and all servers must
 average the gradients of the same steps. So one server, the leader, numbers the updates::
@@ -13,7 +12,6 @@ average the gradients of the same steps. So one server, the leader, numbers the 
 A worker pulls from the leader first, and pulls before it computes a gradient. So a follower is at
 most one commit behind, and no server waits for another process.
 
-[Note: Steps that count once]
 A step that lost its worker runs again and may push again. A server identifies a push by its step
 and its number in the step. It applies the first one, and answers REPEATED to the second.
 """
@@ -30,10 +28,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.server.optimizer_messages import State
+from mirror.server.server_messages import (
+    Bytes,
+    Spec,
+    State,
+    Update,
+    as_bytes,
+    mean_of_updates,
+    pack,
+    unpack,
+)
 from mirror.server.server_optimizers import rebuild, set_options
-from mirror.server.shard_updates import Update, mean
-from mirror.server.tensor_bytes import Bytes, Spec, as_bytes, pack, unpack
 
 Key = tuple[int, int, int]  # step, number of the push in the step, attempt
 Commit = dict[str, Any]
@@ -256,7 +261,7 @@ class Shard:
         return self._once(push, apply)
 
     def _once(self, push: PushMessage, action: Callable[[], PushResult]) -> PushResult:
-        """Calls a function, unless this push came before: [Note: Steps that count once]."""
+        """Calls a function, unless this push came before."""
         key = push.step, push.number
         earlier = self._results.get(key)
         if earlier is not None:
@@ -269,7 +274,7 @@ class Shard:
         return result
 
     def _gather(self, push: PushMessage, gathered: _Gathered, update: Update) -> PushResult:
-        """Stores a gradient for a synchronous update; see [Note: One number for an update]."""
+        """Stores a gradient for a synchronous update, which the leader numbers."""
         key = push.step, push.number, push.attempt
         if not self._is_leader:  # the gradient waits for the leader's commit
             if push.based_on >= gathered.num_updates:
@@ -297,7 +302,9 @@ class Shard:
     def _commit(self, optimizer: int, keys: Sequence[Any]) -> None:
         gathered = self._gathered[optimizer]
         pushes = [gathered.pushes[key] for key in keys]
-        self._step(optimizer, mean([u for _, u in pushes], [weight for weight, _ in pushes]))
+        self._step(
+            optimizer, mean_of_updates([u for _, u in pushes], [weight for weight, _ in pushes])
+        )
         gathered.commit = {
             "optimizer": optimizer,
             "update": gathered.num_updates,

@@ -22,11 +22,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from mirror.errors import ActorDied, RemoteError, WireError
+from mirror.server.engine.actor_process import failure_message, receive_message, send_message
 from mirror.server.engine.channels import Channel
 from mirror.server.engine.fork_server import fork_server
-from mirror.server.engine.handshake import agent_credentials, bind, listen, unlisten
-from mirror.server.engine.lifeline import failure_message, receive_message, send_message
-from mirror.server.engine.listener import Listener
+from mirror.server.engine.handshake import Listener, agent_credentials, bind, listen, unlisten
 from mirror.server.engine.process_engine import ProcessActor
 from mirror.server.engine.socket_client import register_key
 

@@ -130,7 +130,7 @@ class SocketClient:
             set_options(sock)
             return authenticate(sock, actor_credentials(self._key, self._address))
         except (EOFError, ConnectionError) as error:
-            # A listener may close a connection in favour of others: [Note: Floods].
+            # A listener may close a connection in favour of others, see handshake.py.
             if num_retries and not isinstance(error, OtherListenerError):
                 return self._open(num_retries - 1)
             raise ActorDied(self.name, f"its process has ended ({error})") from None

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from mirror.server import optimizer_messages
+from mirror.server import server_messages
+from mirror.server.server_messages import Update, as_bytes, as_tensor
 from mirror.server.shard import PushMessage, Shard
-from mirror.server.shard_updates import Update
-from mirror.server.tensor_bytes import as_bytes, as_tensor
 
 Header = dict[str, Any]
 Answer = tuple[Header, Sequence[Any]]
@@ -50,12 +49,12 @@ class ServerRole:
 
     def states(self, header: Header, buffers: Sequence[Any]) -> Answer:
         self._apply_commits(header)
-        entries, sent = optimizer_messages.message_of(self._shard.states(header["optimizer"]))
+        entries, sent = server_messages.encode_states(self._shard.states(header["optimizer"]))
         return {"states": entries}, sent
 
     def set_states(self, header: Header, buffers: Sequence[Any]) -> None:
         self._apply_commits(header)
-        states = optimizer_messages.from_message(header["states"], buffers)
+        states = server_messages.decode_states(header["states"], buffers)
         self._shard.set_states(header["optimizer"], states)
 
     def pull(self, header: Header, buffers: Sequence[Any]) -> Answer:
