@@ -17,7 +17,7 @@ from mirror.base.torch_private import private_names
 from mirror.errors import StrategyError
 from mirror.replica.gradients.grad_tracker import register_listener
 from mirror.replica.params.torch_function import MirroredParameter
-from mirror.threads import policies
+from mirror.threads import schedule
 
 ROOT = Path(__file__).parents[2]
 
@@ -213,8 +213,8 @@ class Watched(nn.Module):
 @tells_hooks
 def test_backward_passes_are_noticed(make_strategy, monkeypatch):
     """They come apart, are in reports, and tell which of them reach a copy."""
-    monkeypatch.setattr(policies, "LONG_TURN_SECONDS", -1.0)
-    monkeypatch.setattr(policies, "NUM_TURNS", 1)
+    monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", -1.0)
+    monkeypatch.setattr(schedule, "NUM_TURNS", 1)
     strategy = make_strategy(2, schedule="staggered")
     strategy.run(lambda: None)  # the first turn is looked at
     model = strategy.mirror(nn.Sequential(nn.Linear(3, 3), Watched(), nn.Linear(3, 1)))
