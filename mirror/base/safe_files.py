@@ -102,7 +102,7 @@ def _check(path: Path, status: os.stat_result, *, is_parent: bool) -> None:
     """Raises PermissionError if another user than this and the administrator can write there."""
     if status.st_uid not in (0, os.geteuid()):
         raise PermissionError(f"{path} belongs to another user")
-    # In a sticky folder, such as /tmp, nobody else can rename or remove what belongs to this user.
+    # In a sticky folder, such as /tmp, another user cannot rename or remove this user's files.
     is_sticky = is_parent and status.st_mode & stat.S_ISVTX
     if status.st_mode & _OTHERS_WRITE and not is_sticky:
         raise PermissionError(f"other users can write to {path}; chmod go-w {path}")

@@ -355,7 +355,6 @@ METADATA = "_metadata"  # of a state_dict: the versions of its modules
 
 # Optimizers
 
-OptState: Any = _find("torch.amp.grad_scaler.OptState")
 default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store")
 put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
 

@@ -153,7 +153,7 @@ def record_event(device: torch.device) -> Event:
 
 
 def query_without_breaking_capture() -> None:
-    """Lets the calling thread query events while other threads capture a CUDA graph.
+    """Allows the calling thread to query events while other threads capture a CUDA graph.
 
     For threads that only watch: the events they query are never captured.
     """
@@ -432,7 +432,7 @@ class CopyStreams:
             return tensor.to(device, non_blocking=True)
 
     def synchronize(self) -> None:
-        """Has the host wait until the copies enqueued so far are done."""
+        """Blocks the host until the copies enqueued so far are done."""
         for event in self.departed():
             event.synchronize()
 

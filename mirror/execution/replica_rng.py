@@ -106,9 +106,10 @@ class ReplicaRng:
         """Restores the first replica's stream to the generator."""
         if self.inside != self._first:
             self.enter(self._first)
+        states = self._states
         for replica_id, begun in self._seeded.known.items():
-            state = self._states.get(replica_id)
-            if state is not None and state.numpy().tobytes() != begun:  # it has drawn
+            if replica_id in states and states[replica_id].numpy().tobytes() != begun:
+                # Another replica has drawn.
                 if state_of(_generator).numpy().tobytes() == self._seeded.base:
                     torch.empty((), device="cpu").random_()
                 break

@@ -1,4 +1,4 @@
-"""What a replica's thread runs: the user's function, as this replica, under the caller's state.
+"""The tasks of replicas' threads: the user's function, as a replica, under the caller's state.
 
 ``replica_tasks`` returns one task per replica. A task makes two calls before the user's function:
 

@@ -198,10 +198,7 @@ class Runner:
         if current.replica is not None:
             self._refuse_within_run()
         outer = self.running
-        if outer is not None or self.parallel_pass is not None or self.unfinished:
-            self.prepare("run")
-        else:
-            self._parts.prepare()
+        self.prepare("run")
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
         lockstep = self.locksteps.at_depth(depth)

@@ -148,7 +148,7 @@ class Baton:
                 self.move_back()
 
     def post(self, *, same_cpu: bool) -> None:
-        """Lets one thread continue.
+        """Makes one thread continue.
 
         Args:
             same_cpu: whether it continues on the CPU of the calling thread.

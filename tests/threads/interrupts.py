@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.threads import lockstep
-from mirror.threads import schedule as schedules
+from mirror.threads import lockstep, schedule
 
 N = 3
 over = threading.Event()  # the run of the case has raised
@@ -216,7 +215,7 @@ if __name__ == "__main__":
         raised = "nothing"
         try:
             if case is in_a_backward_pass_outside_run:
-                schedules.LONG_TURN_SECONDS, schedules.NUM_TURNS = -1.0, 1  # at once
+                schedule.LONG_TURN_SECONDS, schedule.NUM_TURNS = -1.0, 1  # at once
                 case()
             else:
                 strategy.run(case)

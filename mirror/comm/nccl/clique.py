@@ -160,7 +160,7 @@ class Clique:
         self._failure_was_raised |= is_reported
 
     def abandon(self) -> None:
-        """Lets the watchdog close the clique, for finalizers, which run in any thread."""
+        """Makes the watchdog close the clique, for finalizers, which run in any thread."""
         self._abandoned = True
         self._stop.set()
 

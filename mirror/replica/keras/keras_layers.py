@@ -92,7 +92,7 @@ class KerasThreadState:
         return before
 
     def restore(self, before: dict[str, Any]) -> None:
-        """Gives this thread its previous state back."""
+        """Restores this thread's previous state."""
         state = vars(_state_of_thread())
         state.clear()
         state.update(before)

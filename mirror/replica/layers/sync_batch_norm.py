@@ -38,7 +38,7 @@ def _synchronized_forward(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def synchronize_all() -> None:
-    """Has every batch normalisation, inside ``run``, use the whole batch; for the whole process.
+    """Makes every batch normalisation inside ``run`` use the whole batch, in the whole process.
 
     The layers stay of their classes. It is ``convert_sync_batchnorm`` for models that are not made
     yet.

@@ -208,7 +208,7 @@ def begin_recording(recorder: MirroredModules) -> None:
 
 @contextmanager
 def suspend_recording() -> Iterator[None]:
-    """Keeps this thread from recording modules, such as those of a tracer or a compiler."""
+    """Stops recording in this thread, for modules of a tracer or a compiler."""
     recorders, recording.recorders = recording.recorders, ()
     try:
         yield

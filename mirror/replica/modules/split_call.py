@@ -92,7 +92,7 @@ Each = Callable[[int, "partial[Any]"], Any]
 
 
 class CallInterceptor(Interceptor):
-    """What calling a mirrored module does.
+    """The calls of one mirrored module: split, or run as they are.
 
     Args:
         compiled: the module's call after ``module.compile()``; every replica calls it.

@@ -139,7 +139,7 @@ def _proportions(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 class TrainedParams(Protocol):
-    """Knows what replicas of several workers train."""
+    """The parameters that replicas of several workers train."""
 
     @property
     def replicas(self) -> Replicas:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from mirror.base.torch_private import OptState
 from mirror.errors import StrategyError
 from mirror.execution.replicas import current
 from mirror.replica.optimizers.param_groups import replicas_reached

@@ -55,7 +55,7 @@ _MOST_DESCRIBED = 12
 
 
 class SplitPlan:
-    """How one call is split.
+    """The plan by which one call is split.
 
     Attributes:
         active: the replicas that take part.

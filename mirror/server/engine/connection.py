@@ -90,7 +90,7 @@ def failed_reply(error: Exception) -> Reply:
 
 
 class Stallable(Protocol):
-    """What a connection needs of the actor's client."""
+    """The members of an actor's client that a connection uses."""
 
     name: str
     timeout_seconds: float | None

@@ -50,12 +50,12 @@ from mirror.server.engine.engine_types import Address, WireError
 
 VERSION = 2
 CLIENT_SECONDS = 3.0
-"""How long a process that connects to an actor may take, for the whole handshake."""
+"""The most seconds of a whole handshake, for the process that connects."""
 ACTOR_SECONDS = 60.0
-"""How long an actor may take; it may be busy."""
+"""The most seconds of a handshake for the actor, which may be busy."""
 
 ACTOR, AGENT = b"mirror actor", b"mirror agent"
-"""What listens at an address: an actor, or a free node agent."""
+"""The kinds of listeners at an address: an actor, or a free node agent."""
 
 _BACKLOG = 128
 _RANDOM = 32
@@ -70,7 +70,7 @@ class OtherListenerError(EOFError):
 
 
 class Credentials(NamedTuple):
-    """What a handshake proves.
+    """The facts that a handshake proves.
 
     Attributes:
         task: the task that the client dials.
@@ -132,12 +132,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket) -> None:
-    """Lets a socket of ``bind`` listen."""
+    """Makes a socket of ``bind`` listen."""
     sock.listen(_BACKLOG)
 
 
 def unlisten(sock: socket.socket) -> None:
-    """Lets a listening socket refuse connections, those included that are not accepted yet."""
+    """Makes a listening socket refuse connections, also those that are not accepted yet."""
     # Shutting down a socket that does not listen would shut down what it accepts later.
     if sock.fileno() >= 0 and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         sock.shutdown(socket.SHUT_RDWR)
@@ -308,7 +308,7 @@ class Listener:
             self._wake = -1
 
     def stop(self) -> None:
-        """Lets ``run`` return, and ends the handshakes that are not done."""
+        """Makes ``run`` return, and ends the handshakes that are not done."""
         with self._lock:
             self._is_stopped = True
             if self._wake >= 0:

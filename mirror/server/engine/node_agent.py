@@ -86,7 +86,7 @@ class NodeAgent:
                 try:
                     if not self._closing.is_set():
                         self._serve_owner(owner)
-                except Exception as error:  # whatever a program sends ends its connection only
+                except Exception as error:  # a program's message ends only its own connection
                     print(f"mirror: closed a connection: {error!r}", file=sys.stderr, flush=True)
                 finally:
                     owner.close()

@@ -97,7 +97,7 @@ class ServiceLoop:
                 return False
             if frame.kind != CALL:
                 raise WireError("protocol error: a client sent a frame that is not a call")
-        except Exception as error:  # whatever a client sends ends its own connection only
+        except Exception as error:  # a client's message ends only its own connection
             self._drop(connection, error)
             return False
         if self._pool is not None:

@@ -27,7 +27,7 @@ from mirror.server.engine.handshake import (
 )
 
 KEY_VARIABLE = "MIRROR_ENGINE_KEY"
-"""Has the key in hexadecimal, for processes that were not started by an engine."""
+"""The variable with the key in hexadecimal, for processes that no engine has started."""
 
 _MIN_KEY_BYTES = 16
 _MIN_DISTINCT = 9  # of 16 bytes or more; random ones have 13 to 16

@@ -24,7 +24,7 @@ from mirror.threads.user_frames import add_note
 
 
 class _Sent:
-    """What was sent to a worker's process."""
+    """The state that was sent to a worker's process."""
 
     def __init__(self) -> None:
         self.generation = -1

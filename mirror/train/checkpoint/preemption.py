@@ -120,7 +120,7 @@ class TerminationConfig:
 
 
 class Urgency(IntEnum):
-    """What a worker has to do where a step ends; the highest value of all workers counts."""
+    """The action of a worker at the end of a step; the highest value of all workers counts."""
 
     NONE = 0
     SAVE_AND_CONTINUE = 1
