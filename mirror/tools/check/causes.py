@@ -100,6 +100,8 @@ def diagnose(
     if event.kind == OP:
         result.operation = str(event.info.get("op", ""))
     if first.reason == "other" or event.info.get("op") == "branch":
+        if found.event.kind == LOSS and not _of_replicas(found.event):
+            return _of_kept_number(found, result)  # the outputs are equal all the same
         return _of_branch(first, result)
     if event.info.get("norm") or result.operation in _STATISTICS:
         return _of_statistics(result)
@@ -427,6 +429,20 @@ def _of_loss_output(
 
 def _of_replicas(event: RecordedEvent) -> bool:
     return bool(event.info.get("values_of_replicas"))
+
+
+def _of_kept_number(found: Difference, result: CheckResult) -> CheckResult:
+    result.cause = "a loss that is no mean over examples"
+    result.operation, result.line = "", found.event.where
+    result.why = (
+        "the model's outputs are those of one device, and the loss is not: it uses a number that "
+        "forward keeps (as a load-balancing loss), which each replica computes from its part"
+    )
+    result.remedy = (
+        "keep the probabilities, one row per example, and compute the number outside the model; "
+        "or all_reduce the sums that it is computed from"
+    )
+    return result
 
 
 def _of_mixing(result: CheckResult, source: RecordedEvent | None) -> CheckResult:

@@ -31,7 +31,8 @@ from mirror.tools.check.record import (
     RecordedEvent,
 )
 
-_UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_UNITS = {"float64": 2.0**-33, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+# No cause makes a difference as small as 1e-8, and float64 is there to leave rounding aside.
 _TIGHT = 80.0  # units in the last place that need no explanation
 _SPREAD = 12.0  # times the spread of one device
 _FEW = 40.0  # more of it, divided by how many numbers there are

@@ -128,12 +128,17 @@ class RunComparison:
         return 0
 
     def _largest_spread(self, spread: Record) -> float:
-        largest = 0.0
+        return max(self._spread_by_step(spread).values(), default=0.0)
+
+    def _spread_by_step(self, spread: Record) -> dict[int, float]:
+        """Returns how far rounding errors carry outputs, losses and buffers of each step."""
+        largest: dict[int, float] = {}
         for _, a, b in aligned(shallow(self._one), shallow(spread)):
             if a and b and a.key == b.key and a.prints[0].is_float:
                 if a.kind not in (GRADIENT, PARAMETER):
                     some, others = a.prints[0], b.prints[0]
-                    largest = max(largest, relative(some.distance(others), some.norm))
+                    distance = relative(some.distance(others), some.norm)
+                    largest[a.step] = max(largest.get(a.step, 0.0), distance)
         return largest
 
     # Results
@@ -168,6 +173,12 @@ class RunComparison:
                 "some numbers differ by more than their last digits, and no more than rounding "
                 f"errors make of this script on one device ({spread:.0e})"
             )
+            by_step = self._spread_by_step(self._spread)
+            if step := next((s for s in sorted(by_step) if by_step[s] > _GROSS), 0):
+                result.why += (
+                    f"; from step {step} on these are so large that small differences do not show"
+                    ": a lower learning rate, or --double, shows more"
+                )
         return result
 
     def _dtype(self) -> str:
