@@ -19,7 +19,7 @@ from mirror.tools.check.differences import (
     shallow,
 )
 from mirror.tools.check.fingerprint import relative
-from mirror.tools.check.record import GRADIENT, INPUT, PARAMETER, Record, RecordOptions
+from mirror.tools.check.record import BUFFER, GRADIENT, INPUT, PARAMETER, Record, RecordOptions
 
 _GROSS = 0.02  # a relative distance that rounding in float32 does not make in one step
 _CHAOTIC = 1e-3  # a spread of one device that is looked into
@@ -133,31 +133,15 @@ class RunComparison:
     def _spread_by_step(self, spread: Record) -> dict[int, float]:
         """Returns how far rounding errors carry outputs, losses and buffers of each step."""
         largest: dict[int, float] = {}
-        for _, a, b in aligned(shallow(self._one), shallow(spread)):
-            if a and b and a.key == b.key and a.prints[0].is_float:
-                if a.kind not in (GRADIENT, PARAMETER):
-                    some, others = a.prints[0], b.prints[0]
-                    distance = relative(some.distance(others), some.norm)
-                    largest[a.step] = max(largest.get(a.step, 0.0), distance)
+        for (kind, step), distance in _distances(self._one, spread).items():
+            if kind not in (GRADIENT, PARAMETER):
+                largest[step] = max(largest.get(step, 0.0), distance)
         return largest
 
     # Results
 
     def _equal(self) -> CheckResult:
-        one, many = shallow(self._one), shallow(self._many)
-        totals: dict[tuple[str, int], list[float]] = {}
-        for _, a, c in aligned(one, many):
-            if a is None or c is None or a.key != c.key:
-                continue
-            some, others = a.prints[0], c.prints[0]
-            if not some.is_float or some.shape != others.shape:
-                continue
-            # Those of all parameters together: one that is rounding has no scale of its own.
-            kind = a.kind if a.kind in (GRADIENT, PARAMETER) else f"{a.kind} {a.name}"
-            total = totals.setdefault((kind, a.step), [0.0, 0.0])
-            total[0] += some.distance(others) ** 2
-            total[1] += some.norm**2
-        largest = max((relative(d**0.5, n**0.5) for d, n in totals.values()), default=0.0)
+        largest = max(_distances(self._one, self._many).values(), default=0.0)
         steps, dtype = self._one.num_steps, self._dtype()
         result = CheckResult(
             EQUAL,
@@ -239,3 +223,23 @@ class RunComparison:
         at = f", in module {result.module}" if result.module else ""
         result.summary = f"different: from step {step} on, first {what}{size}{at}: {result.cause}"
         return result
+
+
+def _distances(one: Record, other: Record) -> dict[tuple[str, int], float]:
+    """Returns the relative distances of two runs, by quantity and step.
+
+    Those of all gradients, parameters and buffers together: one that is nothing but rounding has
+    no scale of its own.
+    """
+    totals: dict[tuple[str, int], list[float]] = {}
+    for _, a, b in aligned(shallow(one), shallow(other)):
+        if a is None or b is None or a.key != b.key:
+            continue
+        some, others = a.prints[0], b.prints[0]
+        if some.is_float and some.shape == others.shape:
+            is_joint = a.kind in (GRADIENT, PARAMETER, BUFFER)
+            key = a.kind if is_joint else f"{a.kind} {a.name}"
+            total = totals.setdefault((key, a.step), [0.0, 0.0])
+            total[0] += some.distance(others) ** 2
+            total[1] += some.norm**2
+    return {key: relative(d**0.5, n**0.5) for key, (d, n) in totals.items()}
