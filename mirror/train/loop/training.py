@@ -177,8 +177,8 @@ class Training(TrainingState):
             return 0
         if all(dataset is not obj for obj in self.manager.checkpoint.objects.values()):
             warn_user(
-                f"the training goes on after step {self.step}, and its dataset starts again, as it "
-                "is not in the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"
+                f"the training goes on after step {self.step}, and its dataset starts again, as "
+                "it is not in the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"
             )
         if num_batches:
             return min(self.step // num_batches, epochs)
