@@ -12,11 +12,12 @@ import secrets
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from time import monotonic, sleep
 from types import FrameType
+from typing import Protocol
 
 from torch.distributed import TCPStore
 
@@ -59,36 +60,64 @@ class AgentOptions:
     port: int | None = None
 
 
+class WorkerProcess(Protocol):
+    """A process that an agent has started, with the methods of ``subprocess.Popen``."""
+
+    def poll(self) -> int | None:
+        """Returns the exit code, negative for a signal; None while the process runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal."""
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+
+    def wait(self) -> int:
+        """Waits for the process; returns its exit code."""
+
+
+# Starts a worker with additional environment variables.
+Start = Callable[[Mapping[str, str]], WorkerProcess]
+
+
+def starter(command: Sequence[str]) -> Start:
+    """Returns a function that runs a command line."""
+    return lambda variables: subprocess.Popen(
+        list(command),
+        env={**os.environ, **variables},
+        start_new_session=True,  # Ctrl-C in a terminal reaches the agent alone, which forwards it
+    )
+
+
 class _Slot:
     """The place of one local worker; its process may be replaced.
 
     Attributes:
         process: None once the worker has exited and is not started again.
-        exit_code: of the last process that has exited.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.name = ""
-        self.process: subprocess.Popen[bytes] | None = None
-        self.exit_code = 0
+        self.process: WorkerProcess | None = None
 
 
 class ElasticAgent:
-    """Runs a command as elastic workers.
+    """Runs elastic workers.
 
     Args:
-        command: the command line of one worker.
+        start: starts one worker.
 
     Raises:
         ClusterError: the port is in use, or no coordinator answers.
     """
 
-    def __init__(self, command: Sequence[str], options: AgentOptions) -> None:
-        self._command, self._options = list(command), options
+    def __init__(self, start: Start, options: AgentOptions) -> None:
+        self._start_process, self._options = start, options
         self._num_restarts = self._num_started = 0
         self._name = f"{socket.gethostname()}.{secrets.token_hex(2)}"
         self._signal: int | None = None
+        self._exit_code = 0  # the highest, of workers that have ended when they should
         self._coordinator: MembershipCoordinator | None = None
         if options.join is not None:
             self._address = options.join
@@ -127,12 +156,12 @@ class ElasticAgent:
             self._watch_slots(view)
             if self._signal is not None:
                 self._end_workers()
-                return 128 + self._signal
+                return self._exit_code
             if view.phase is Phase.ENDED:
                 self._wait_for_workers()
                 if view.why:
                     raise ClusterError(f"the elastic training has ended: {view.why}")
-                return max((abs(slot.exit_code) for slot in self._slots), default=0)
+                return self._exit_code
             self._check_enough(view)
             sleep(_POLL_SECONDS)
 
@@ -151,22 +180,18 @@ class ElasticAgent:
         for slot in self._slots:
             if slot.process is None:
                 continue
-            if self._is_lost(slot, view):
-                slot.process.kill()  # one that stands still must not come back
+            if self._store.is_lost(slot.name):
+                slot.process.kill()  # a stopped process must not continue
             code = slot.process.poll()
             if code is None:
                 continue
-            slot.process, slot.exit_code = None, code
+            slot.process = None
             self._store.write_death(slot.name, f"its process has ended with {_describe(code)}")
             if view.phase is Phase.ENDED or self._signal is not None:
-                continue
-            if self._num_restarts < self._options.max_restarts:
+                self._exit_code = max(self._exit_code, code if code >= 0 else 128 - code)
+            elif code and self._num_restarts < self._options.max_restarts:
                 self._num_restarts += 1
                 self._start(slot)
-
-    def _is_lost(self, slot: _Slot, view: View) -> bool:
-        """Returns whether the coordinator has declared a worker lost that has not exited."""
-        return self._coordinator is not None and self._coordinator.is_lost(slot.name)
 
     def _check_enough(self, view: View) -> None:
         """Ends the training if too few workers are left, and no other machine can help."""
@@ -189,9 +214,9 @@ class ElasticAgent:
     def _start(self, slot: _Slot) -> None:
         self._num_started += 1
         slot.name = f"{self._name}.{slot.number}.{self._num_started}"
-        environ = {**os.environ, ADDRESS_VARIABLE: self._address, NAME_VARIABLE: slot.name}
-        environ |= _share_of_gpus(slot.number, len(self._slots))
-        slot.process = subprocess.Popen(self._command, env=environ)
+        variables = {ADDRESS_VARIABLE: self._address, NAME_VARIABLE: slot.name}
+        variables |= _share_of_gpus(slot.number, len(self._slots))
+        slot.process = self._start_process(variables)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
@@ -207,7 +232,7 @@ class ElasticAgent:
     def _wait_for_workers(self) -> None:
         deadline = monotonic() + _END_SECONDS
         while any(slot.process is not None for slot in self._slots) and monotonic() < deadline:
-            self._watch_slots(replace_phase(self._view()))
+            self._watch_slots(replace(self._view(), phase=Phase.ENDED))
             sleep(_POLL_SECONDS)
 
     def _kill(self) -> None:
@@ -215,11 +240,6 @@ class ElasticAgent:
             if slot.process is not None:
                 slot.process.kill()
                 slot.process.wait()
-
-
-def replace_phase(view: View) -> View:
-    """Returns the view as one of an ended training."""
-    return View(view.generation, view.members, Phase.ENDED, view.why)
 
 
 def _serve(port: int | None) -> TCPStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import secrets
 import threading
@@ -25,6 +26,8 @@ from mirror.train.elastic.membership import (
     Phase,
     View,
 )
+
+_log = logging.getLogger("mirror")
 
 _BEAT_SECONDS = 0.1
 _STORE_SECONDS = 60.0  # how long an operation of the store may take
@@ -49,6 +52,8 @@ class Member:
         self._broken: Exception | None = None
         self._changed = threading.Condition()
         self._is_forked = False
+        # An agent that is killed must leave no workers behind.
+        self._parent = os.getppid() if os.environ.get(NAME_VARIABLE) == name else None
         store.register(name, self._record)
         self._thread = threading.Thread(target=self._run, name="mirror membership", daemon=True)
         self._thread.start()
@@ -180,6 +185,9 @@ class Member:
 
     def _beat(self) -> bool:
         """Publishes the record and reads the view; returns whether this worker has left."""
+        if self._parent is not None and os.getppid() != self._parent:
+            _log.error("the agent of this worker is gone; the process ends")
+            os._exit(1)
         with self._changed:
             record = self._record = replace(self._record, beat=self._record.beat + 1)
         self._store.write_record(self.name, record)

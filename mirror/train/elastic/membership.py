@@ -22,7 +22,7 @@ until all have finished, because until then the others may still need its state.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -160,15 +160,15 @@ class MembershipStore:
         """Publishes a worker's record."""
         self._store.set(f"member/{name}", record.to_json())
 
-    def names_after(self, count: int) -> list[str]:
-        """Returns the names of workers that have registered after the first ``count``."""
+    def read_names(self, known: Collection[int]) -> dict[int, str]:
+        """Returns the names of registered workers by number, without the known numbers."""
         total = self._store.add("num_members", 0)
-        names: list[str] = []
-        for number in range(count + 1, total + 1):
-            if not self._store.check([f"name/{number}"]):
-                break  # it is being written
-            names.append(self._store.get(f"name/{number}").decode())
-        return names
+        # A worker may be killed between the two writes of ``register``, so a number may be empty.
+        return {
+            number: self._store.get(f"name/{number}").decode()
+            for number in range(1, total + 1)
+            if number not in known and self._store.check([f"name/{number}"])
+        }
 
     def read_records(self, names: Sequence[str]) -> dict[str, MemberRecord]:
         """Returns the records of registered workers."""
@@ -190,6 +190,14 @@ class MembershipStore:
         """Returns how a worker's process has ended, or None."""
         key = f"death/{name}"
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def write_lost(self, name: str) -> None:
+        """Publishes that a worker counts as lost; its agent must end its process."""
+        self._store.set(f"lost/{name}", "")
+
+    def is_lost(self, name: str) -> bool:
+        """Returns whether ``write_lost`` was called."""
+        return self._store.check([f"lost/{name}"])
 
     def of_generation(self, generation: int) -> Store:
         """Returns the part of the store for the process groups of a generation."""

@@ -97,20 +97,11 @@ class MembershipCoordinator:
         if self.view.phase is not Phase.ENDED:
             self._publish(replace(self.view, phase=Phase.ENDED, why=why))
 
-    @property
-    def num_live(self) -> int:
-        """The number of live workers."""
-        return sum(member.is_live for member in self._members.values())
-
-    def is_lost(self, name: str) -> bool:
-        """Returns whether a worker was declared lost."""
-        member = self._members.get(name)
-        return member is not None and bool(member.gone)
-
     def _read(self) -> None:
         now = self._clock()
-        for name in self._store.names_after(len(self._members)):
-            self._members[name] = _Member(len(self._members), MemberRecord(beat=-1), now)
+        known = {member.order for member in self._members.values()}
+        for number, name in self._store.read_names(known).items():
+            self._members[name] = _Member(number, MemberRecord(beat=-1), now)
         num_deaths = self._store.num_deaths()
         live = [name for name, member in self._members.items() if member.is_live]
         for name, record in self._store.read_records(live).items():
@@ -120,6 +111,7 @@ class MembershipCoordinator:
             silent = now - member.heard
             if silent > self._limit(name):
                 member.gone = f"it has published nothing for {silent:.0f} s"
+                self._store.write_lost(name)
         if num_deaths != self._num_deaths:
             self._num_deaths = num_deaths
             for name in live:
@@ -184,7 +176,8 @@ class MembershipCoordinator:
             return
         waiting.sort(key=self._place)
         chosen = tuple(waiting[: self._options.max_workers])
-        _log.warning("generation %d begins: %s", self.view.generation + 1, ", ".join(chosen))
+        level = logging.WARNING if self.view.generation else logging.INFO
+        _log.log(level, "generation %d: %s", self.view.generation + 1, ", ".join(chosen))
         self._publish(View(self.view.generation + 1, chosen, Phase.TRAINING))
 
     def _place(self, name: str) -> tuple[object, ...]:
