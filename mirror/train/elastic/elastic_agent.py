@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import Protocol
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError
@@ -85,7 +85,7 @@ def starter(command: Sequence[str]) -> Start:
     return lambda variables: subprocess.Popen(
         list(command),
         env={**os.environ, **variables},
-        start_new_session=True,  # Ctrl-C in a terminal reaches the agent alone, which forwards it
+        start_new_session=True,  # Ctrl-C reaches the agent alone, which forwards it
     )
 
 
@@ -249,7 +249,7 @@ def _serve(port: int | None) -> TCPStore:
     try:
         listener.bind(("127.0.0.1", 0) if port is None else ("", port))
         listener.listen()
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
         raise ClusterError(f"port {port} cannot be used: {error}; pass another --port") from error
     timeout = timedelta(seconds=_STORE_SECONDS)

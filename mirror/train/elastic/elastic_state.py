@@ -195,9 +195,7 @@ class ElasticState:
         answers = workers.all_gather_bytes("ElasticState.restore", payload)
         ids = [CommitId(*json.loads(answer)) for answer in answers]
         if max(ids) > ids[0]:
-            raise CheckpointError(
-                f"worker 0 must have the newest commit; the workers have {', '.join(map(str, ids))}"
-            )
+            raise CheckpointError(f"worker 0 must have the newest commit; the workers have {ids}")
         if ids[0] == CommitId():
             return None
         if min(ids) < ids[0]:
@@ -224,4 +222,3 @@ def _contents(snapshot: Snapshot, workers: WorkerAgreement) -> Contents:
     return Contents(
         Path("the last commit"), own, own.states(), own.random_state(), own.replica_buffers()
     )
-

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from mirror.base.at_fork import reinit_after_fork
 from mirror.cluster.rendezvous import split_address
@@ -126,7 +127,7 @@ class Member:
             return self._is_over(self._view) and self._view.phase is not Phase.ENDED
 
     def watch(self, on_over: Callable[[str], None]) -> None:
-        """Calls a function with the reason when this worker's generation is over, in any thread."""
+        """Calls a function with the reason once this worker's generation is over, in a thread."""
         with self._changed:
             self._on_over = on_over
             is_over, why = self._is_over(self._view), self._view.why

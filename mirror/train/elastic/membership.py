@@ -73,6 +73,9 @@ class CommitId(NamedTuple):
     number: int = 0
 
 
+NO_COMMIT = CommitId()
+
+
 @dataclass(frozen=True)
 class MemberRecord:
     """What a worker publishes.
@@ -90,7 +93,7 @@ class MemberRecord:
     state: MemberState = MemberState.WAITING
     generation: int = 0
     rank: int = -1
-    commit: CommitId = CommitId()
+    commit: CommitId = NO_COMMIT
     why: str = ""
 
     def to_json(self) -> str:

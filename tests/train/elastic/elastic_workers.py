@@ -19,10 +19,10 @@ from tests.worker_pool import _FORK_SERVER, _LENGTH, _ROOT, _receive
 
 
 class Kill(NamedTuple):
-    """A worker sends itself a signal at the ``count``-th call of a point."""
+    """A worker sends itself a signal at the ``nth``-th call of a point."""
 
     point: str
-    count: int = 1
+    nth: int = 1
     number: int = signal.SIGKILL
 
 
@@ -55,7 +55,7 @@ def _intercept(owner, name, when, kill):
 
     def intercepted(self, *args, **kwargs):
         calls.append(None)
-        is_due = len(calls) == kill.count
+        is_due = len(calls) == kill.nth
         if is_due and when == "before":
             os.kill(os.getpid(), kill.number)
         result = method(self, *args, **kwargs)
@@ -89,7 +89,8 @@ class ForkedWorker:
             if self._process.stdin.closed:
                 self.code = self.outcome[0]
             else:
-                self.code = 1 if self.outcome[1] else 0
+                error = self.outcome[0] if self.outcome[1] else None
+                self.code = error.code if isinstance(error, SystemExit) else int(bool(error))
                 _FORK_SERVER.kill(self._process)
         return self.code
 
@@ -160,5 +161,5 @@ def train(program, *args, **options):
     """Runs an elastic training to its end."""
     with agent_of(program, *args, **options) as (agent, workers, views):
         code = agent.run()
-        results = [w.outcome[0] for w in workers if w.code == 0]
+        results = [w.outcome[0] for w in workers if w.code == 0 and not w.outcome[1]]
         return Trained(code, results, views, workers)
