@@ -7,13 +7,14 @@ the workers of all other machines, as soon as a worker wants to join.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
 from types import FrameType
@@ -36,7 +37,8 @@ from mirror.train.elastic.membership_coordinator import MembershipCoordinator, M
 _log = logging.getLogger("mirror")
 
 _POLL_SECONDS = 0.05
-_END_SECONDS = 30.0  # how long workers may take to exit, after a signal or the end of the training
+_END_SECONDS = 30.0  # how long workers may take to exit, after a signal or an error
+_LINGER_SECONDS = 2.0  # how long the agents of other machines may take to read that it has ended
 _STORE_SECONDS = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -153,16 +155,20 @@ class ElasticAgent:
     def _watch(self) -> int:
         while True:
             view = self._view()
-            self._watch_slots(view)
+            if view.phase is not Phase.ENDED and self._signal is None:
+                self._replace_lost()
+                self._check_enough(view)
             if self._signal is not None:
                 self._end_workers()
                 return self._exit_code
+            if view.phase is Phase.ENDED and view.why:
+                self._wait_for_workers(_END_SECONDS)
+                raise ClusterError(f"the elastic training has ended: {view.why}")
             if view.phase is Phase.ENDED:
-                self._wait_for_workers()
-                if view.why:
-                    raise ClusterError(f"the elastic training has ended: {view.why}")
+                self._wait_for_workers(math.inf)  # a program may save what it has trained
+                if self._options.port is not None:
+                    sleep(_LINGER_SECONDS)
                 return self._exit_code
-            self._check_enough(view)
             sleep(_POLL_SECONDS)
 
     def _view(self) -> View:
@@ -175,7 +181,7 @@ class ElasticAgent:
                 f"the coordinator at {self._address} is gone: {error}; start the training again"
             ) from error
 
-    def _watch_slots(self, view: View) -> None:
+    def _replace_lost(self) -> None:
         """Reports workers that have ended, and starts them again."""
         for slot in self._slots:
             if slot.process is None:
@@ -185,11 +191,11 @@ class ElasticAgent:
             code = slot.process.poll()
             if code is None:
                 continue
+            if self._view().phase is Phase.ENDED:
+                return
             slot.process = None
             self._store.write_death(slot.name, f"its process has ended with {_describe(code)}")
-            if view.phase is Phase.ENDED or self._signal is not None:
-                self._exit_code = max(self._exit_code, code if code >= 0 else 128 - code)
-            elif code and self._num_restarts < self._options.max_restarts:
+            if code and self._num_restarts < self._options.max_restarts:
                 self._num_restarts += 1
                 self._start(slot)
 
@@ -222,17 +228,27 @@ class ElasticAgent:
         self._signal = number
 
     def _end_workers(self) -> None:
-        """Forwards the signal, and waits until the workers have ended."""
+        """Forwards the signal, and waits for the workers."""
         assert self._signal is not None
         for slot in self._slots:
             if slot.process is not None:
                 slot.process.send_signal(self._signal)
-        self._wait_for_workers()
+        self._wait_for_workers(_END_SECONDS)
 
-    def _wait_for_workers(self) -> None:
-        deadline = monotonic() + _END_SECONDS
-        while any(slot.process is not None for slot in self._slots) and monotonic() < deadline:
-            self._watch_slots(replace(self._view(), phase=Phase.ENDED))
+    def _wait_for_workers(self, seconds: float) -> None:
+        deadline, number = monotonic() + seconds, self._signal
+        while monotonic() < deadline:
+            running = [slot for slot in self._slots if slot.process is not None]
+            for slot in running:
+                code = slot.process.poll() if slot.process is not None else None
+                if code is not None:
+                    slot.process = None
+                    self._exit_code = max(self._exit_code, code if code >= 0 else 128 - code)
+            if not running:
+                return
+            if self._signal != number:
+                self._end_workers()
+                return
             sleep(_POLL_SECONDS)
 
     def _kill(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -34,7 +35,8 @@ _log = logging.getLogger("mirror")
 
 _IDENTITY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # How long to wait until the coordinator knows that another worker has failed.
-_REASON_SECONDS = 5.0
+_REASON_SECONDS = 3.0
+_MAX_ATTEMPTS = 20  # so many generations in a row may end without a commit
 _members: list[Member] = []  # at most one: this process
 
 
@@ -87,7 +89,15 @@ def run(train: Callable[[], T]) -> T:
         raise StrategyError("elastic.run was called inside its training function; call it once")
     member = _members[0]
     random_state = capture_global_rng()
+    commit, num_attempts = member.commit, 0
     while True:
+        if member.commit != commit:
+            commit, num_attempts = member.commit, 0
+        num_attempts += 1
+        if num_attempts > _MAX_ATTEMPTS:
+            why = f"{_MAX_ATTEMPTS} generations have ended without a commit"
+            member.end(MemberState.DIVERGED, why)
+            raise WorkerLostError(f"{why}; see the logged reasons, and check the network")
         view = member.join()
         if view is None:
             _log.warning("the elastic training has ended before this worker could join")
@@ -118,6 +128,8 @@ def _attempt(train: Callable[[], T], member: Member, results: list[T]) -> None:
             raise
         _log.warning("%s", str(error).splitlines()[0])
         member.leave_generation()
+        for one in _chain(error):  # its frames hold the model
+            traceback.clear_frames(one.__traceback__)
     except BaseException as error:
         member.end(MemberState.FAILED, f"{type(error).__name__}: {error}")
         raise
@@ -125,15 +137,21 @@ def _attempt(train: Callable[[], T], member: Member, results: list[T]) -> None:
 
 def _is_by_loss(error: BaseException, member: Member) -> bool:
     """Returns whether a lost worker is the reason of an error."""
+    chain = _chain(error)
+    if any(isinstance(one, WorkerLostError) for one in chain):
+        return not member.is_broken
+    is_ours = any(isinstance(one, MirrorError) for one in chain)
+    return is_ours and member.is_over_within(_REASON_SECONDS)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Returns an error and the errors that it was raised from."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
-    if any(isinstance(one, WorkerLostError) for one in chain):
-        return not member.is_broken
-    is_ours = any(isinstance(one, MirrorError) for one in chain)
-    return is_ours and member.is_over_within(_REASON_SECONDS)
+    return chain
 
 
 @contextmanager
@@ -158,10 +176,15 @@ def _generation(member: Member, view: View) -> Iterator[None]:
     finally:
         set_member(None, 0)
         member.watch(lambda why: None)
-        for group in all_groups():
-            if group.replicas.workers.is_multi_process:
-                group.close()
+        _close_strategies()
         use_heartbeats(None)
         if heartbeats is not None:
             heartbeats.deregister()
         gc.collect()
+
+
+def _close_strategies() -> None:
+    """Closes the strategies of several workers."""
+    for group in all_groups():
+        if group.replicas.workers.is_multi_process:
+            group.close()

@@ -124,16 +124,22 @@ class ElasticState:
             )
         _memory.is_used = True
         self._checkpoint = Checkpoint(**objects)
+        self._is_restored = False
 
     def commit(self) -> None:
         """Commits the state to memory. New workers join here, so ``commit`` may not return.
 
         Raises:
             CheckpointError: a value cannot be copied, which is named.
-            StrategyError: called inside ``run``.
+            StrategyError: called inside ``run``, or before ``restore``.
             WorkerLostError: a worker is lost.
         """
         refuse_in_run("ElasticState.commit")
+        if not self._is_restored:
+            raise StrategyError(
+                "a worker that joins later gets the others' state from ElasticState.restore; call "
+                "it once before the first commit"
+            )
         objects = self._checkpoint.objects
         workers = worker_agreement_of(objects)
         with torch.inference_mode(False):
@@ -176,6 +182,7 @@ class ElasticState:
         refuse_in_run("ElasticState.restore")
         workers = worker_agreement_of(self._checkpoint.objects)
         found = self._newest(workers)
+        self._is_restored = True
         if found is None:
             if otherwise is not None:
                 otherwise()

@@ -14,6 +14,7 @@ from mirror.train.checkpoint.snapshot import StagingBuffers
 from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent
 from mirror.train.elastic.elastic_state import ElasticState
 from mirror.train.elastic.member import Member
+from mirror.train.elastic.membership import ADDRESS_VARIABLE, Phase
 from mirror.train.elastic.membership_coordinator import MembershipOptions
 from tests.worker_pool import _FORK_SERVER, _LENGTH, _ROOT, _receive
 
@@ -124,12 +125,16 @@ class Trained(NamedTuple):
 
 
 @contextmanager
-def agent_of(program, *args, size=2, least=None, kills=(), max_restarts=40, **options):
+def agent_of(
+    program, *args, size=2, least=None, kills=(), max_restarts=40, joins_at=None, **options
+):
     """Gives an agent with forked workers, the list of them, and the list of views.
 
     Args:
         program: called as ``program(kills, *args)`` in every worker.
         kills: the kills of each started worker, in the order of their starts.
+        joins_at: the generation during which the last worker comes, as one of another machine;
+            None lets the agent start all.
     """
     file = sys.modules[program.__module__].__file__
     workers, views = [], []
@@ -141,12 +146,15 @@ def agent_of(program, *args, size=2, least=None, kills=(), max_restarts=40, **op
         return workers[-1]
 
     membership = MembershipOptions(size if least is None else least, size, **options)
-    agent = ElasticAgent(start, AgentOptions(size, max_restarts, membership))
+    num_local = size if joins_at is None else size - 1
+    agent = ElasticAgent(start, AgentOptions(num_local, max_restarts, membership))
     publish = agent._coordinator._publish
 
     def record(view):
         publish(view)
         views.append(view)
+        if view.phase is Phase.TRAINING and view.generation == joins_at:
+            start({ADDRESS_VARIABLE: agent.address})
 
     agent._coordinator._publish = record
     try:
@@ -161,5 +169,5 @@ def train(program, *args, **options):
     """Runs an elastic training to its end."""
     with agent_of(program, *args, **options) as (agent, workers, views):
         code = agent.run()
-        results = [w.outcome[0] for w in workers if w.code == 0 and not w.outcome[1]]
+        results = [w.outcome[0] for w in workers if w.wait() == 0 and not w.outcome[1]]
         return Trained(code, results, views, workers)

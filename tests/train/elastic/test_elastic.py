@@ -12,6 +12,7 @@ from torch import nn
 
 import mirror
 from mirror.train import elastic
+from mirror.train.elastic.membership import Phase
 from tests.train.elastic.elastic_workers import POINTS, Kill, plan, train
 
 NUM_EXAMPLES, BATCH, NUM_EPOCHS, COMMIT_EVERY = 22, 4, 3, 3
@@ -96,12 +97,41 @@ def check(trained, undisturbed, *, bits=True):
             assert losses == right_losses
 
 
+def test_killed_workers_cost_no_example_and_no_bits(undisturbed):
+    kills = [
+        [Kill("a sum is in flight", 9)],
+        [Kill("a commit was exchanged", 3)],
+        [Kill("a state is sent")],
+    ]
+    trained = train(elastic_training, kills=kills)
+    check(trained, undisturbed())
+    assert len(trained.workers) == 5
+
+
+def test_all_but_one_are_lost_at_once_and_new_ones_join(undisturbed):
+    kills = [[], [Kill("a sum starts", 9)], [Kill("a sum starts", 9)]]
+    trained = train(elastic_training, 0.0, size=3, least=1, kills=kills)
+    check(trained, undisturbed(3, 0.0), bits=False)
+    assert len(trained.workers) == 5
+    members = [view.members for view in trained.views if view.phase is Phase.TRAINING]
+    assert members[1][0].endswith(".0.1")  # the survivor is worker 0: it has the commit
+
+
+def test_a_stopped_worker_is_replaced_after_the_timeout(undisturbed):
+    kills = [[Kill("a sum starts", 9, signal.SIGSTOP)]]
+    trained = train(elastic_training, kills=kills, timeout_seconds=1.5)
+    check(trained, undisturbed())
+    assert len(trained.workers) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_costs_no_example_and_no_bits(point, undisturbed):
-    for victim in (0, 1):
-        kills = [(), ()]
-        kills[victim] = [Kill(point, 2 if "sum" in point else 1)]
-        check(train(elastic_training, kills=kills), undisturbed())
+def test_a_kill_costs_no_example_and_no_bits(point, victim, undisturbed):
+    kills = [[Kill("a sum starts", 4)]] if point == "a state is sent" else []
+    kills += [()] * (2 - len(kills) + victim)
+    kills[-1] = [Kill(point, 2 if "sum" in point else 1)]
+    check(train(elastic_training, kills=kills), undisturbed())
 
 
 def drawn(seed):
