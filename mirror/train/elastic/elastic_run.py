@@ -17,7 +17,10 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TypeVar
+
+import torch
 
 from mirror.cluster.rendezvous import split_address
 from mirror.comm.workers.heartbeat import HeartbeatStore
@@ -26,7 +29,7 @@ from mirror.errors import MirrorError, StrategyError, WorkerLostError
 from mirror.strategy.group import all_groups
 from mirror.train.checkpoint.stateful_objects import capture_global_rng, restore_global_rng
 from mirror.train.elastic.elastic_state import WorkersChanged, set_member
-from mirror.train.elastic.member import Member, connect
+from mirror.train.elastic.member import Member, connect, is_elastic
 from mirror.train.elastic.membership import MemberState, View
 
 T = TypeVar("T")
@@ -81,9 +84,9 @@ def run(train: Callable[[], T]) -> T:
         StrategyError: called inside ``run`` or ``train``.
     """
     if not _members:
-        found = connect()
-        if found is None:
+        if not is_elastic():
             return train()
+        found = _connect_when_ready()
         _members.append(found)
     elif _members[0].is_training:
         raise StrategyError("elastic.run was called inside its training function; call it once")
@@ -108,6 +111,17 @@ def run(train: Callable[[], T]) -> T:
             _attempt(train, member, results)
         if results and member.finish():
             return results[0]
+
+
+def _connect_when_ready() -> Member:
+    """Returns this process as a member, once it has imported what the first step needs.
+
+    The other workers train meanwhile; they wait for a worker that has registered.
+    """
+    import_module("mirror.comm.workers.distributed_group")
+    import_module("mirror.comm.workers.nccl_all_reduce")
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports torch's compiler
+    return connect()
 
 
 def _attempt(train: Callable[[], T], member: Member, results: list[T]) -> None:

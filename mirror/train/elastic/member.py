@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import platform
 import secrets
 import threading
 from collections.abc import Callable
@@ -215,18 +216,19 @@ class Member:
             self._on_over(view.why or "the training has ended")
 
 
-def connect(environ: dict[str, str] | None = None) -> Member | None:
-    """Returns this process as a member, or None if no elastic training has started it.
+def is_elastic() -> bool:
+    """Returns whether an elastic training has started this process."""
+    return bool(os.environ.get(ADDRESS_VARIABLE))
+
+
+def connect() -> Member:
+    """Returns this process as a member of the training that has started it.
 
     Raises:
         ClusterError: the address is wrong, or no coordinator answers there.
     """
-    env = os.environ if environ is None else environ
-    address = env.get(ADDRESS_VARIABLE)
-    if not address:
-        return None
-    name = env.get(NAME_VARIABLE) or f"{os.uname().nodename}.{secrets.token_hex(4)}"
-    return Member(address, name)
+    name = os.environ.get(NAME_VARIABLE) or f"{platform.node()}.{secrets.token_hex(4)}"
+    return Member(os.environ[ADDRESS_VARIABLE], name)
 
 
 def connect_store(address: str) -> TCPStore:
