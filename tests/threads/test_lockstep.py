@@ -10,8 +10,8 @@ from torch import nn
 
 import mirror
 from mirror.comm.host.naive_backend import NaiveCommunicator
-from mirror.execution.current_replica import current
-from mirror.threads import lockstep, policies, run_queue
+from mirror.execution.replicas import current
+from mirror.threads import lockstep, schedule
 from mirror.threads.merge_point import MergePoint
 from tests.oracle import assert_same, finishes, in_run
 from tests.threads.meeting import N, meet
@@ -28,7 +28,7 @@ def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, leaks):
 
 
 def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strategy, monkeypatch):
-    monkeypatch.setattr(run_queue, "LONG_SECONDS", float("inf"))
+    monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", float("inf"))
     strategy = make_strategy(N, schedule="staggered")
     running = []
 
@@ -41,7 +41,7 @@ def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strate
             meet()
         return threading.current_thread()
 
-    for _ in range(2 * run_queue.LOOKS):
+    for _ in range(2 * schedule.NUM_TURNS):
         first, *_ = strategy.run(fn).values
         assert first is threading.current_thread()
     assert running[0::2] == running[1::2]
@@ -55,12 +55,13 @@ def test_staggered_simulated_devices_whose_turns_are_long_run_at_once(make_strat
     assert error is None
 
 
-def test_replicas_that_run_at_once_share_the_threads_of_the_caller(make_strategy):
+def test_replicas_that_run_at_once_share_the_threads_of_the_caller(make_strategy, eager):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(7)
         strategy = make_strategy(N, schedule="staggered")
-        assert strategy.run(torch.get_num_threads).values[1:] == (2,) * (N - 1)
+        assert strategy.run(torch.get_num_threads).values == (7,) * N  # in turns, and timed
+        assert strategy.run(torch.get_num_threads).values == (2,) * N
         assert torch.get_num_threads() == 7
         assert make_strategy(N).run(torch.get_num_threads).values == (7,) * N
     finally:
@@ -224,10 +225,11 @@ def test_who_gives_the_turn_away_ends_its_team(
     monkeypatch.setattr(
         lockstep, "release_thread_pool", lambda: ended.append(threading.get_ident())
     )
-    monkeypatch.setattr(policies, "policies_of", lambda *_, **__: (policies.ENDING_TEAMS,))
     strategy = make_strategy(2)
-    strategy.run(lambda: [meet() for _ in range(num_merges)])
-    assert len(ended) == handed_over
+    for num_threads, expected in ((1, 0), (2, handed_over)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=num_threads: n)
+        strategy.run(lambda: [meet() for _ in range(num_merges)])
+        assert len(ended) == expected
 
 
 def loosely(name, met):

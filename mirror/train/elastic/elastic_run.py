@@ -1,6 +1,5 @@
 """``mirror.train.elastic.run``: calls a training function again whenever the workers change.
 
-[Note: In the same process]
 A strategy whose worker is lost cannot be used any more: a step may have been half done, on some
 replicas, with sums in flight. So a new generation does not repair the strategy. The training
 function is called again: it makes a strategy, a model and an optimizer, as at the start of the
@@ -70,7 +69,7 @@ def run(train: Callable[[], T]) -> T:
         mirror.train.elastic.run(train)
 
     ``mirror elastic --workers 1:2 train.py`` starts the workers. Without it ``train`` is called
-    once. See [Note: In the same process].
+    once.
 
     Args:
         train: makes the strategy and all that it changes, so that it can begin again. Every call

@@ -1,6 +1,5 @@
 """ElasticState: the state of a training, committed to memory and restored from it.
 
-[Note: Commits]
 A commit is a snapshot in host memory, the one of a checkpoint: models, optimizers, positions of
 datasets, random generators. Every worker keeps a whole one, with the states in which workers
 differ. It counts on a worker once that worker knows that all have come to it:
@@ -107,7 +106,6 @@ class ElasticState:
                 state.commit()
 
     All workers call both at the same place of the training function, which makes one ElasticState.
-    See [Note: Commits].
     """
 
     def __init__(self, /, **objects: object) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.threads import run_queue
+from mirror.threads import schedule
 from tests.oracle import assert_same
 from tests.replica.gradients.at_once import (
     Watched,
@@ -115,7 +115,7 @@ def test_what_reduce_and_gather_join_comes_apart(how, make_eager, make_strategy)
 
 
 def test_replicas_of_short_turns_go_backward_in_one_thread(make_strategy, monkeypatch):
-    monkeypatch.setattr(run_queue, "LONG_SECONDS", 1e9)
+    monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", 1e9)
     strategy = make_strategy(2, schedule="staggered")
     model = mirrored(strategy)
     for _ in range(3):
@@ -149,7 +149,6 @@ def test_losses_of_two_calls_come_apart_together(make_eager):
         make_eager(2), small(), lambda m: F.cross_entropy(m(x), y) + m(x + 1).square().mean()
     )
     assert len(set(model.threads)) == 2 < len(model.threads)
-    assert threading.get_ident() not in model.threads
 
 
 def test_several_outputs_of_a_call_come_apart(make_eager):
