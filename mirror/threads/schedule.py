@@ -35,8 +35,8 @@ from torch.utils.hooks import RemovableHandle
 AUTO, LOCKSTEP, STAGGERED, CONCURRENT = "auto", "lockstep", "staggered", "concurrent"
 PARALLEL = "parallel"
 
-LONG_SECONDS, SHORT_SECONDS = 0.010, 0.004  # of the backward passes of a step
-LOOKS = 4  # consecutive steps that decide
+LONG_PASS_SECONDS, SHORT_PASS_SECONDS = 0.010, 0.004  # of the backward passes of a step
+NUM_STEPS = 4  # consecutive steps that decide
 
 
 class _Own:
@@ -76,7 +76,7 @@ class Schedule:
         self.keeps_order = name in (AUTO, LOCKSTEP)
         self.watches_passes = name == AUTO
         self.passes_at_once = False
-        self._seconds: deque[float] = deque(maxlen=LOOKS)
+        self._seconds: deque[float] = deque(maxlen=NUM_STEPS)
         self._num_hooks = 0  # of the program, when passes began to run at once
 
     def step_ended(self, seconds: float) -> None:
@@ -87,13 +87,13 @@ class Schedule:
         """
         recent = self._seconds
         recent.append(seconds)
-        are_all = len(recent) == LOOKS
+        are_all = len(recent) == NUM_STEPS
         if self.passes_at_once:
-            are_short = are_all and max(recent) < SHORT_SECONDS
+            are_short = are_all and max(recent) < SHORT_PASS_SECONDS
             if are_short or not (_has_cpus() and self.may_go_backward_at_once()):
                 self.passes_at_once = False
                 recent.clear()
-        elif are_all and min(recent) > LONG_SECONDS and _has_cpus():
+        elif are_all and min(recent) > LONG_PASS_SECONDS and _has_cpus():
             self.passes_at_once, self._num_hooks = True, num_hooks()
             recent.clear()
 
