@@ -412,7 +412,7 @@ def make_compiled_step(
             group.replicas, group.registry, group.reducer, coherence, group.finite, mode
         )
 
-    return CompiledStep(
+    compiled = CompiledStep(
         step,
         run,
         find_active,
@@ -422,3 +422,5 @@ def make_compiled_step(
         fallback=fallback,
         is_eager=is_eager,
     )
+    group.replicas.caches.add(compiled)
+    return compiled

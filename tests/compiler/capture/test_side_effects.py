@@ -75,7 +75,7 @@ def makes_weights(model, optimizer):
     ("make_step", "told"),
     [
         (sets_one_from_outside, "'calls' of CrossEntropyLoss"),
-        (makes_weights, "'weight' of Linear is made"),
+        (makes_weights, "'weight' of Linear is created"),
     ],
 )
 def test_others_and_weights_are_refused(make_step, told):
