@@ -16,7 +16,7 @@ from mirror.execution.runner import Runner
 from mirror.replica.collectives.collectives import all_gather, all_reduce
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.strategy.run_arguments import regroup
+from mirror.strategy.distributed_values import regroup
 from mirror.threads.merge_point import MergePoint
 from mirror.values import select
 
