@@ -28,15 +28,15 @@ from mirror.errors import (
 from mirror.integrations.tpu_strategy import TPUStrategy
 from mirror.replica.collectives.reduce_ops import ReduceOp
 from mirror.server.roles.coordinator import ClusterCoordinator
-from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.current_strategy import (
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
+    is_mirrored,
+    set_aggregation,
 )
-from mirror.strategy.inspection import is_mirrored, set_aggregation
-from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
+from mirror.strategy.mirrored import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.strategy.replica_context import ReplicaContext

@@ -21,14 +21,14 @@ from torch.autograd.function import BackwardCFunction
 
 from mirror.base.dynamo import skip_frame
 from mirror.base.torch_private import tracing_state, wrap_once
-from mirror.execution.current_replica import (
+from mirror.execution.replicas import (
     current,
     push_context,
+    recomputing,
     renaming,
     replica_of,
     save_context,
 )
-from mirror.execution.run_state import recomputing
 from mirror.replica.params.mirrored_tensor import MirroredTensor, resolve
 
 _KEY = "_mirror_replica"

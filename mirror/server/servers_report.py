@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mirror.base.timeline import FORWARD, INPUT, REDUCTION
-from mirror.viewer.html_table import TablePart, table_of
-from mirror.viewer.trace_lanes import COLOURS
+from mirror.viewer.pictures import COLOURS, TablePart, table_of
 
 _BAR = 30
 

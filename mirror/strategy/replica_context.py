@@ -11,10 +11,8 @@ import torch
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import with_hints
-from mirror.base.no_copy import NoCopy
-from mirror.execution.current_replica import check_current
-from mirror.execution.replicas import Replica
-from mirror.execution.run_state import Run
+from mirror.base.process_bound import NoCopy
+from mirror.execution.replicas import Replica, Run, check_current
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.collectives import all_gather, all_reduce
 from mirror.replica.collectives.reduce_ops import Op

@@ -21,8 +21,7 @@ from mirror.base.timeline import (
     SHARED_PROGRAMS,
     Timeline,
 )
-from mirror.viewer.html_table import TablePart, table_of
-from mirror.viewer.trace_lanes import COLOURS, OTHER
+from mirror.viewer.pictures import COLOURS, OTHER, TablePart, table_of
 
 # The share of the step from which a part is said to limit it.
 _MUCH = 0.25

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mirror.base.atomic_file import replace_atomically
+from mirror.base.safe_files import replace_atomically
 from mirror.errors import StrategyError
-from mirror.viewer.html_table import page_of
-from mirror.viewer.svg_lanes import svg_of
-from mirror.viewer.trace_lanes import Lane, lanes_of, seconds_of
+from mirror.viewer.pictures import Lane, lanes_of, page_of, seconds_of, svg_of
 
 
 class Trace:

@@ -13,8 +13,14 @@ from torch import nn
 
 from mirror.errors import StepError
 from mirror.server.persistent_ids import dump, dump_step, load, names_in
-from mirror.server.pull_on_read import PullOnReadDict, plain_parameters, unwatch, watch
-from mirror.server.recorded_model import Model, RecordedModules
+from mirror.server.recorded_model import (
+    Model,
+    PullOnReadDict,
+    RecordedModules,
+    plain_parameters,
+    unwatch,
+    watch,
+)
 from mirror.server.servers_report import ServersReport
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.threads import lockstep, run_queue
+from mirror.threads import lockstep, schedule
 
 N = 3
 over = threading.Event()  # the run of the case has raised
@@ -215,7 +215,7 @@ if __name__ == "__main__":
         raised = "nothing"
         try:
             if case is in_a_backward_pass_outside_run:
-                run_queue.LONG_SECONDS, run_queue.LOOKS = -1.0, 1  # at once
+                schedule.LONG_TURN_SECONDS, schedule.NUM_TURNS = -1.0, 1  # at once
                 case()
             else:
                 strategy.run(case)

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 import mirror
 from mirror.base.timeline import BACKWARD, FORWARD, KINDS, OPTIMIZER, REDUCTION, WAITING
-from mirror.viewer.html_table import TablePart, page_of, table_of
-from mirror.viewer.svg_lanes import svg_of, ticks
-from mirror.viewer.trace_lanes import COLOURS, kinds_of, lanes_of, seconds_of
+from mirror.viewer.pictures import (
+    COLOURS,
+    TablePart,
+    kinds_of,
+    lanes_of,
+    page_of,
+    seconds_of,
+    svg_of,
+    table_of,
+    ticks,
+)
 from tests.strategy.programs import training
 from tests.viewer.made import HOSTILE, NAMES, STEP, content, span
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 from mirror.comm.workers.worker_status import Exit, PendingOp, WorkerStatus
 
 _BEAT_SECONDS, _POLL_SECONDS = 1.0, 0.5

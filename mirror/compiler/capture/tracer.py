@@ -42,9 +42,7 @@ from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.step_inputs import InputKind
 from mirror.compiler.torch_internals import compiling
 from mirror.errors import CompileError
-from mirror.execution.current_replica import current, push_context, save_context
-from mirror.execution.replicas import Replicas
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replicas, Run, current, push_context, save_context
 from mirror.replica.collectives.reduce_ops import reduce_op
 from mirror.threads.lockstep import NullLockstep
 

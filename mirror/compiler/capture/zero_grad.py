@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 
 
 @contextmanager

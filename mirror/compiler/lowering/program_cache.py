@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mirror.base.private_folder import private_folder, read_private
+from mirror.base.safe_files import private_folder, read_private
 from mirror.compiler.lowering.programs import CallableProgram
 from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan
 from mirror.compiler.torch_internals import Sizes, cache_folder, library_of, program_of_library

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from mirror.data.split_batch import GivenWeights, counts_of
-from mirror.execution.replicas import RunView
+from mirror.execution.replicas import Run
 from mirror.replica.exactness.batch_dim_rules import batch_dim_uses, products_below
 from mirror.replica.exactness.loss_graph import (
     Term,
@@ -78,13 +78,13 @@ class LocalLosses:
     """The losses of one strategy's replicas, from which active runs have started passes."""
 
     def __init__(self) -> None:
-        self._of_runs: weakref.WeakKeyDictionary[RunView, dict[Hashable, _OfReplicas]] = (
+        self._of_runs: weakref.WeakKeyDictionary[Run, dict[Hashable, _OfReplicas]] = (
             weakref.WeakKeyDictionary()
         )
         self._warned = set[Hashable]()
 
     def record(
-        self, run: RunView, replica_id: int, call_site: Hashable, nth: int, outputs: Sequence[Any]
+        self, run: Run, replica_id: int, call_site: Hashable, nth: int, outputs: Sequence[Any]
     ) -> None:
         """Records a replica's losses before its ``nth`` pass from a line of the program.
 

@@ -14,10 +14,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import keywords_with_hints
 from mirror.base.torch_private import wrap_once
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, current
 from mirror.replica.collectives.collectives import all_reduce
-from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.modules.module_owner import owner_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _batch_norm_of_part = F.batch_norm  # torch's own, also if it is wrapped later
@@ -39,7 +38,7 @@ def _synchronized_forward(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def synchronize_all() -> None:
-    """Has every batch normalisation, inside ``run``, use the whole batch; for the whole process.
+    """Makes every batch normalisation inside ``run`` use the whole batch, in the whole process.
 
     The layers stay of their classes, which may have a forward of their own. It is
     ``convert_sync_batchnorm`` for models that are not made yet.

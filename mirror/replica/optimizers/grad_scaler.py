@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from mirror.base.torch_private import OptState
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.replica.optimizers.param_groups import replicas_reached
 from mirror.threads.merge_point import MergePoint
 
@@ -29,19 +29,21 @@ class GradScaler(torch.amp.GradScaler):
     the step on all.
     """
 
+    _has_scaled = False
+
     def scale(self, outputs: Any) -> Any:
         """Multiplies a tensor, or each of an iterable of tensors, by the scale factor."""
-        if self._enabled and self._scale is None:
-            first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
-            with _lock:
-                if isinstance(first, Tensor) and self._scale is None:
-                    self._lazy_init_scale_growth_tracker(first.device)
-        return super().scale(outputs)
+        if self._has_scaled:
+            return super().scale(outputs)
+        with _lock:  # the first call creates the scale, once for all replicas
+            result = super().scale(outputs)
+            self._has_scaled = True
+        return result
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless done, and steps unless one of them is inf or NaN."""
         replica = current.replica
-        if not self._enabled or replica is None or "closure" in kwargs:
+        if not self.is_enabled() or replica is None or "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)
         # A fused step would find the scale in attributes of the optimizer, which all replicas
         # share while each deletes them after its own step. So unscale here.
@@ -61,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale factor; inside ``run``, once in a merge."""
         replica = current.replica
-        if replica is None or not self._enabled:
+        if replica is None or not self.is_enabled():
             super().update(new_scale)
             return
 
@@ -110,7 +112,7 @@ class GradScaler(torch.amp.GradScaler):
             self._replica_states = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._enabled:
+        if self.is_enabled():
             _ = self._per_optimizer_states  # the records of a finished run become the common ones
         state = super().__getstate__()
         state.pop("_of_run", None)
@@ -131,7 +133,7 @@ def _refusing(method: Any) -> Any:
     @functools.wraps(method)
     def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
-        is_torchs = self._enabled and not isinstance(self, GradScaler)
+        is_torchs = self.is_enabled() and not isinstance(self, GradScaler)
         if replica is not None and is_torchs and replica.replicas.num_replicas > 1:
             optimizer = args[0] if args else kwargs.get("optimizer")
             own = (

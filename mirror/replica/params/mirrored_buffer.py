@@ -1,6 +1,5 @@
 """Mirrored buffers: each replica has its own copy in a step; outside ``run`` they are combined.
 
-[Note: Combined buffers]
 A mirrored buffer holds the combined value; ``copies[r]`` is replica r's own. A read in the
 cross-replica context combines the replicas' changes, and leaves their copies as they are. A write
 there changes the combined value, which is distributed to the replicas before they next run. A
@@ -34,9 +33,8 @@ from torch import Tensor, nn
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import replica_of
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, replica_of
 from mirror.replica.collectives.reduce_ops import summed, weighted_mean
 from mirror.replica.params.buffer_checks import (
     BATCH_NORMS,

@@ -17,14 +17,17 @@ from torch.autograd.graph import get_gradient_edge
 
 from mirror.base.torch_private import NEW_PARAMETER, WithoutSubclass
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.params.mirrored_tensor import (
     DATA,
     GRAD,
     REQUIRES_GRAD,
     MirroredTensor,
+    copied_once,
+    parameter_like,
     resolve,
+    set_to,
     special,
 )
 from mirror.replica.params.replicated_param import (
@@ -34,7 +37,6 @@ from mirror.replica.params.replicated_param import (
     refuse_post_accumulate_hook,
     through_hooks,
 )
-from mirror.replica.params.subclasses import copied_once, parameter_like, set_to
 
 
 class MirroredParameter(MirroredTensor, nn.Parameter):

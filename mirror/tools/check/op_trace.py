@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.replica_log import ReplicaLog
 

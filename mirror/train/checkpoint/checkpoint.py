@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from mirror.base.migration_hints import with_hints
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.errors import CheckpointError, StrategyError
-from mirror.execution.current_replica import enclosing_replica
+from mirror.execution.replicas import enclosing_replica
 from mirror.replica.params.mirrored_buffer import set_local_buffers
 from mirror.threads.user_frames import add_note
 from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
@@ -59,7 +59,7 @@ class Checkpoint(NoCopy):
     new one. No pickle is read or written. docs/checkpoints.md has the format.
 
     All workers save and restore at the same place of the program: the chief writes, and the calls
-    return when the chief is done. See [Note: Checkpoints of workers].
+    return when the chief is done. See ``checkpoint_agreement.py``.
 
     Attributes:
         objects: the saved objects, by name. A save takes a plain value from here: change

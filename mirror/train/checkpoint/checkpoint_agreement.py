@@ -1,6 +1,5 @@
 """Checkpoints of several workers: the chief writes, all restore, and all agree.
 
-[Note: Checkpoints of workers]
 Worker 0, the chief, writes the state of the one logical model. Some states may differ between
 workers: random generators, and per-replica buffers. If they do, the chief receives them, and they
 go into the same checkpoint. So every worker calls ``save`` and ``restore``, at the same place of

@@ -1,6 +1,5 @@
 """Snapshot: the states of objects as a checkpoint holds them, and how they are taken and read.
 
-[Note: Stored once]
 Tied weights, and views that a state holds together with their base, are stored once. Of the
 tensors in one storage, a contiguous one that is no part of a larger one is stored. Any other
 tensor that lies completely within a stored one is a view: a shape, strides, an offset. Tensors

@@ -12,7 +12,7 @@ import pytest
 
 from mirror.data import RecordError, TFRecordDataset
 from mirror.data.tfrecord import record_index, record_reader
-from mirror.data.tfrecord.protobuf_wire import (
+from mirror.data.tfrecord.example import (
     DELIMITED,
     FIXED32,
     FIXED64,

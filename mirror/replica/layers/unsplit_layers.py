@@ -1,4 +1,4 @@
-"""Layers of torch with the examples in another dimension than the first, inside a split call.
+"""Layers of torch whose calls need more than a split of the first dimension.
 
     a layer                                  its examples are
     RNN, LSTM, GRU: states in and out        the second dimension, also with batch_first
@@ -9,6 +9,9 @@ A split call splits the first dimension. A state for the whole batch,
 would reject its shape: the layer gets the replica's examples of it. A state that a layer returns
 is never taken for a batch, even if it has as many layers as examples. Inputs that are split along
 their steps cause a warning, since each replica then computes a part of every sequence.
+
+Embeddings with ``max_norm`` write, in forward, the rows of the weight that they look up; so all
+replicas write the rows of the whole batch.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from mirror.base.dynamo import disable_dynamo
 from mirror.execution.replicas import Replica
+from mirror.replica.collectives.collectives import all_gather
 from mirror.threads.user_frames import warn_user
 
 LAYERS = (
@@ -102,3 +108,39 @@ def _warn_of_steps(module: nn.Module, inputs: Any, size: int, num_examples: int)
             f"differs from one device's. Create {kind} with batch_first=True and pass the "
             "examples first, or call the model inside strategy.run with each replica's examples"
         )
+
+
+MOST_ROUNDS = 8
+
+
+def renormalizes(module: nn.Module) -> bool:
+    """Returns whether calling the module renormalizes rows of its weight."""
+    is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return is_embedding and module.max_norm is not None
+
+
+@disable_dynamo
+def renormalize_everywhere(module: Any, replica: Replica, indices: Tensor) -> None:
+    """Renormalizes, on every replica, the rows that any replica is about to look up.
+
+    This is a collective: all replicas must call the module.
+
+    Raises:
+        CompileError: a step is being traced, but the number of rows depends on values.
+    """
+    if replica.tracing is not None:
+        replica.tracing.refuse(
+            f"{type(module).__name__}(max_norm={module.max_norm}), which writes the rows that it "
+            "looks up,",
+            "leave max_norm out and bound the rows of the weight after the step",
+        )
+    rows = torch.unique(all_gather(replica, indices.detach().reshape(-1)))
+    weight = module.weight.detach()
+    with torch.no_grad():
+        # Rounding may leave a norm above the bound, and the module's own call would then shrink
+        # it on this replica only: repeat until nothing changes.
+        for _ in range(MOST_ROUNDS):
+            before = weight[rows]
+            torch.embedding_renorm_(weight, rows, module.max_norm, module.norm_type)
+            if torch.equal(weight[rows], before):
+                break

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from mirror.server.engine import ray_init
+from mirror.server.engine import ray_engine
 
 
 def node(name, alive=True, **resources):
@@ -17,14 +17,14 @@ MACHINES = [HEAD, node(B, CPU=4.0), GONE, node(A, CPU=2.0)]
 
 
 def test_actors_go_where_there_are_cpus():
-    assert ray_init.nodes_for_actors(MACHINES) == [A, B]
-    assert ray_init.nodes_for_actors([HEAD, GONE]) == ["c" * 56]
-    assert ray_init.nodes_for_actors([GONE]) == []
+    assert ray_engine.nodes_for_actors(MACHINES) == [A, B]
+    assert ray_engine.nodes_for_actors([HEAD, GONE]) == ["c" * 56]
+    assert ray_engine.nodes_for_actors([GONE]) == []
 
 
 def test_one_machine_after_another_gets_actors(monkeypatch):
-    monkeypatch.setattr(ray_init.ray, "nodes", lambda: MACHINES)
-    chosen = [ray_init.scheduling_strategy(number, 0) for number in range(4)]
+    monkeypatch.setattr(ray_engine.ray, "nodes", lambda: MACHINES)
+    chosen = [ray_engine.scheduling_strategy(number, 0) for number in range(4)]
     assert [place.node_id for place in chosen] == [A, B, A, B]
     assert all(place.soft for place in chosen)
-    assert ray_init.scheduling_strategy(0, 1) == "SPREAD"
+    assert ray_engine.scheduling_strategy(0, 1) == "SPREAD"
