@@ -123,7 +123,7 @@ def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
         if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             raise TypeError(
                 f"{where} with a forward of its own, which converting it would drop; write it on "
-                "top of mirror.nn.SyncBatchNorm"
+                "top of mirror.nn.SyncBatchNorm, or start with mirror run --sync-batch-norm"
             )
     for _, layer in layers:
         layer.__dict__.pop("process_group", None)

@@ -15,7 +15,7 @@ def update(optimizer, loss, clip=None):
 
 
 def accumulation():
-    """Gradients of several batches of unlike sizes are added up."""
+    """Gradients of several batches of different sizes are added up."""
     model = nn.Sequential(nn.Linear(10, 24), nn.GELU(), nn.Linear(24, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(24):
