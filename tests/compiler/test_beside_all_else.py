@@ -269,3 +269,26 @@ def test_batch_norm_over_one_example_per_replica_runs_uncompiled(num_replicas):
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         compiled(*only)
     strategy.close()
+
+
+@ON
+def test_gradients_that_a_step_only_scales_get_a_new_version(num_replicas):
+    """They are inputs that the program writes, and others in every call."""
+    with mirror.MirroredStrategy(["cpu"] * num_replicas) as strategy, strategy.scope():
+        own = Trained()
+
+        def step(x, y):
+            for parameter in own.model.parameters():
+                parameter.grad.mul_(0.5)
+            return x.sum()
+
+        compiled = strategy.compile(step, mode="trace")
+        for i, part in enumerate(strategy.distribute_dataset(batches([6] * 4))):
+            for parameter in own.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            compiled(*part)
+            for parameter in own.model.parameters():
+                assert torch.equal(parameter.grad, torch.full_like(parameter, 0.5))
+            if i == 1:
+                (_, program, _) = compiled._programs[0]
+                program._is_raw = True  # as programs of inductor, which leave versions alone

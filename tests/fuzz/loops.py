@@ -92,7 +92,9 @@ def _step(draft, way, start):
 def _hooks(draft):
     lines = []
     if not draft.sparse and not draft.is_closed and draft.k.maybe("hook", 0.15):
-        hook = draft.k.choose("which hook", _HOOKS)
+        # A compiled step refuses a hook that changes options.
+        hooks = [hook for hook in _HOOKS if not (draft.compiles and "slow_down" in hook)]
+        hook = draft.k.choose("which hook", hooks)
         if "halve(o)" in hook:
             lines = ["@torch.no_grad()", "def halve(o):",
                      "    for p in o.param_groups[0]['params']: p.mul_(0.99)", ""]  # fmt: skip

@@ -31,6 +31,16 @@ from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.errors import CompileError
 
+_NUMBERS = (
+    InputKind.RATE,
+    InputKind.NUMBER,
+    InputKind.OWN_NUMBER,
+    InputKind.COUNT,
+    InputKind.WEIGHT,
+    InputKind.PLACE,
+    InputKind.SEED,
+)
+
 
 def pieces_of(
     graph: fx.GraphModule,
@@ -42,9 +52,17 @@ def pieces_of(
     """Returns the pieces of a traced step: its functional graph, with packed gradients, cut.
 
     Raises:
-        CompileError: the step writes different values to a parameter on the replicas.
+        CompileError: the step writes different values to a parameter on the replicas, or changes
+            an option of an optimizer in place.
     """
     pure = functional(graph, inputs, mode)
+    for one in pure.writes:
+        if one.kind in _NUMBERS:
+            raise CompileError(
+                f"the step cannot be compiled: it, or a hook, changes a {one.kind.value} in "
+                "place, which an uncompiled step would not see; change it after the step, or pass "
+                "fallback='eager'"
+            )
     lies = pack_gradients(pure.module, [meeting.op is None for meeting in meetings])
     return cut(pure, num_replicas, lies)
 

@@ -30,8 +30,9 @@ class Bindings:
 
     def __init__(self, replicas: Replicas, trace: StepTrace, pieces: StepPlan) -> None:
         self._replicas, self._trace = replicas, trace
-        self._writes = [trace.inputs[i] for i in pieces.written]
         inputs = trace.inputs
+        self._written_own = [i for i in pieces.written if inputs[i].kind.is_own]
+        self._written_shared = [i for i in pieces.written if not inputs[i].kind.is_own]
         devices = list(replicas.devices)
         self.homes = tuple(devices.index(device) for device in dict.fromkeys(devices))
         self._home_of = [devices.index(device) for device in devices]
@@ -108,14 +109,6 @@ class Bindings:
             for home in self.homes
             if one.value.device != self._replicas.devices[home]
         ]
-        slot_of = {id(one): i for i, one in enumerate(inputs)}
-        self._written = [
-            templates[home][slot_of[id(one)]]
-            for one in self._writes
-            if not one.kind.is_own
-            for home in self.homes
-        ]
-        self._written_buffers = [one.of for one in self._writes if one.kind is InputKind.BUFFER]
 
     def _find(self, one: StepInput, r: int) -> Any:
         kind, device = one.kind, self._replicas.devices[r]
@@ -260,10 +253,10 @@ class Bindings:
                     for slot in slots:
                         mine[slot] = values[slot]
 
-    def written(self, active: Sequence[int]) -> list[Tensor]:
-        """Returns the tensors that a call has changed."""
-        buffers = [place.on_replica(r) for place in self._written_buffers for r in active]
-        return [*self._written, *buffers]
+    def written(self, shared: dict[int, list[Any]], own: dict[int, list[Any]]) -> list[Tensor]:
+        """Returns the tensors that a call has changed, of devices and of replicas."""
+        found = [values[slot] for values in shared.values() for slot in self._written_shared]
+        return found + [values[slot] for values in own.values() for slot in self._written_own]
 
 
 def _grad(place: Any, home: int) -> Tensor | None:

@@ -174,7 +174,7 @@ class StepProgram:
         self._has_run = True
         self._undo.clear()
         if self._is_raw:
-            increment_version(bindings.written(active))
+            increment_version(bindings.written(shared, own))
         for module, mode in self.trace.modes:
             module.training = mode
         slots = self.pieces.results
