@@ -15,7 +15,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 from mirror.cluster.rendezvous import split_address
 from mirror.errors import ClusterError, WorkerLostError
 from mirror.train.elastic.membership import (
