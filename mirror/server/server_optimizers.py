@@ -1,6 +1,5 @@
 """The user's optimizers on servers, rebuilt there from class and options, over pieces.
 
-[Note: Optimizers over pieces]
 A server steps an optimizer over its own pieces only. The result is right if the update of an
 element depends only on that element's value, gradient and state, as in SGD and Adam. It is wrong
 for an optimizer that uses norms of variables (LARS, LAMB), rows and columns (Adafactor, Muon) or

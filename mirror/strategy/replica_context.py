@@ -10,15 +10,13 @@ import torch
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import with_hints
-from mirror.base.no_copy import NoCopy
-from mirror.execution.current_replica import check_current
-from mirror.execution.replicas import Replica
-from mirror.execution.run_state import Run, check_weight
+from mirror.base.process_bound import NoCopy
+from mirror.execution.replicas import Replica, Run, check_current, check_weight
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.collectives import all_gather, all_reduce
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.strategy.run_arguments import regroup
+from mirror.strategy.distributed_values import regroup
 from mirror.threads.merge_point import MergePoint
 from mirror.values import select
 

@@ -1,6 +1,6 @@
 """``python -m tests.fuzz 1000..2000``: runs the programs of seeds, prints those that go wrong.
 
-``--show 17`` prints a program, ``--shrink 17`` the simplest one that goes wrong alike.
+``--show 17`` prints a program, ``--shrink 17`` the simplest one that goes wrong in the same way.
 """
 
 import argparse

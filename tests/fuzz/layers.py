@@ -188,7 +188,7 @@ class Checkpointed(nn.Module):
 
 
 class Counting(nn.Module):
-    """Buffers that a forward writes, in place and anew, and one that is not persistent."""
+    """Buffers that a forward writes in place or replaces, and one that is not persistent."""
 
     def __init__(self):
         super().__init__()

@@ -20,8 +20,8 @@ from torch import nn
 
 import mirror
 from mirror.values import leaves_of, map_structure
+from tests.fuzz.faults import why_refused
 from tests.fuzz.programs import program as program_of
-from tests.fuzz.refusals import why_refused
 
 
 def kept(value):

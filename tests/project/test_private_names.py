@@ -12,7 +12,6 @@ PACKAGE = Path(__file__).parents[2] / "mirror"
 MAY = {"base/dynamo.py", "compiler/torch_internals.py", "base/torch_private.py"}
 # A subclass of torch's scaler: one file.
 SCALERS = {
-    "_enabled",
     "_growth_tracker",
     "_lazy_init_scale_growth_tracker",
     "_maybe_opt_step",

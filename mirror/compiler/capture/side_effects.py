@@ -42,8 +42,7 @@ from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.compiler.step_errors import is_torchs, line_here
 from mirror.compiler.torch_internals import MODULE_HOOKS, is_fake
 from mirror.errors import CompileError
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, current
 from mirror.replica.modules.module_dicts import ReplicaDict, WatchedDict
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mirror.base.private_folder import private_folder, read_private
+from mirror.base.safe_files import private_folder, read_private
 from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.lowering.programs import CallableProgram
 from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan

@@ -36,7 +36,7 @@ from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck
-from mirror.replica.modules.recording import suspend_recording
+from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.params.replicated_params import MirroredTensors
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 from mirror.compiler.lowering.programs import CallableProgram
 from mirror.execution.replicas import Replicas
 

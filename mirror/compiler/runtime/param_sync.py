@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.compiler.step_inputs import StateTensor
-from mirror.execution.lifecycle import AllLifecycleHooks
+from mirror.execution.lifecycle import AllLifecycleHooks, step_ends
 from mirror.execution.replica_rng import with_rng_of
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced

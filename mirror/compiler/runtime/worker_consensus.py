@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.execution.run_state import shares_of
+from mirror.execution.replicas import shares_of
 
 _CALL = "a compiled step"
 _SAID = struct.Struct("<??qd8s")

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from mirror.base.torch_private import OptState
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Tracing
+from mirror.execution.replicas import Tracing, current
 from mirror.replica.optimizers.param_groups import replicas_reached
 from mirror.threads.merge_point import MergePoint
 
@@ -33,9 +32,9 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiplies a tensor, or each of an iterable of tensors, by the scale factor."""
         replica = current.replica
-        if self._enabled and replica is not None and replica.tracing is not None:
+        if self.is_enabled() and replica is not None and replica.tracing is not None:
             self._trace(replica.tracing)
-        if self._enabled and self._scale is None:
+        if self.is_enabled() and self._scale is None:
             first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
             with _lock:
                 if isinstance(first, Tensor) and self._scale is None:
@@ -45,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless done, and steps unless one of them is inf or NaN."""
         replica = current.replica
-        if not self._enabled or replica is None or "closure" in kwargs:
+        if not self.is_enabled() or replica is None or "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)
         if replica.tracing is not None:
             self._trace(replica.tracing)
@@ -73,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale factor; inside ``run``, once in a merge."""
         replica = current.replica
-        if replica is None or not self._enabled:
+        if replica is None or not self.is_enabled():
             super().update(new_scale)
             return
         if replica.tracing is not None:
@@ -101,7 +100,7 @@ class GradScaler(torch.amp.GradScaler):
         """Returns the numbers that are constants in a trace, and the tensors that are inputs."""
         factors = [self.get_growth_factor(), self.get_backoff_factor()]
         return [
-            self._enabled,
+            self.is_enabled(),
             *factors,
             self.get_growth_interval(),
             id(self._scale),
@@ -195,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
             self._replica_states = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._enabled:
+        if self.is_enabled():
             _ = self._per_optimizer_states  # the records of a finished run become the common ones
         state = super().__getstate__()
         state.pop("_of_run", None)
@@ -216,7 +215,7 @@ def _refusing(method: Any) -> Any:
     @functools.wraps(method)
     def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
-        is_torchs = self._enabled and not isinstance(self, GradScaler)
+        is_torchs = self.is_enabled() and not isinstance(self, GradScaler)
         if replica is not None and is_torchs and replica.replicas.num_replicas > 1:
             optimizer = args[0] if args else kwargs.get("optimizer")
             own = (

@@ -31,9 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica, Replicas, RunView
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replica, Replicas, Run, current
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.gradients.parallel_backward import mark_boundary
@@ -162,7 +160,7 @@ def merge_call_shared(
 class _Closure:
     """One closure for those of all replicas: a run calls them, and it returns their mean loss."""
 
-    def __init__(self, run: RunView, closures: dict[int, Callable[[], Any]]) -> None:
+    def __init__(self, run: Run, closures: dict[int, Callable[[], Any]]) -> None:
         self._run, self._closures = run, closures
         self.loss: Any = None  # the result of the last call
         self.losses: dict[int, Any] | None = None  # the result of each replica
@@ -177,7 +175,7 @@ class _Closure:
         return self.loss
 
 
-def _join(run: RunView, what: str, closures: list[_Closure], *leaves: Any) -> Any:
+def _join(run: Run, what: str, closures: list[_Closure], *leaves: Any) -> Any:
     """Returns the argument of the one call, from the replicas' arguments. See [Note: Once]."""
     first = leaves[0]
     if callable(first) and not isinstance(first, (type, Tensor, nn.Module)):
@@ -200,7 +198,7 @@ def _join(run: RunView, what: str, closures: list[_Closure], *leaves: Any) -> An
     )
 
 
-def _mean(run: RunView, *leaves: Any) -> Any:
+def _mean(run: Run, *leaves: Any) -> Any:
     """Returns the loss of the whole batch, from the replicas' losses."""
     first = leaves[0]
     if not _is_loss(first):
