@@ -172,6 +172,8 @@ def _normalize_over_batch(
     wide = x.to(dtype)
     mean, var, count = _whole_batch(replica, wide, x)
     if _num_values(x) < 2:  # only then reads ``count``, which waits for the device
+        if replica.tracing is not None:
+            replica.tracing.run_uncompiled()
         if count.item() == 1:
             raise ValueError(
                 "Expected more than 1 value per channel when training, got input size "

@@ -1,4 +1,4 @@
-"""Where in the user's code something happens: for errors that name file and line."""
+"""Errors of steps: the user's line where something happens, remedies, and internal exceptions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sysconfig
 from types import FrameType, TracebackType
 
 import torch
+from torch import nn
+from torch.optim import Adafactor
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
@@ -77,3 +79,50 @@ def _line(places: list[tuple[str, int]]) -> str:
                 code = linecache.getline(name, number).strip()
                 return f"{name}:{number}" + (f" `{code}`" if code else "")
     return "an unknown line"
+
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def asking_layer() -> tuple[str, str, str] | None:
+    """Returns the layer or optimizer of torch that asks for a value, why that fails, and a remedy.
+
+    ``None`` if neither is running.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _NORMS) and owner.momentum is None:
+            return (
+                f"{type(owner).__name__}(momentum=None)",
+                "divides by a count of its calls that is known only while the step runs",
+                "set momentum to a number, such as 0.1, or pass fallback='eager'",
+            )
+        if isinstance(owner, Adafactor):
+            return (
+                "Adafactor.step",
+                "decides by norms of the parameters that are known only while the step runs",
+                "use another optimizer, or pass fallback='eager'",
+            )
+        frame = frame.f_back
+    return None
+
+
+class ProgramFailed(Exception):
+    """A compiled program has raised the error that is this one's cause.
+
+    Attributes:
+        has_changed: whether the step may have changed parameters, state or buffers.
+    """
+
+    def __init__(self, *, has_changed: bool) -> None:
+        super().__init__(has_changed)
+        self.has_changed = has_changed
+
+
+class RunsUncompiled(Exception):
+    """A step checks a value if its arguments have these sizes: such a call runs uncompiled."""
+
+
+class StateMissing(Exception):
+    """A step needs optimizer state that does not exist yet: an uncompiled call creates it."""

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mirror
-from mirror.base.timeline import BACKWARD, FORWARD, KINDS, OPTIMIZER, REDUCTION, WAITING
-from mirror.viewer.pictures import (
+from mirror.base.pictures import (
     COLOURS,
     TablePart,
     kinds_of,
@@ -24,8 +23,9 @@ from mirror.viewer.pictures import (
     table_of,
     ticks,
 )
+from mirror.base.timeline import BACKWARD, FORWARD, KINDS, OPTIMIZER, REDUCTION, WAITING
+from tests.base.traces import HOSTILE, NAMES, STEP, content, span
 from tests.strategy.programs import training
-from tests.viewer.made import HOSTILE, NAMES, STEP, content, span
 
 
 def make_page(spans, names=NAMES):
