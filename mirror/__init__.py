@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from mirror import amp, comm, data, metrics, nn, train
 from mirror.base.migration_hints import names_of
+from mirror.base.pictures import Trace
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import (
@@ -46,7 +47,6 @@ from mirror.train.checkpoint.checkpoint import Checkpoint
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.checkpoint.preemption import PreemptionCheckpointHandler
 from mirror.values import PerReplica
-from mirror.viewer.trace_file import Trace
 
 __version__ = "0.1.0"
 

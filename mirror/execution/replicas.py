@@ -25,6 +25,7 @@ Rule:    the old state is fetched before ``try``; the new state is entered insid
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,13 @@ from mirror.threads.merge_point import Action, MergePoint, Payloads
 T = TypeVar("T")
 
 
+class ClearableCache(Protocol):
+    """A cache that may keep an optimizer alive which the program has dropped."""
+
+    def clear(self) -> None:
+        """Drops all entries; they are made again where they are needed."""
+
+
 class Replicas:
     """The replicas of one strategy in this process; replica r is on ``devices[r]``.
 
@@ -74,10 +82,11 @@ class Replicas:
         parameter_device: holds the parameters in the cross-replica context; optimizers step there.
         has_parameter_device: whether that is a storage of its own, and not the first replica's.
         steps_once: whether one optimizer step serves all replicas.
+        caches: the caches that may keep optimizers alive.
     """
 
     __slots__ = (
-        *("__weakref__", "are_simulated", "communicator", "device_types", "devices"),
+        *("__weakref__", "are_simulated", "caches", "communicator", "device_types", "devices"),
         *("has_parameter_device", "is_nested", "is_one_device", "mirrors", "names"),
         *("num_replicas", "parameter_device", "places", "steps_once", "strategy", "timeline"),
         *("weighted", "workers"),
@@ -113,6 +122,7 @@ class Replicas:
         self.weighted = weighted
         self.is_nested = is_nested
         self.timeline = Timeline(self.names)
+        self.caches: WeakRegistry[ClearableCache] = WeakRegistry()
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self.are_simulated = is_simulated(self.devices)
         self.is_one_device = len(set(self.devices)) == 1
@@ -184,8 +194,24 @@ class Tracing(Protocol):
     def all_reduce(self, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns placeholders for the tensors reduced over the replicas; differentiable."""
 
+    @property
+    def count(self) -> Tensor:
+        """The number of replicas that take part, a 0-d tensor in double precision."""
+
     def own_row(self, row: Tensor) -> Tensor:
         """Returns zeros with one row per replica, in which this replica's row is ``row``."""
+
+    def set_weight(self, value: Any) -> None:
+        """Sets the weight of the replica, a tensor or a number, from now on."""
+
+    def use_scaler(self, scaler: Any, tensors: Sequence[Tensor | None]) -> None:
+        """Makes tensors of a gradient scaler inputs, which the step may write."""
+
+    def skip_step_if(self, skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the optimizer's next step change nothing where ``skipped`` is true."""
+
+    def run_uncompiled(self) -> NoReturn:
+        """Has calls with these sizes run uncompiled: a value must be checked."""
 
     def refuse(self, what: str, remedy: str) -> NoReturn:
         """Raises the error for code that cannot be traced."""
@@ -427,6 +453,18 @@ class Run:
                     f"not all have set the same: {called}; call train() and eval() outside "
                     "strategy.run, or on every replica"
                 )
+
+
+def check_weight(value: Any) -> float:
+    """Returns a replica's weight as a number.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    weight = float(value)
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"a replica's weight must be finite and >= 0, got {weight}")
+    return weight
 
 
 def shares_of(

@@ -32,8 +32,8 @@ from mirror.integrations.tpu_programs import TpuPrograms
 from mirror.integrations.tpu_refusals import WHOLE_STEPS, check_model
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import Model, RecordedModules
+from mirror.strategy.distributed_values import check_call, find_active, local_results
 from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.run_arguments import check_call, find_active, local_results
 from mirror.strategy.scope import PlacingScope
 from mirror.threads.user_frames import warn_user
 

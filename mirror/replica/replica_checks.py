@@ -279,8 +279,11 @@ class WorkerChecks(ReplicaChecks):
             own = error
         if not self._are_equal(own):
             # An unreachable reference cycle with a model or optimizer lives until a collection,
-            # which runs at different times on the workers. All workers see the difference, so all
-            # collect, and compare again.
+            # which runs at different times on the workers. A compiled step keeps the optimizers
+            # of its traces, and only some workers may have one. All workers see the difference,
+            # so all drop both, and compare again.
+            for cache in self._replicas.caches:
+                cache.clear()
             gc.collect()
             self._are_equal(own, is_last=True)
 

@@ -208,11 +208,5 @@ def watch(module: nn.Module, before: Before) -> None:
     vars(module)["_buffers"] = PullOnReadDict(plain_buffers(module), before)
 
 
-def unwatch(module: nn.Module) -> None:
-    """Replaces the dicts of ``watch`` by plain ones."""
-    vars(module)["_parameters"] = plain_parameters(module)
-    vars(module)["_buffers"] = plain_buffers(module)
-
-
 def _plain(entries: Any) -> dict[str, Any]:
     return entries.plain() if isinstance(entries, PullOnReadDict) else dict(entries)

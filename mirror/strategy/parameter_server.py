@@ -17,7 +17,7 @@ from mirror.execution.replicas import current
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import RecordedModules
 from mirror.server.variable_placement import Partitioner, PlacementFunction, check_placement
-from mirror.strategy.run_arguments import check_call, local_results
+from mirror.strategy.distributed_values import check_call, local_results
 from mirror.strategy.scope import PlacingScope
 from mirror.values import PerReplica
 

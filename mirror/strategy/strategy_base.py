@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mirror.base.dynamo import disable_dynamo, limits_for
+from mirror.base.pictures import Trace
 from mirror.base.process_bound import NoCopy
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
@@ -25,16 +26,17 @@ from mirror.errors import CompileError, StrategyError
 from mirror.execution.replicas import Replica, current
 from mirror.execution.runner import close_threads
 from mirror.replica.collectives.reduce_ops import Op
-from mirror.strategy.group import Group
-from mirror.strategy.reduce_values import gather_values, reduce_values
-from mirror.strategy.replica_context import ReplicaContext
-from mirror.strategy.run_arguments import (
+from mirror.strategy.distributed_values import (
     check_call,
     find_active,
+    gather_values,
     local_results,
     make_call,
+    reduce_values,
     regroup,
 )
+from mirror.strategy.group import Group
+from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.scope import Scope
 from mirror.strategy.step_report import Report, make_report
 from mirror.strategy.strategy_options import (
@@ -45,7 +47,6 @@ from mirror.strategy.strategy_options import (
     check_choice,
 )
 from mirror.values import join_values
-from mirror.viewer.trace_file import Trace
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StrategyT = TypeVar("StrategyT", bound="Strategy")
@@ -411,7 +412,7 @@ def make_compiled_step(
             group.replicas, group.registry, group.reducer, coherence, group.finite, mode
         )
 
-    return CompiledStep(
+    compiled = CompiledStep(
         step,
         run,
         find_active,
@@ -421,3 +422,5 @@ def make_compiled_step(
         fallback=fallback,
         is_eager=is_eager,
     )
+    group.replicas.caches.add(compiled)
+    return compiled

@@ -1,6 +1,6 @@
 """``python -m tests.fuzz 1000..2000``: runs the programs of seeds, prints those that go wrong.
 
-``--show 17`` prints a program, ``--shrink 17`` the simplest one that goes wrong alike.
+``--show 17`` prints a program, ``--shrink 17`` the simplest one that goes wrong in the same way.
 """
 
 import argparse
@@ -25,6 +25,8 @@ def main():
     parser.add_argument("--shrink", action="store_true", help="reduce what goes wrong")
     parser.add_argument("--quiet", action="store_true", help="no sources, buckets only")
     parser.add_argument("--seconds", type=float, default=60, help="a program hangs after these")
+    parser.add_argument("--compiled", action="store_true", help="programs of compiled steps")
+    parser.add_argument("--mode", default="trace", help="of compiled steps")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     first, _, last = options.seeds.partition("..")
@@ -32,7 +34,7 @@ def main():
     torch.set_num_threads(1)
     if options.show:
         for seed in seeds:
-            print(program(seed).source)
+            print(_program(seed, options).source)
     elif options.worker:
         _work(seeds, options)
     else:
@@ -43,7 +45,7 @@ def _work(seeds, options):
     """Runs seeds, one line of JSON each; a hang ends the process with all stacks."""
     for seed in seeds:
         faulthandler.dump_traceback_later(options.seconds, exit=True)
-        drawn = program(seed)
+        drawn = _program(seed, options)
         outcome = run_program(drawn)
         if options.shrink and not outcome.is_right:
             faulthandler.cancel_dump_traceback_later()
@@ -54,6 +56,10 @@ def _work(seeds, options):
         print(json.dumps(line), flush=True)
 
 
+def _program(seed, options):
+    return program(seed, is_compiled=options.compiled, mode=options.mode)
+
+
 def _supervise(seeds, options):
     """Runs workers until all seeds are done; returns the exit status."""
     counts, buckets = collections.Counter(), collections.defaultdict(list)
@@ -61,6 +67,7 @@ def _supervise(seeds, options):
     while start < seeds.stop:
         command = [sys.executable, "-m", "tests.fuzz", f"{start}..{seeds.stop}", "--worker"]
         command += ["--seconds", str(options.seconds)] + ["--shrink"] * options.shrink
+        command += ["--mode", options.mode] + ["--compiled"] * options.compiled
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as worker:
@@ -76,7 +83,9 @@ def _supervise(seeds, options):
         if seed < seeds.stop:
             counts["hangs"] += 1
             result = {"seed": seed, "kind": "hangs", "bucket": "hangs", "text": trace[-6000:]}
-            _report(result | {"source": program(seed).source, "knobs": ""}, buckets, options)
+            _report(
+                result | {"source": _program(seed, options).source, "knobs": ""}, buckets, options
+            )
             seed += 1
         start = seed
     print(f"{dict(counts)} in {time.monotonic() - started:.0f} s")

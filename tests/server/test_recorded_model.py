@@ -18,7 +18,6 @@ from mirror.server.recorded_model import (
     PullOnReadDict,
     RecordedModules,
     plain_parameters,
-    unwatch,
     watch,
 )
 from mirror.server.servers_report import ServersReport
@@ -104,8 +103,6 @@ def test_every_way_to_read_asks_first():
         assert type(copied._parameters) is dict
         assert torch.equal(copied.weight, module.weight)
     assert isinstance(module._parameters, PullOnReadDict)
-    unwatch(module)
-    assert type(module._parameters) is dict
 
 
 MODEL = torch.nn.Linear(2, 2)

@@ -16,6 +16,8 @@ from torch import nn
 
 import mirror
 from mirror.threads import lockstep, schedule
+from tests.toy_models import meet
+from tests.toy_models import replica_id as me
 
 N = 3
 over = threading.Event()  # the run of the case has raised
@@ -37,14 +39,6 @@ def busy():
     """Computes until it is released."""
     while True:
         torch.ones(1).add_(1)
-
-
-def me():
-    return mirror.get_replica_context().replica_id_in_sync_group
-
-
-def meet():
-    return mirror.get_replica_context().all_reduce("sum", torch.ones(1))
 
 
 def meet_in_a_run_inside():

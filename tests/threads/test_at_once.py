@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.threads import schedule
 from tests.oracle import assert_same, finishes, in_run
-from tests.threads.meeting import N, meet
-from tests.toy_models import replica_id
+from tests.toy_models import meet, replica_id
+
+N = 3
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -14,8 +14,9 @@ from mirror.execution.replicas import current
 from mirror.threads import lockstep, schedule
 from mirror.threads.merge_point import MergePoint
 from tests.oracle import assert_same, finishes, in_run
-from tests.threads.meeting import N, meet
-from tests.toy_models import replica_id
+from tests.toy_models import meet, replica_id
+
+N = 3
 
 
 def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, leaks):

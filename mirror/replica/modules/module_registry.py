@@ -12,7 +12,7 @@ instance attribute are replaced:
 
 When the first module is mirrored, these functions of torch are wrapped: ``compile``,
 ``__setattr__``, ``__delattr__`` and ``_apply`` of modules, and ``apply`` of custom functions. See
-[Note: Compiled calls], [Note: Own attributes] and ``replica/autograd_functions.py``.
+[Note: Compiled calls], [Note: Own attributes] and ``replica/params/torch_function.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replica_rng import stream_of_caller
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.autograd_functions import watch_functions
 from mirror.replica.keras.keras_call import KerasCall
 from mirror.replica.keras.keras_layers import is_layer
 from mirror.replica.layers.sync_batch_norm import wrap_torch_sync_batch_norm
@@ -66,6 +65,7 @@ from mirror.replica.modules.split_call import CallInterceptor
 from mirror.replica.params.mirrored_buffer import Buffers
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
+from mirror.replica.params.torch_function import watch_functions
 from mirror.threads.merge_point import MergePoint
 
 

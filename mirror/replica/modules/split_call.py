@@ -66,6 +66,7 @@ from mirror.execution.replicas import (
     save_context,
 )
 from mirror.execution.runner import Runner
+from mirror.replica.exactness.mixing_forward import warn_if_mixing
 from mirror.replica.layers.unsplit_layers import (
     LAYERS,
     call_with_sequences,
@@ -100,11 +101,13 @@ class CallInterceptor(Interceptor):
     Attributes:
         own: the replicas' values of the module's attributes. See [Note: Own attributes].
         is_checkpointed: whether a whole call may be recomputed in backward.
+        is_checked: whether the outputs of a call were checked for a forward that mixes examples.
     """
 
     __slots__ = (
         "compiled",
         "has_sequences",
+        "is_checked",
         "is_checkpointed",
         "is_metric",
         "is_plain",
@@ -126,7 +129,7 @@ class CallInterceptor(Interceptor):
         is_special = self.renormalizes or self.has_sequences or self.is_metric
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, PerReplicaAttribute] = {}
-        self.is_checkpointed = False
+        self.is_checkpointed = self.is_checked = False
 
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -278,6 +281,8 @@ class CallInterceptor(Interceptor):
         try:
             with limits_for(replicas.num_replicas):
                 run = runner.run(call, split.active, weights=sizes)
+            if sizes[0] != sizes[-1] and not self.is_checked and torch.is_grad_enabled():
+                self.is_checked = warn_if_mixing(module, run.results, sizes)
             # 3. Gather the outputs, and what forward has changed in its arguments.
             own = list(map(parts.__getitem__, run.results))
             joined = join_outputs(runner, run.results, sizes, own, module)

@@ -170,14 +170,14 @@ class Training(TrainingState):
             if self._flight is not None and dataset.index < self._flight.num_datasets:
                 warn_user(
                     f"the training goes on after step {self.step}, and each worker's dataset "
-                    "begins anew; create it inside the training's with statement, by a function "
+                    "starts again; create it inside the training's with statement, by a function "
                     "that begins elsewhere: for example with training.first_step in its seed"
                 )
             return 0
         if all(dataset is not obj for obj in self.manager.checkpoint.objects.values()):
             warn_user(
-                f"the training goes on after step {self.step}, and its dataset begins anew, as it "
-                "is not in the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"
+                f"the training goes on after step {self.step}, and its dataset starts again, as "
+                "it is not in the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"
             )
         if num_batches:
             return min(self.step // num_batches, epochs)
