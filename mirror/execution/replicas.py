@@ -44,6 +44,7 @@ class Replicas:
         parameter_device: holds the parameters in the cross-replica context; optimizers step there.
         has_parameter_device: whether that is a storage of its own, and not the first replica's.
         steps_once: whether one optimizer step serves all replicas.
+        shards_state: whether each replica holds a part of the optimizers' state, and updates it.
     """
 
     __slots__ = (
@@ -60,6 +61,7 @@ class Replicas:
         "num_replicas",
         "parameter_device",
         "places",
+        "shards_state",
         "steps_once",
         "strategy",
         "timeline",
@@ -77,6 +79,7 @@ class Replicas:
         is_nested: bool = False,
         workers: LocalWorkerGroup | None = None,
         home: torch.device | None = None,
+        shards_state: bool = False,
     ) -> None:
         self.places, self.devices = places, places.positions[0]
         self.communicator = communicator
@@ -100,6 +103,7 @@ class Replicas:
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self.are_simulated = is_simulated(self.devices)
         self.is_one_device = len(set(self.devices)) == 1
+        self.shards_state = shards_state and self.num_replicas > 1
         self.steps_once = (
             self.is_one_device and self.num_replicas > 1
         ) or self.has_parameter_device

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.replica.optimizers.piecewise_optimizers import rebuild, set_options
 from mirror.server.optimizer_messages import State
-from mirror.server.server_optimizers import rebuild, set_options
 from mirror.server.shard_updates import Update, mean
 from mirror.server.tensor_bytes import Bytes, Spec, as_bytes, pack, unpack
 

@@ -20,16 +20,17 @@ def make_compiled_step(
     """Returns a step of this group's replicas that is compiled when it is called.
 
     Raises:
-        CompileError: a replica has several devices, or the strategy has a parameter device, and
-            ``fallback`` is "error".
+        CompileError: a replica has several devices, or the strategy has a parameter device or
+            sharded optimizer state, and ``fallback`` is "error".
         TypeError: ``run`` could not call ``step``.
         ValueError: ``fallback`` or ``mode`` is unknown.
     """
     check_choice("fallback", fallback, FALLBACKS)
     check_choice("mode", mode, MODES)
     check_call(step, (), {})
-    has_places = group.replicas.places.is_model_parallel
-    is_eager = has_places or group.replicas.has_parameter_device
+    replicas = group.replicas
+    has_places = replicas.places.is_model_parallel
+    is_eager = has_places or replicas.has_parameter_device or replicas.shards_state
     if has_places and fallback == "error":
         raise CompileError(
             "compiled steps are programs of one device each, and a replica of this strategy has "
@@ -41,6 +42,13 @@ def make_compiled_step(
             "parameters and optimizer state on the parameter device; call strategy.run(step, "
             "...), where torch.compile may compile the model, or pass fallback='eager' to do so; "
             "or use mirror.MirroredStrategy"
+        )
+    if replicas.shards_state and fallback == "error":
+        raise CompileError(
+            "a compiled step updates all parameters on every device, and with "
+            'optimizer_state="sharded" each device has the state of some only; call '
+            "strategy.run(step, ...), where torch.compile may compile the model, or pass "
+            "fallback='eager' to do so; or leave optimizer_state out"
         )
     coherence = ParamSync(
         group.replicas, group.runner, group.variables, group.access, group.beside_copies

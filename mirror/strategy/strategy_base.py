@@ -51,7 +51,7 @@ class Strategy(NoCopy):
 
     Args:
         mesh: the devices of all replicas.
-        schedule, weighted, workers, parameter_device: see ``Group``.
+        schedule, weighted, workers, parameter_device, shards_state: see ``Group``.
     """
 
     _instead = "make a strategy in each process; copy.deepcopy(model) gives an ordinary model"
@@ -67,6 +67,7 @@ class Strategy(NoCopy):
         weighted: bool,
         workers: LocalWorkerGroup | None = None,
         parameter_device: torch.device | None = None,
+        shards_state: bool = False,
     ) -> None:
         self._devices = mesh.positions[0]
         self._backend = communicator.name
@@ -80,6 +81,7 @@ class Strategy(NoCopy):
             guards=guards,
             workers=workers,
             parameter_device=parameter_device,
+            shards_state=shards_state,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         weakref.finalize(self, close_threads, self._group.runner.locksteps)

@@ -2,8 +2,8 @@
 
 import torch
 
+from mirror.replica.optimizers.piecewise_optimizers import describe
 from mirror.server.optimizer_messages import cut, join
-from mirror.server.server_optimizers import describe
 from mirror.server.shard import PieceSpec, PushMessage, Shard
 from mirror.server.shard_updates import Update
 from mirror.server.tensor_bytes import pack

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror.errors import StrategyError
+from mirror.replica.optimizers.piecewise_optimizers import describe
 from mirror.server.optimizer_messages import cut, from_message, join, message_of
 from mirror.server.partitioners import FixedShards
-from mirror.server.server_optimizers import describe
 from mirror.server.shard import PieceSpec, PushMessage, Shard
 from mirror.server.shard_updates import Update, mean
 from mirror.server.tensor_bytes import as_tensor, dtype_named, name_of, pack, unpack

@@ -100,6 +100,15 @@ class GradReducer:
         self._may_be_silent = replicas.mirrors and register_listener(self.tracker)
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() returned, their versions
 
+    @property
+    def bytes_per_pack(self) -> int:
+        """The bytes of a bucket."""
+        return self._reducer.bytes_per_pack
+
+    def order_of_arrival(self) -> Sequence[ReplicatedParam]:
+        """Returns the variables in the order in which gradients have last arrived, if known."""
+        return () if self._arrivals is None else self._arrivals.variables
+
     def part(self) -> LifecycleHooks:
         """Returns the hooks that reduce or defer gradients at the end of a run."""
         return LifecycleHooks(

@@ -78,13 +78,15 @@ class MirroredOptimizer:
         steps_once: whether a step has changed values of the optimizer outside its state.
     """
 
+    states_kind: type[ReplicaStates] = ReplicaStates
+
     def __init__(self, optimizer: Optimizer, optimizers: OptimizerRegistry) -> None:
         self.replicas = optimizers.replicas
         self.runner = optimizers.runner
         self._optimizers, self._gradients = optimizers, optimizers.gradients
         self._optimizer = weakref.ref(optimizer)
         self._serial = next(_serials)
-        self.states = ReplicaStates(self.replicas)
+        self.states = self.states_kind(self.replicas)
         self.loan = ParamGroupSwap(
             optimizer, self.states, self.replicas.num_replicas, optimizers.lent
         )

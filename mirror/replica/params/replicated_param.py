@@ -234,6 +234,7 @@ class ReplicatedParam:
             that it sees. The first replica's, unless there is a parameter device.
         leaves: the tensors where gradients arrive in the cross-replica context, ``shown`` first.
         version: the version of ``shown`` when all copies were last equal.
+        num_moves: how often a copy got another storage.
         hooks: the gradient hooks, by handle id; see ``replicated_param.py``.
         handles: the tensors that expose raw storage in the cross-replica context.
     """
@@ -249,6 +250,7 @@ class ReplicatedParam:
         "leaves",
         "mirror",
         "name",
+        "num_moves",
         "owner",
         "replicas",
         "shown",
@@ -269,6 +271,7 @@ class ReplicatedParam:
         self.name, self.devices = name, replicas.places.replica_at(parameter.device)
         self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
         self.handles = StorageAliases()
+        self.num_moves = 0
         self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle needs this class
         requires_grad = parameter.requires_grad
         values = self._first_values(parameter.detach())
@@ -357,6 +360,7 @@ class ReplicatedParam:
         # Replicas that assign one tensor must not share its memory.
         if any(share_storage(value, target) for target in others):
             value = value_on(data, device)
+        self.num_moves += 1
         self.targets[replica_id].data = value
         DATA.__set__(self.copies[replica_id], value)
         owner = self.owner()

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mirror.replica.optimizers.piecewise_optimizers import check_piecewise, describe, options_of
 from mirror.server import optimizer_messages
 from mirror.server.persistent_ids import dump
 from mirror.server.roles.actor_pool import ActorPool
 from mirror.server.roles.variable_client import VariableClient
-from mirror.server.server_optimizers import check_piecewise, describe, options_of
 from mirror.server.variable_placement import Layout
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
+from mirror.replica.optimizers.piecewise_optimizers import options_of, rebuild
 from mirror.server.persistent_ids import load
 from mirror.server.pull_on_read import watch
 from mirror.server.recorded_model import Model, is_table_of_rows
 from mirror.server.roles.variable_client import VariableClient
 from mirror.server.roles.worker_datasets import num_examples
-from mirror.server.server_optimizers import options_of, rebuild
 
 
 class WorkerModel:

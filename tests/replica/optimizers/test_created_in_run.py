@@ -171,6 +171,7 @@ def test_groups_that_replicas_add_unlike_are_refused(add, told, make_strategy):
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.replicated_state
 def test_optimizers_stepped_in_another_order_still_diverge(make_strategy):
     strategy = make_strategy(2)
     model = strategy.mirror(net())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.server.server_optimizers import (
+from mirror.replica.optimizers.piecewise_optimizers import (
     check_piecewise,
     describe,
     options_of,
