@@ -25,6 +25,7 @@ def main():
     parser.add_argument("--shrink", action="store_true", help="reduce what goes wrong")
     parser.add_argument("--quiet", action="store_true", help="no sources, buckets only")
     parser.add_argument("--seconds", type=float, default=60, help="a program hangs after these")
+    parser.add_argument("--sharded", action="store_true", help="with sharded optimizer state only")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     first, _, last = options.seeds.partition("..")
@@ -32,18 +33,22 @@ def main():
     torch.set_num_threads(1)
     if options.show:
         for seed in seeds:
-            print(program(seed).source)
+            print(_draw(seed, options).source)
     elif options.worker:
         _work(seeds, options)
     else:
         sys.exit(_supervise(seeds, options))
 
 
+def _draw(seed, options):
+    return program(seed, {"optimizer state": 1} if options.sharded else None)
+
+
 def _work(seeds, options):
     """Runs seeds, one line of JSON each; a hang ends the process with all stacks."""
     for seed in seeds:
         faulthandler.dump_traceback_later(options.seconds, exit=True)
-        drawn = program(seed)
+        drawn = _draw(seed, options)
         outcome = run_program(drawn)
         if options.shrink and not outcome.is_right:
             faulthandler.cancel_dump_traceback_later()
@@ -61,6 +66,7 @@ def _supervise(seeds, options):
     while start < seeds.stop:
         command = [sys.executable, "-m", "tests.fuzz", f"{start}..{seeds.stop}", "--worker"]
         command += ["--seconds", str(options.seconds)] + ["--shrink"] * options.shrink
+        command += ["--sharded"] * options.sharded
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as worker:
@@ -76,7 +82,8 @@ def _supervise(seeds, options):
         if seed < seeds.stop:
             counts["hangs"] += 1
             result = {"seed": seed, "kind": "hangs", "bucket": "hangs", "text": trace[-6000:]}
-            _report(result | {"source": program(seed).source, "knobs": ""}, buckets, options)
+            source = _draw(seed, options).source
+            _report(result | {"source": source, "knobs": ""}, buckets, options)
             seed += 1
         start = seed
     print(f"{dict(counts)} in {time.monotonic() - started:.0f} s")

@@ -106,7 +106,8 @@ class _Draft:
         refused = ("Experts", "momentum=None", "max_norm")
         unable = unable or any(one in self.model.source for one in refused)
         is_plain = is_plain and not (self.is_closed or self.scaled or unable)
-        if self.way == 3 and is_plain:
+        self.state = k.choose("optimizer state", ("replicated", "sharded"))
+        if self.way == 3 and is_plain and self.state == "replicated":
             self.compiles = k.choose("compiled", ("", "all", "in turn"), simplest=0.4)
         self.containers = k.choose("container", ("tuple", "dict", "data.Pair"), simplest=0.5)
         self.as_numpy = k.maybe("numpy", 0.08)
@@ -140,6 +141,7 @@ class _Draft:
             "bytes_per_pack": k.choose("pack", (25 * 2**20, 64, 0, 1024)),
             "gradient_reduction": self.reduction,
             "schedule": k.choose("schedule", ("lockstep", "staggered"), simplest=0.3),
+            "optimizer_state": self.state,
         }
         inside = k.maybe("inside", 0.5)
         said = ", ".join(f"{name}={value!r}" for name, value in strategy.items())

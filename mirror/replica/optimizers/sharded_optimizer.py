@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import put_hooks_around
 from mirror.devices import using
 from mirror.replica.gradients.buckets import bucket_ends
+from mirror.replica.gradients.grad_scatter import SlicedGrads
 from mirror.replica.optimizers.merge_call_shared import whole_loss
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, Step
 from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, own_options
@@ -60,6 +61,7 @@ class ShardedOptimizer(MirroredOptimizer):
     states: ShardedStates
     states_kind = ShardedStates
     sliced: SlicedParams | None = None
+    _grads: SlicedGrads | None = None  # of these slices
     _whole: frozenset[ReplicatedParam] = frozenset()  # with gradients that cannot be cut
     _undivided: ParamGroupsView | None = None  # groups whose state is known not to be sharded
 
@@ -88,7 +90,11 @@ class ShardedOptimizer(MirroredOptimizer):
             sliced = self._find_slices(optimizer)
             assert sliced is not None
         self.states.scatter(optimizer, sliced)
-        positions = sliced.set_gradients()
+        scatter, grads = self._gradients.unreduced.scatter, self._grads
+        assert grads is not None
+        is_scattered = scatter is not None and scatter.prepare_step(grads)
+        positions = sliced.set_gradients(grads.grads if is_scattered else None)
+        versions = sliced.grad_versions()
         clones = [self._clone(optimizer, sliced, r) for r in range(self.replicas.num_replicas)]
         step = raw_step(type(optimizer))
         self.runner.unfinished = self.loan.is_begun = True
@@ -97,7 +103,7 @@ class ShardedOptimizer(MirroredOptimizer):
                 with using(device):
                     step(clone)
         finally:
-            sliced.drop_gradients()
+            sliced.drop_gradients(versions)
             sliced.all_gather(positions)
         keep_options(optimizer.param_groups, clones[0].param_groups)
         mark_synced(sliced.variables_of(positions))
@@ -130,9 +136,13 @@ class ShardedOptimizer(MirroredOptimizer):
         if self._undivided is not None and self._undivided is parameters:
             return None
         self.sliced = self._undivided = None
+        former, self._grads = self._grads, None
+        scatter = self._gradients.unreduced.scatter
         reason = _why_undivided(optimizer, parameters)
         if reason is not None:
             self._undivided = parameters
+            if scatter is not None:
+                scatter.exclude(parameters.variables)
             _logger.warning(
                 "the state of %s is not sharded, and is on %s: %s",
                 type(optimizer).__name__,
@@ -140,7 +150,12 @@ class ShardedOptimizer(MirroredOptimizer):
                 reason,
             )
             return None
+        if scatter is not None and former is not None:
+            scatter.unregister(former)
         self.sliced = SlicedParams(parameters, self._plan(optimizer, parameters), self.replicas)
+        self._grads = SlicedGrads(parameters.variables, self.sliced.slices)
+        if scatter is not None:
+            scatter.register(self._grads)
         return self.sliced
 
     def _plan(self, optimizer: Optimizer, parameters: ParamGroupsView) -> list[ParamSlice]:

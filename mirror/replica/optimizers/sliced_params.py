@@ -3,8 +3,10 @@
 A slice is stepped on one replica, ``slice_plan.py`` says which. There it is
 
     a whole parameter    ``targets[r]`` itself, with its gradient
-    a part of one        an ordinary flat parameter on a part of the storage of ``targets[r]``,
-                         whose gradient is the same part of ``targets[r].grad``
+    a part of one        an ordinary flat parameter on a part of the storage of ``targets[r]``
+
+Its gradient is the scattered one, or the same part of ``targets[r].grad``: see
+[Note: Scattered gradients] in ``gradients/grad_scatter.py``.
 
 Flat means in the order in which the elements are in memory, so a weight in channels-last layout
 can be cut, too. After a step every replica gets the slices that the others have updated: one
@@ -54,6 +56,7 @@ class SlicedParams:
         self.stepped: list[nn.Parameter] = []
         self._views: list[list[Tensor]] = [[] for _ in replicas.devices]
         self._cut: list[int] = []
+        self._whole: list[int] = []
         for position, one in enumerate(self.slices):
             variable = variables[one.param_index]
             self.of_variable[variable].append(position)
@@ -66,8 +69,14 @@ class SlicedParams:
                 self._cut.append(position)
                 view = self._views[one.replica_id][position]
                 stepped = nn.Parameter(view, requires_grad=stepped.requires_grad)
+            else:
+                self._whole.append(position)
             self.stepped.append(stepped)
-        self._exchanges: dict[tuple[int, ...], _Exchange] = {}
+        # Of whole parameters; ``map`` over these makes no call for each.
+        self._shapes = [self.stepped[position].shape for position in self._whole]
+        self._strides = [self.stepped[position].stride() for position in self._whole]
+        self._is_lent = False
+        self._exchanges: dict[tuple[int, ...], SliceExchange] = {}
 
     def are_valid(self, parameters: ParamGroupsView) -> bool:
         """Whether these are the slices of the optimizer's groups, on today's storages."""
@@ -99,22 +108,81 @@ class SlicedParams:
             lists.append(mine)
         return lists
 
-    def set_gradients(self) -> tuple[int, ...]:
-        """Gives the cut slices their gradients; returns the positions of slices that have one."""
-        for position in self._cut:
-            one = self.slices[position]
-            target = self.parameters.targets[one.replica_id][one.param_index]
-            grad = target.grad
-            if grad is not None:
-                grad = flat_like(grad, target)[one.start : one.stop]
-            self.stepped[position].grad = grad
+    def set_gradients(self, scattered: Sequence[Tensor | None] | None) -> tuple[int, ...]:
+        """Gives the slices their gradients; returns the positions of slices that have one.
+
+        Args:
+            scattered: the scattered gradient of every slice; ``None`` if the gradients are those
+                of ``targets``.
+        """
+        self._is_lent = scattered is not None
+        if scattered is not None:
+            for position in self._cut:
+                self.stepped[position].grad = scattered[position]
+            grads = [scattered[position] for position in self._whole]
+            present = [grad for grad in grads if grad is not None]
+            if len(present) < len(grads):
+                for position, shape, stride in zip(
+                    self._whole, self._shapes, self._strides, strict=True
+                ):
+                    grad = scattered[position]
+                    if grad is not None:
+                        grad = grad.as_strided(shape, stride)
+                    self.stepped[position].grad = grad
+            else:
+                shaped = list(map(Tensor.as_strided, present, self._shapes, self._strides))
+                for position, grad in zip(self._whole, shaped, strict=True):
+                    self.stepped[position].grad = grad
+        else:
+            for position in self._cut:
+                one = self.slices[position]
+                target = self.parameters.targets[one.replica_id][one.param_index]
+                grad = target.grad
+                if grad is not None:
+                    grad = flat_like(grad, target)[one.start : one.stop]
+                self.stepped[position].grad = grad
         have_one = [i for i, stepped in enumerate(self.stepped) if stepped.grad is not None]
         return tuple(have_one)
 
-    def drop_gradients(self) -> None:
-        """Drops the gradients of the cut slices, which are views of the parameters' gradients."""
+    def grad_versions(self) -> list[int | None]:
+        """Returns the versions of the slices' gradients."""
+        grads = [stepped.grad for stepped in self.stepped]
+        return [None if grad is None else grad._version for grad in grads]
+
+    def drop_gradients(self, versions: Sequence[int | None]) -> None:
+        """Takes the gradients from the slices, after a step.
+
+        A step that has written into gradients (by lists, with ``nesterov``) has done so on one
+        replica: the others get that part of ``targets[r].grad``. Scattered gradients have it.
+
+        Args:
+            versions: the versions of the gradients before the step.
+        """
+        if not self._is_lent and versions != self.grad_versions():
+            self._share_written_gradients()
         for position in self._cut:
             self.stepped[position].grad = None
+        if self._is_lent:
+            for position in self._whole:
+                self.stepped[position].grad = None
+        self._is_lent = False
+
+    @torch.no_grad()
+    def _share_written_gradients(self) -> None:
+        positions = [i for i, stepped in enumerate(self.stepped) if stepped.grad is not None]
+        views: list[list[Tensor]] = [[] for _ in self._views]
+        for views_of_one, targets in zip(views, self.parameters.targets, strict=True):
+            for one in self.slices:
+                target = targets[one.param_index]
+                grad = target.grad
+                if grad is None or grad.layout is not torch.strided:
+                    views_of_one.append(target)  # not exchanged, or as it is
+                elif grad.stride() == target.stride():
+                    views_of_one.append(flat(grad.detach())[one.start : one.stop])
+                else:
+                    views_of_one.append(grad.detach())
+        flat_ones = [i for i in positions if all(own[i].dim() == 1 for own in views)]
+        SliceExchange(self._replicas, self.slices, views, flat_ones).all_gather()
 
     @torch.no_grad()
     def all_gather(self, positions: tuple[int, ...]) -> None:
@@ -123,12 +191,12 @@ class SlicedParams:
         if exchange is None:
             if len(self._exchanges) >= _MAX_EXCHANGES:
                 self._exchanges.clear()
-            exchange = _Exchange(self._replicas, self.slices, self._views, positions)
+            exchange = SliceExchange(self._replicas, self.slices, self._views, positions)
             self._exchanges[positions] = exchange
         exchange.all_gather()
 
 
-class _Exchange:
+class SliceExchange:
     """The copies of some slices from their replicas to all others."""
 
     def __init__(

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from mirror.base.dynamo import (
@@ -155,6 +156,8 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
             mirror = _mirror_of(optimizer, context.replicas)
         own_step = partial(_step, step, optimizer, context, (), {})
         return mirror.step_leader_first(own_step, optimizer, context)
+    if is_sharded and is_torchs_own(type(optimizer)):
+        return _step_sharded(step, optimizer, context, args, kwargs)
     result, _ = merge_call_shared(
         context,
         _once(step, context),
@@ -165,6 +168,25 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
         check=lambda seen: refuse_different(optimizer, seen, "before a step"),
     )
     return result
+
+
+def _step_sharded(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
+    """Makes one step for all replicas, after each has called its own closure; returns its loss."""
+    closure, loss = args[0] if args else kwargs.get("closure"), None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+        args, kwargs = args[1:], {n: v for n, v in kwargs.items() if n != "closure"}
+    merge_call_shared(
+        context,
+        _once(step, context),
+        optimizer,
+        args,
+        kwargs,
+        seen=options_of(optimizer),
+        check=lambda seen: refuse_different(optimizer, seen, "before a step"),
+    )
+    return loss
 
 
 def _once(step: Step, context: Replica) -> Step:

@@ -179,6 +179,7 @@ class Unreduced(Protocol):
             incomplete.
         deferred: the gradients deferred by ``no_sync``.
         deferring: whether a ``no_sync`` is open.
+        scattered: the reduced gradients of which each replica has a part.
     """
 
     pending: tuple[list[ReplicaParameter], ...]
@@ -188,6 +189,10 @@ class Unreduced(Protocol):
     @property
     def deferred(self) -> Sized:
         """The deferred gradients, by variable."""
+
+    @property
+    def scattered(self) -> Sized:
+        """The records of scattered gradients."""
 
 
 class GradientAccess(Protocol):

@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import pickle
+import random
+import weakref
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.replica.optimizers.slice_plan import ParamSlice
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.replica.optimizers.test_optim_db import NO_CLOSURE, pair_of_optimizers, problem
@@ -421,3 +425,351 @@ def test_options_are_checked():
         mirror.MirroredStrategy(["cpu"], optimizer_state="split")
     with pytest.raises(TypeError, match="optimizer_state"):
         mirror.CentralStorageStrategy(["cpu"] * 2, optimizer_state="sharded")
+
+
+class Counting(NaiveCommunicator):
+    """Counts the bytes that each replica sends: by ring algorithms, which need the fewest."""
+
+    concurrent = True
+
+    def __init__(self, n):
+        super().__init__(["cpu"] * n)
+        self.sent, self.calls = 0.0, []
+
+    def _count(self, name, tensors, rounds):
+        n = len(tensors)
+        self.calls.append(name)
+        self.sent += rounds * (n - 1) / n * tensors[0].nbytes
+
+    def all_reduce(self, tensors, op="sum", scale=1.0):
+        self._count("all_reduce", tensors, 2)
+        super().all_reduce(tensors, op, scale)
+
+    def reduce_scatter(self, tensors, op="sum"):
+        self._count("reduce_scatter", tensors, 1)
+        super().reduce_scatter(tensors, op)
+
+    def all_gather(self, tensors):
+        self._count("all_gather", tensors, 1)
+        super().all_gather(tensors)
+
+    def broadcast(self, tensors, root=0):
+        self._count("broadcast", tensors, 1)
+        super().broadcast(tensors, root)
+
+
+def step_of(strategy, way, model, optimizer, inside=lambda model: None):
+    """Returns a function that makes one step in one of the three ways."""
+    (x,) = batches((12,))
+    (part,) = strategy.distribute_dataset([x])
+
+    def step(x):
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        inside(model)
+        optimizer.step()
+
+    def reduced():
+        optimizer.zero_grad()
+        strategy.reduce("mean", strategy.run(loss_of, args=(model, part))).backward()
+        inside(model)
+        optimizer.step()
+
+    return {1: lambda: step(x), 2: reduced, 3: lambda: strategy.run(step, args=(part,))}[way]
+
+
+def sent_in_a_step(n, way, state, pack, make_optimizer=adamw, inside=lambda model: None):
+    """Returns the bytes that a replica sends in the third step, and the collectives."""
+    communicator = Counting(n)
+    options = mirror.CommunicationOptions(bytes_per_pack=pack)
+    with mirror.MirroredStrategy(
+        ["cpu"] * n, communicator, communication_options=options, optimizer_state=state
+    ) as strategy:
+        model = strategy.mirror(nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 30)))
+        step = step_of(strategy, way, model, make_optimizer(model.parameters()), inside)
+        for _ in range(3):
+            communicator.sent, communicator.calls = 0.0, []
+            step()
+        return communicator.sent, communicator.calls
+
+
+@pytest.mark.parametrize("pack", [25 * 2**20, 1000])
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_a_step_sends_as_many_bytes_as_with_replicated_state(way, n, pack):
+    replicated, _ = sent_in_a_step(n, way, "replicated", pack)
+    sharded, calls = sent_in_a_step(n, way, "sharded", pack)
+    num_elements = 6 * 50 + 50 + 50 * 30 + 30
+    assert replicated == pytest.approx(2 * (n - 1) / n * 4 * num_elements, rel=0.01)
+    alignment = 4 * n * len(calls)  # chunks of a bucket differ by one element at most
+    assert sharded <= replicated + alignment
+    assert set(calls) == {"reduce_scatter", "all_gather"}
+    assert calls.count("all_gather") == 1
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_a_step_that_reads_the_gradients_sends_half_as_much_again(way):
+    def clip(model):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    replicated, _ = sent_in_a_step(3, way, "replicated", 2**20, inside=clip)
+    sharded, calls = sent_in_a_step(3, way, "sharded", 2**20, inside=clip)
+    assert sharded == pytest.approx(1.5 * replicated, rel=0.01)
+    assert calls == ["reduce_scatter", "all_gather", "all_gather"]
+
+
+# Gradients that are scattered: sequences of operations, drawn from seeds, from the second step on.
+
+OPERATIONS = (
+    "backward",
+    "backward",
+    "backward",
+    "step",
+    "step",
+    "zero",
+    "zero to zeros",
+    "zero of the module",
+    "read",
+    "read one",
+    "scale one",
+    "clip",
+    "assign",
+    "drop one",
+    "half",
+    "other step",
+    "toggle",
+)
+
+
+class Operations:
+    """Performs drawn operations on a model, in run or on one device; notes what it reads."""
+
+    def __init__(self, make):
+        self.model = make(net())
+        first, last = self.model[0], self.model[2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": [first.weight, last.bias]}, {"params": [first.bias, last.weight]}],
+            lr=0.05,
+        )
+        self.other = torch.optim.SGD([first.weight, last.weight], lr=0.1, momentum=0.9)
+        self.notes = []
+
+    def perform(self, operations, x):
+        model, notes = self.model, []
+        params = list(model.parameters())
+        for operation in operations:
+            if operation == "backward":
+                loss_of(model, x).backward()
+            elif operation == "half":  # some parameters have no gradient
+                model[2](torch.tanh(model[0](x).detach())).square().mean().backward()
+            elif operation == "step":
+                self.optimizer.step()
+            elif operation == "other step":
+                self.other.step()
+            elif operation == "zero":
+                self.optimizer.zero_grad()
+            elif operation == "zero to zeros":
+                self.optimizer.zero_grad(set_to_none=False)
+            elif operation == "zero of the module":
+                model.zero_grad()
+            elif operation == "read":
+                notes.append([None if p.grad is None else p.grad.clone() for p in params])
+            elif operation == "read one":
+                notes.append(None if params[1].grad is None else params[1].grad.clone())
+            elif operation == "scale one" and params[0].grad is not None:
+                params[0].grad.mul_(0.5)
+            elif operation == "clip":
+                nn.utils.clip_grad_norm_(params, 0.1)
+            elif operation == "assign":
+                params[2].grad = torch.ones_like(params[2])
+            elif operation == "drop one":
+                params[3].grad = None
+        return notes
+
+    def toggle(self):
+        bias = self.model[0].bias
+        bias.requires_grad_(not bias.requires_grad)
+
+
+def drawn(seed):
+    """Returns lists of operations; each list is one run, or one stretch of a program."""
+    draw = random.Random(seed)
+    lists = [["backward", "step"]]
+    for _ in range(draw.randint(2, 6)):
+        lists.append([draw.choice(OPERATIONS) for _ in range(draw.randint(1, 6))])
+    return [*lists, ["read"]]
+
+
+@pytest.mark.parametrize("pack", [25 * 2**20, 64])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("way", [1, 3])
+def test_gradients_are_those_of_one_device_whatever_is_done_with_them(way, n, pack, sharded):
+    options = mirror.CommunicationOptions(bytes_per_pack=pack)
+    strategy = sharded(n, communication_options=options)
+    for seed in range(25):
+        lists = drawn(seed)
+        generator = torch.Generator().manual_seed(seed)
+        data = [torch.randn(8, 6, generator=generator) for _ in lists]
+        plain, mirrored = Operations(lambda module: module), Operations(strategy.mirror)
+        for operations, x in zip(lists, data, strict=True):
+            expected = plain.perform(operations, x)
+            if way == 1:
+                found = mirrored.perform(operations, x)
+            else:
+                (part,) = strategy.distribute_dataset([x])
+                found = strategy.run(mirrored.perform, (operations, part))
+                first, *others = strategy.local_results(found)
+                for other in others:
+                    assert_same(other, first, f"seed {seed}: {lists}")
+                found = first
+            assert_same(found, expected, f"seed {seed}: {lists}", 1e-4)
+            for one in (plain, mirrored) if "toggle" in operations else ():
+                one.toggle()
+            strategy.check_replicas()
+        tolerance = 1e-4  # Adam divides rounding by small numbers
+        assert_same_training(
+            mirrored.model, mirrored.optimizer, plain.model, plain.optimizer, tolerance
+        )
+        assert_same(mirrored.other.state_dict(), plain.other.state_dict(), "other", tolerance)
+
+
+@pytest.mark.parametrize("way", [1, 3])
+def test_a_replica_holds_its_part_of_the_gradients_until_one_is_read(way, sharded):
+    strategy = sharded(3)
+    model = strategy.mirror(net())
+    step = step_of(strategy, way, model, adamw(model.parameters()))
+    for _ in range(3):
+        step()
+    targets = [target for p in model.parameters() for target in p._mirrored.targets]
+    assert [target.grad for target in targets] == [None] * 12
+    plain = net()
+    step_on_one = step_of_one(plain)
+    for _ in range(3):
+        step_on_one()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert all(target.grad is not None for target in targets)
+
+
+def step_of_one(plain):
+    optimizer = adamw(plain.parameters())
+    (x,) = batches((12,))
+
+    def step():
+        optimizer.zero_grad()
+        loss_of(plain, x).backward()
+        optimizer.step()
+
+    return step
+
+
+def test_a_step_that_writes_into_gradients_leaves_those_of_one_device(sharded):
+    """SGD does by lists, with nesterov; once with scattered gradients, once with read ones."""
+    strategy, results = sharded(3), []
+    for mirrored in (False, True):
+        model = strategy.mirror(net()) if mirrored else net()
+        options = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
+        optimizer = torch.optim.SGD(model.parameters(), **options)
+        notes = []
+        for i, x in enumerate(batches()):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            if i % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            notes.append([p.grad.clone() for p in model.parameters()])
+            if mirrored:
+                strategy.run(lambda model=model: [p.grad for p in model.parameters()])
+                strategy.check_replicas()
+        results.append((notes, model.state_dict()))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("way", [1, 3])
+def test_accumulation_under_no_sync_scatters_the_sum_once(way, sharded):
+    strategy, results = sharded(3), []
+    for run_way in (0, way):
+        model = strategy.mirror(net()) if run_way else net()
+        optimizer = adamw(model.parameters())
+
+        def add(x, model=model):
+            (loss_of(model, x) / 2).backward()
+
+        def call(x, run_way=run_way, add=add):
+            if run_way == 3:
+                (x,) = strategy.distribute_dataset([x])
+                strategy.run(add, args=(x,))
+            else:
+                add(x)
+
+        for x in batches():
+            with strategy.no_sync() if run_way else contextlib.nullcontext():
+                call(x)
+            call(x)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(results[1], results[0])
+
+
+def test_parameters_and_their_gradients_are_freed_with_the_model(sharded):
+    strategy = sharded(2)
+    model = strategy.mirror(net())
+    optimizer = adamw(model.parameters())
+    for _ in range(3):
+        loss_of(model, batches()[0]).backward()
+        optimizer.step()
+    gone, scatter = weakref.ref(model[0].weight), strategy._group.gradients.scatter
+    assert scatter.scattered
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+    assert not scatter.scattered
+    assert not scatter._records
+
+
+@pytest.mark.parametrize("way", [1, 3])
+def test_an_optimizer_made_anew_takes_over(way, sharded):
+    strategy, results = sharded(2), []
+    for run_way in (0, way):
+        model = strategy.mirror(net()) if run_way else net()
+        for x in batches():
+            optimizer = adamw(model.parameters())
+            if run_way:
+                train(way, strategy, model, optimizer, [x, x, x], loss_of)
+            else:
+                train_loop(model, optimizer, [x, x, x], loss_of)
+        results.append(model.state_dict())
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_a_scaler_skips_the_step_on_all_replicas(way, sharded):
+    strategy, results = sharded(2), []
+    for run_way in (0, way):
+        model = strategy.mirror(net()) if run_way else net()
+        optimizer = adamw(model.parameters())
+        kind = mirror.amp.GradScaler if run_way else torch.amp.GradScaler
+        scaler = kind("cpu", init_scale=4.0, growth_interval=2)
+
+        def update(loss, scaler=scaler, optimizer=optimizer):
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        for i, x in enumerate(batches((8, 8, 8, 8, 8))):
+            x[0, 0] = float("inf") if i == 2 else 0.0
+
+            def forward(x, model=model):
+                return loss_of(model, x)
+
+            if run_way < 2:
+                update(forward(x))
+                continue
+            (part,) = strategy.distribute_dataset([x])
+            if run_way == 2:
+                update(strategy.reduce("mean", strategy.run(forward, args=(part,))))
+            else:
+                strategy.run(lambda x, f=forward, u=update: u(f(x)), args=(part,))
+        results.append((model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
+    assert_same(results[1], results[0])
