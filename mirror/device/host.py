@@ -8,9 +8,9 @@ the whole process, until ``close`` returns the memory to the system.
 OpenMP keeps a team for every thread that has run a parallel region, also for replicas that wait
 for their turn. With more threads than CPUs, members of GNU OpenMP teams sleep instead of spinning,
 so each operation wakes them, at tens of microseconds each. A step of many medium-sized operations
-takes up to twice as long. So a thread that passes its turn on may end its team. That takes 1 us
-without a team, 50 us with one, and 50 us to create it again; so it is measured, see
-[Note: Measured policies] in ``threads/policies.py``. Results have the same bits either way.
+takes up to twice as long. So a thread that passes its turn on ends its team. That takes 1 us
+without a team, 50 us with one, and 50 us to create it again; two replicas of two threads each took
+0.71 to 1.0 of the time without, in 12 programs. Results have the same bits either way.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mirror.base.at_fork import reinit_after_fork
-from mirror.base.timeline import last_used
+from mirror.base.timeline import BACKWARD, CROSS, last_used
 from mirror.device.events import Stopwatch
+from mirror.device.host import release_thread_pool
 from mirror.device.streams import CopyStreams
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
@@ -32,7 +33,7 @@ from mirror.execution.run_state import Run
 from mirror.execution.step_ends import step_ends
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Tasks
-from mirror.threads.policies import PARALLEL, Schedule
+from mirror.threads.schedule import PARALLEL, Schedule
 from mirror.threads.user_frames import calls
 
 T = TypeVar("T")
@@ -46,11 +47,11 @@ class Runner:
 
     Args:
         replicas: the replicas of the strategy.
-        schedule: the order of turns, see [Note: Turns], or ``"auto"``: [Note: Measured policies].
+        schedule: the order of turns, see [Note: Turns], or ``"auto"``: ``threads/schedule.py``.
         timeout_seconds: a run fails if no replica moves for so long; ``None``: no limit.
 
     Attributes:
-        schedule: the schedule, with its current policy.
+        schedule: how the replicas move.
         running: the innermost run in progress, ``None`` between runs.
         parallel_pass: the backward pass outside ``run`` that uses the replicas' threads.
         unfinished: whether the replicas may differ, because an operation on them is in progress.
@@ -72,8 +73,8 @@ class Runner:
         self.unfinished = False
         self._unended: tuple[Run, ThreadState | None] | None = None
         self.schedule = Schedule(schedule)
-        if self.schedule.is_measured:
-            replicas.timeline.at_step_ends.append(self.schedule.step_ended)
+        if self.schedule.watches_passes:
+            replicas.timeline.at_step_ends.append(self._step_ended)
         self.locksteps = LockstepStack(replicas, self.schedule.of_turns, timeout_seconds)
         self.stopwatches: tuple[Stopwatch, ...] = ()
         self.on_outermost_end: Callable[[], None] = nothing
@@ -195,7 +196,7 @@ class Runner:
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
         lockstep = self.locksteps.at_depth(depth)
-        may_move_at_once = self.schedule.may_move_at_once
+        may_move_at_once = True
         if self.parallel_runs is not None and active[1:]:
             may_move_at_once = (
                 self.parallel_runs.begin() if outer is None else outer.lockstep.is_eager
@@ -212,14 +213,11 @@ class Runner:
         )
         for generators in self._generators:
             separate_streams(generators)
-        policy = self.schedule.policy
-        lockstep.ends_teams = policy.ends_teams
-        if weights is not None:
-            self.schedule.sizes = weights
         state = None  # a single simulated replica runs in the caller's thread, with its state
         if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
-            sharers = len(active) if policy.shares_threads and may_move_at_once else 1
+            sharers = len(active) if may_move_at_once and lockstep.starts_at_once else 1
             state = ThreadState.capture(self.replicas, sharers)
+            lockstep.ends_teams = state.num_threads > 1 and release_thread_pool is not None
         tasks = replica_tasks(run, fn, state)
         try:
             try:
@@ -280,6 +278,13 @@ class Runner:
         self._end(run, state)
         self.unfinished, self._unended = run.outer is not None, None
 
+    def _step_ended(self) -> None:
+        _, sums = self.replicas.timeline.steps[-1]
+        seconds = sums[CROSS][BACKWARD]
+        if self.schedule.passes_at_once:  # then it is what the replicas' times exceed the pass by
+            seconds += sum(lane[BACKWARD] for lane in sums[: self.replicas.num_replicas])
+        self.schedule.step_ended(seconds)
+
     def run_parallel_pass(self, this: GoesAlone, tasks: Tasks) -> None:
         """Runs the replicas' parts of a backward pass in their threads, all at once."""
         self.parallel_pass = this
@@ -292,9 +297,8 @@ class Runner:
     def starts_at_once(self) -> bool:
         """Whether the replicas of the last run started at once, or backward passes may."""
         if self.schedule.keeps_order:
-            return self.schedule.policy.passes_at_once
-        may = self.schedule.may_move_at_once and bool(self.locksteps)
-        return may and self.locksteps[0].is_eager
+            return self.schedule.passes_at_once
+        return bool(self.locksteps) and self.locksteps[0].is_eager
 
     @property
     def is_between_runs(self) -> bool:

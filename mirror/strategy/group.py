@@ -41,7 +41,7 @@ from mirror.replica.params.replicated_params import (
 )
 from mirror.replica.replica_checks import ReplicaChecks, WorkerChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
-from mirror.threads.policies import AUTO, LOCKSTEP
+from mirror.threads.schedule import AUTO, LOCKSTEP
 
 _groups: WeakRegistry[Group] = WeakRegistry()
 

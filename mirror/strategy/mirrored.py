@@ -70,12 +70,10 @@ class MirroredStrategy(Strategy):
         schedule: the order in which replicas run. ``"lockstep"`` runs one at a time, and is
             deterministic. ``"staggered"`` also starts the next replica when the current one
             blocks on its device. ``"auto"`` is ``"staggered"`` on CUDA. On simulated devices it
-            keeps the bits and the order of ``"lockstep"``, and measures in the first steps, and
-            every 1000, whether two options are faster: ending OpenMP's idle threads, and running
-            backward passes outside ``run`` at once on spare CPUs. Staggered simulated devices
-            share the intra-op threads, and run at once if that is measured to be faster: the
-            order of random draws and the division of sums then vary. The choice is logged by
-            "mirror". See [Note: Measured policies].
+            keeps the bits and the order of ``"lockstep"``, and runs long backward passes outside
+            ``run`` at once if there are CPUs for them. Staggered simulated devices share the
+            intra-op threads, and run at once if each is busy for more than 2 ms: the order of
+            random draws and the division of sums then vary. See ``threads/schedule.py``.
         optimizer_state: ``"replicated"``: every replica has the whole state of the optimizers.
             ``"sharded"``: each of the N replicas has and updates 1/N of it, and gets the new
             values of the rest from the others. State dicts and checkpoints are those of one

@@ -15,6 +15,8 @@ all, and continues first. So N replicas pay N - 1 thread switches per merge:
     concurrent   as lockstep, or all at once if turns are long; intra-op threads are shared
     parallel     all at once between merge points; intra-op threads are shared
 
+Where all start at once, the first one also runs in the caller's thread: one thread less to wake.
+
 Only the determinism of the simulation may rely on "one replica runs at a time".
 
 [Note: Partial merge points]
@@ -91,7 +93,8 @@ class Lockstep:
     Attributes:
         pace: measures whether turns are long, under ``"concurrent"``.
         takes_turns: whether the replicas of this run move one at a time.
-        is_eager: whether they all start at once.
+        starts_at_once: whether the replicas of the next run start at once by default.
+        is_eager: whether they all start at once in this run.
         ends_teams: whether a thread that passes its turn on ends its OpenMP team. See
             ``host.py``.
         is_busy: whether it runs tasks. If an interrupt leaves it busy, it is not used again.
@@ -122,8 +125,8 @@ class Lockstep:
         self._meeting: tuple[int, ...] = ()  # the first of them runs the action for all of them
         self._acting = False  # whether a merge's action runs; it has no deadline
         by_pace = self._schedule == "concurrent" and self.pace.is_long
-        default = by_pace or self._schedule == "parallel"
-        self.is_eager = default if at_once is None else at_once
+        self.starts_at_once = by_pace or self._schedule == "parallel"
+        self.is_eager = self.starts_at_once if at_once is None else at_once
         self._staggers = self._schedule == "staggered" and at_once is not False
         self.takes_turns = not (self._staggers or self.is_eager)
 
@@ -153,7 +156,7 @@ class Lockstep:
         try:
             if self._schedule == "concurrent":
                 self.pace.begin_turn()
-            if self.takes_turns and self._limit == math.inf:
+            if not self._staggers and self._limit == math.inf:
                 self._run_here()
             else:
                 with self._mutex:  # the first replicas may stop before all have got their turn
@@ -303,9 +306,15 @@ class Lockstep:
     # The replicas' threads, and replicas in the caller's thread
 
     def _run_here(self) -> None:
-        """Runs the replicas in the caller's thread until one has to wait for another one."""
+        """Runs the first replica in the caller's thread; the others, too, until one has to wait.
+
+        If replicas start at once, it runs only the first one.
+        """
         queue, threads = self._queue, self._threads
         threads.here = ended = queue.next()
+        if self.is_eager:
+            with self._mutex:  # the others may stop before all have started
+                self._give_turns()
         while True:
             self._perform(ended)
             if self._is_broken:
@@ -313,13 +322,15 @@ class Lockstep:
             with self._mutex:
                 if self._failure.error is not None:
                     queue.drop_unstarted()
-                if queue.waiting or not queue.runnable or queue.runnable[0] not in queue.unstarted:
+                if self.is_eager or queue.waiting or not queue.runnable:
+                    break
+                if queue.runnable[0] not in queue.unstarted:
                     break
                 queue.running.discard(ended)
                 if self._schedule == "concurrent":
                     self.pace.end_turn()
                 threads.here = ended = queue.next()
-        if queue.waiting or queue.runnable:
+        if self.is_eager or queue.waiting or queue.runnable:
             self._stop(ended, None)
             self._await()
 

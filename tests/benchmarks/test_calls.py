@@ -20,6 +20,12 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr("mirror.base.dynamo._is_used", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def no_passes_at_once(monkeypatch):
+    """Whether passes are long enough for that is up to the clock."""
+    monkeypatch.setattr("mirror.threads.schedule._has_cpus", lambda: False)
+
+
 def calls_of(fn, events=("call", "c_call")):
     """Returns the calls of one ``fn()``, on all threads: how many, not how long, is exact.
 

@@ -158,17 +158,17 @@ def test_a_replica_in_the_callers_thread_may_meet_the_later_ones(make_strategy):
 def test_replicas_whose_turns_get_short_again_take_them(make_strategy, monkeypatch, eager):
     strategy = make_strategy(N, schedule="staggered")
 
-    def first_thread():
-        ran_in = []
-        strategy.run(lambda: ran_in.append(threading.current_thread()))
-        return ran_in[0]
+    def threads():
+        ran_in = set()
+        strategy.run(lambda: ran_in.add(threading.current_thread()))
+        return ran_in
 
     for _ in range(3):
-        first_thread()
-    assert first_thread() is not threading.current_thread()
+        threads()
+    assert len(threads()) == N
     monkeypatch.setattr(run_queue, "LONG_SECONDS", float("inf"))
-    first_thread()
-    assert first_thread() is threading.current_thread()
+    threads()
+    assert threads() == {threading.current_thread()}
 
 
 # Random numbers that are drawn again

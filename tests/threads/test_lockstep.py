@@ -11,7 +11,7 @@ from torch import nn
 import mirror
 from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.execution.current_replica import current
-from mirror.threads import lockstep, policies, run_queue
+from mirror.threads import lockstep, run_queue
 from mirror.threads.merge_point import MergePoint
 from tests.oracle import assert_same, finishes, in_run
 from tests.threads.meeting import N, meet
@@ -55,12 +55,13 @@ def test_staggered_simulated_devices_whose_turns_are_long_run_at_once(make_strat
     assert error is None
 
 
-def test_replicas_that_run_at_once_share_the_threads_of_the_caller(make_strategy):
+def test_replicas_that_run_at_once_share_the_threads_of_the_caller(make_strategy, eager):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(7)
         strategy = make_strategy(N, schedule="staggered")
-        assert strategy.run(torch.get_num_threads).values[1:] == (2,) * (N - 1)
+        assert strategy.run(torch.get_num_threads).values == (7,) * N  # in turns, and timed
+        assert strategy.run(torch.get_num_threads).values == (2,) * N
         assert torch.get_num_threads() == 7
         assert make_strategy(N).run(torch.get_num_threads).values == (7,) * N
     finally:
@@ -224,10 +225,11 @@ def test_who_gives_the_turn_away_ends_its_team(
     monkeypatch.setattr(
         lockstep, "release_thread_pool", lambda: ended.append(threading.get_ident())
     )
-    monkeypatch.setattr(policies, "policies_of", lambda *_, **__: (policies.ENDING_TEAMS,))
     strategy = make_strategy(2)
-    strategy.run(lambda: [meet() for _ in range(num_merges)])
-    assert len(ended) == handed_over
+    for num_threads, expected in ((1, 0), (2, handed_over)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=num_threads: n)
+        strategy.run(lambda: [meet() for _ in range(num_merges)])
+        assert len(ended) == expected
 
 
 def loosely(name, met):

@@ -26,7 +26,7 @@ replica has ended or waits in a hook too, and from then on its replica runs alon
 several tensors (``register_multi_grad_hook``) is called once per split part, with its gradients.
 
 Only simulated devices have boundaries: where all replicas of a run start at once, see
-[Note: Turns], or where "auto" has measured split passes as faster, see [Note: Measured policies].
+[Note: Turns], or where "auto" has found passes to be long, see [Note: Long passes].
 In the second case a pass is split only while the program has no hooks of its own, because the
 hooks would be called in another order. GPUs overlap without this.
 """
@@ -64,7 +64,7 @@ from mirror.execution.replica_thread import ThreadState
 from mirror.execution.runner import Runner
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.threads.policies import count_own_hooks
+from mirror.threads.schedule import count_own_hooks
 from mirror.values import PerReplica, map_structure
 
 Node = Any
@@ -328,7 +328,7 @@ class ParallelBackward:
     def run(self, passes: dict[int, Callable[[], Any]]) -> None:
         """Runs each replica's pass in its thread."""
         self._running.update(passes)
-        sharers = len(passes) if self._runner.schedule.policy.shares_threads else 1
+        sharers = 1 if self._runner.schedule.keeps_order else len(passes)
         state = ThreadState.capture(self._replicas, sharers)
         tasks = {r: self._task(r, passes[r], state) for r in passes}
         timed: AbstractContextManager[None] = nullcontext()

@@ -149,7 +149,6 @@ def test_losses_of_two_calls_come_apart_together(make_eager):
         make_eager(2), small(), lambda m: F.cross_entropy(m(x), y) + m(x + 1).square().mean()
     )
     assert len(set(model.threads)) == 2 < len(model.threads)
-    assert threading.get_ident() not in model.threads
 
 
 def test_several_outputs_of_a_call_come_apart(make_eager):

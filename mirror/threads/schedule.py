@@ -1,0 +1,112 @@
+"""Schedule: how the replicas of a strategy move in a step.
+
+    schedule      replicas inside run                          backward passes outside run
+    lockstep      take turns                                   one replica after the other
+    auto          take turns                                   all at once, if they are long
+    staggered     GPUs: the next one starts when one stalls    all at once
+                  simulated devices: at once if turns are long
+    parallel      all at once, but for the runs that           all at once
+                  ``ParallelRuns`` makes take turns
+
+"lockstep" and "auto" keep the order: bits, draws and side effects are the same every time. "auto"
+on GPUs is one of the other two: see ``strategy/mirrored.py``.
+
+[Note: Long passes]
+Problem: two backward passes at once save time only if a pass is much longer than the start of a
+thread. Two CPU cores took 1.3 to 1.6 of the time of turns for steps of 1 to 3 ms, as much for one
+of 30 ms, and 0.7 for steps of 100 ms (2 simulated devices, one intra-op thread each).
+Rule: "auto" runs passes at once after four steps whose passes took more than 10 ms each; it
+returns to turns if all at once they take less than 4 ms. Only the duration of a step depends on
+that, not its result: it needs enough CPUs for the caller's number of intra-op threads on each
+replica, since the bits of a sum depend on that number, and a program without hooks of its own,
+which would be called in another order: [Note: Graph boundaries] in
+``replica/gradients/parallel_backward.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+AUTO, LOCKSTEP, STAGGERED, CONCURRENT = "auto", "lockstep", "staggered", "concurrent"
+PARALLEL = "parallel"
+
+LONG_SECONDS, SHORT_SECONDS = 0.010, 0.004  # of the backward passes of a step
+LOOKS = 4  # consecutive steps that decide
+
+
+class _Own:
+    """The number of hooks that this package has registered."""
+
+    count = 0
+
+
+def num_hooks() -> int:
+    """Returns the number of hooks that the program has registered; -1 if torch does not count."""
+    num_all: int | None = getattr(RemovableHandle, "next_id", None)
+    return -1 if num_all is None else num_all - _Own.count
+
+
+def count_own_hooks(count: int) -> None:
+    """Excludes hooks that this package has just registered from ``num_hooks``."""
+    _Own.count += count
+
+
+class Schedule:
+    """The schedule of a strategy.
+
+    Args:
+        name: ``"lockstep"``, ``"staggered"``, ``"concurrent"`` (staggered, on simulated devices),
+            ``"parallel"`` or ``"auto"``.
+
+    Attributes:
+        of_turns: the schedule of the replicas' locksteps. See [Note: Turns].
+        keeps_order: whether replicas draw, print and sum in the order of ``"lockstep"``.
+        watches_passes: whether ``step_ended`` is to be called.
+        passes_at_once: whether backward passes outside ``run`` run at once, although the schedule
+            keeps the order. See [Note: Long passes].
+    """
+
+    def __init__(self, name: str) -> None:
+        self.of_turns = LOCKSTEP if name == AUTO else name
+        self.keeps_order = name in (AUTO, LOCKSTEP)
+        self.watches_passes = name == AUTO
+        self.passes_at_once = False
+        self._seconds: deque[float] = deque(maxlen=LOOKS)
+        self._num_hooks = 0  # of the program, when passes began to run at once
+
+    def step_ended(self, seconds: float) -> None:
+        """Decides how the passes of the next step run.
+
+        Args:
+            seconds: the duration of the last step's backward passes outside ``run``.
+        """
+        recent = self._seconds
+        recent.append(seconds)
+        are_all = len(recent) == LOOKS
+        if self.passes_at_once:
+            are_short = are_all and max(recent) < SHORT_SECONDS
+            if are_short or not (_has_cpus() and self.may_go_backward_at_once()):
+                self.passes_at_once = False
+                recent.clear()
+        elif are_all and min(recent) > LONG_SECONDS and _has_cpus():
+            self.passes_at_once, self._num_hooks = True, num_hooks()
+            recent.clear()
+
+    def may_go_backward_at_once(self) -> bool:
+        """Whether a backward pass outside ``run`` may run at once: no hook may be in it."""
+        if not self.keeps_order:
+            return True
+        return self.passes_at_once and num_hooks() == self._num_hooks != -1
+
+
+def _has_cpus() -> bool:
+    """Whether two replicas may each use as many CPUs as the caller has intra-op threads."""
+    if hasattr(os, "sched_getaffinity"):
+        num_cpus = len(os.sched_getaffinity(0))
+    else:
+        num_cpus = os.cpu_count() or 1
+    return 2 * torch.get_num_threads() <= num_cpus
