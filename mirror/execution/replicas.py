@@ -103,7 +103,8 @@ class Replicas:
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self.are_simulated = is_simulated(self.devices)
         self.is_one_device = len(set(self.devices)) == 1
-        self.shards_state = shards_state and self.num_replicas > 1
+        # Workers step alike, also one that has a single replica.
+        self.shards_state = shards_state and workers.num_replicas > 1
         self.steps_once = (
             self.is_one_device and self.num_replicas > 1
         ) or self.has_parameter_device

@@ -48,7 +48,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     Args:
         devices, backend, communication_options, guards, gradient_reduction, schedule,
             optimizer_state: this worker's arguments of ``MirroredStrategy``; workers may differ in
-            number of devices. Sharded state is sharded over the devices of each worker.
+            number of devices. Sharded state is sharded over the devices of each worker, and all
+            workers must have the same ``optimizer_state``.
         cluster_resolver: the source of the workers' ranks and addresses. ``None`` selects it by
             the launcher of this process (torchrun, TF_CONFIG, Slurm, Kubernetes).
 

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -328,7 +329,11 @@ class Strategy(NoCopy):
     def report(self) -> Report:
         """Returns the times of the parts of the last steps, up to 1000; it prints as a table."""
         keeps_order = self._group.runner.schedule.keeps_order
-        return make_report(self._group.replicas.timeline, takes_turns=keeps_order)
+        report = make_report(self._group.replicas.timeline, takes_turns=keeps_order)
+        if not self._group.replicas.shards_state:
+            return report
+        held = self._group.optimizers.bytes_of_replicas()
+        return replace(report, optimizer_state="sharded", state_bytes=held)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:

@@ -348,6 +348,10 @@ class MirroredOptimizer:
             return False
         return self._gradients.clear(parameters.variables, parameters.targets)
 
+    def bytes_of_replicas(self) -> list[int]:
+        """Returns the bytes of state that each replica holds."""
+        return self.states.bytes_of_replicas()
+
     def sync_idle(self, source: int, others: Sequence[int]) -> None:
         """Copies one replica's state to others."""
         self.states.sync_idle(source, others)

@@ -239,6 +239,12 @@ class ReplicaStates:
             for key, value in self._by_replica[0].get(variable.home, {}).items():
                 see(value, partial(named_state, key, variable))
 
+    def bytes_of_replicas(self) -> list[int]:
+        """Returns the bytes of state that each replica holds; 0 for one that follows the first."""
+        first = num_bytes(value for _, value in self.shared.raw_items())
+        others = [0 if self._are_behind else num_bytes(own.values()) for own in self._by_replica]
+        return [first, *others[1:]]
+
     def find_here(self, key: Any) -> Here | None:
         """Returns the place of a state entry inside ``run``; ``None`` outside."""
         replica = replica_of(self._replicas)
@@ -297,7 +303,16 @@ def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
                     attributes[name] = shared
 
 
+def num_bytes(entries: Iterable[Any]) -> int:
+    """Returns the bytes of the tensors in state entries."""
+    sizes: list[int] = []
+    for entry in entries:
+        map_structure(lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)), entry)
+    return sum(sizes)
+
+
 def named_state(key: Any, variable: ReplicatedParam) -> str:
+    """Returns the name of a state entry, for messages."""
     return f"optimizer state {key!r} of parameter {path_of(variable.owner(), variable.name)!r}"
 
 

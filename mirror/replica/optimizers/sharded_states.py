@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,12 @@ from torch.optim import Optimizer
 
 from mirror.errors import ReplicaMismatchError
 from mirror.execution.replicas import Replicas
-from mirror.replica.optimizers.optimizer_state import ReplicaStates, SharedState, named_state
+from mirror.replica.optimizers.optimizer_state import (
+    ReplicaStates,
+    SharedState,
+    named_state,
+    num_bytes,
+)
 from mirror.replica.optimizers.slice_plan import find_uncovered
 from mirror.replica.optimizers.sliced_params import SlicedParams, flat, flat_like
 from mirror.replica.params.mirrored_tensor import path_of
@@ -265,14 +270,6 @@ class ShardedStates(ReplicaStates):
 
     def bytes_of_replicas(self) -> list[int]:
         """Returns the bytes of state that each replica holds."""
-        held: list[Iterable[Any]] = [shard.values() for shard in self._shards]
         if self.sliced is None:
-            held = [own.values() for own in self._by_replica]
-            held[0] = dict.values(self.shared)
-        return [sum(map(_num_bytes, entries)) for entries in held]
-
-
-def _num_bytes(entry: Any) -> int:
-    sizes: list[int] = []
-    map_structure(lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)), entry)
-    return sum(sizes)
+            return super().bytes_of_replicas()
+        return [num_bytes(shard.values()) for shard in self._shards]

@@ -222,6 +222,9 @@ class SliceExchange:
             self._sections.append(_Sections(of_replicas, views))
 
     def all_gather(self) -> None:
+        """Copies the slices; enqueued on the current stream of each device."""
+        if self._replicas.num_replicas == 1:  # one of several workers
+            return
         self._replicas.timeline.begin(CROSS, REDUCTION, self._name)
         for sections in self._sections:
             sections.all_gather(self._replicas)

@@ -420,6 +420,23 @@ def test_a_compiled_step_is_refused_with_the_remedy(sharded):
     assert strategy.compile(lambda x: x, fallback="eager") is not None
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_report_has_the_state_of_every_replica(inside, sharded):
+    strategy = sharded(2)
+    with strategy.scope() if inside else contextlib.nullcontext():
+        model = strategy.mirror(nn.Linear(63, 64))
+        optimizer = adamw(model.parameters())
+        loss_of(model, torch.ones(4, 63)).backward()
+        optimizer.step()
+        report = strategy.report()
+    assert report.optimizer_state == "sharded"
+    assert report.state_bytes == tuple(held_bytes(optimizer))
+    assert "optimizer state: sharded, at most 0.016 MB on a replica, 1.00 times the mean" in str(
+        report
+    )
+    assert "sharded over the devices of a machine" in str(mirror.plan(strategy, model=model))
+
+
 def test_options_are_checked():
     with pytest.raises(ValueError, match="optimizer_state must be one of replicated, sharded"):
         mirror.MirroredStrategy(["cpu"], optimizer_state="split")
