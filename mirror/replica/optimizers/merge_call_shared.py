@@ -113,12 +113,14 @@ def merge_call_shared(
     *,
     seen: Any = None,
     check: Callable[[dict[int, Any]], None] | None = None,
+    serial: int | None = None,
 ) -> tuple[Any, bool]:
     """Merges the replicas and calls ``method(target, ...)`` once. See [Note: Once].
 
     Args:
         seen: the options that this replica sees in the target.
         check: called before the method with the options of all replicas, by replica id.
+        serial: the number of the target; replicas that call another one diverge.
 
     Returns:
         This replica's result, and whether a closure was called.
@@ -154,7 +156,8 @@ def merge_call_shared(
                 return {r: (loss, True) for r, loss in closure.losses.items()}
         return dict.fromkeys(payloads, (result, has_called))
 
-    point = MergePoint(what, (kind,), (target, tuple(args), dict(kwargs), seen), action)
+    key = kind if serial is None or _MADE in vars(target) else f"{kind} #{serial}"
+    point = MergePoint(what, (key,), (target, tuple(args), dict(kwargs), seen), action)
     result: tuple[Any, bool] = context.run.merge(context.replica_id, point)
     return result
 

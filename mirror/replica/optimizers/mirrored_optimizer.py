@@ -72,6 +72,7 @@ class MirroredOptimizer:
     """One optimizer over mirrored parameters.
 
     Attributes:
+        serial: its number; replicas that step another one diverge.
         loan: swaps its groups and state for one replica's.
         states: its state on every replica.
         met: the replicas that have met, and step one after the other now.
@@ -85,7 +86,7 @@ class MirroredOptimizer:
         self.runner = optimizers.runner
         self._optimizers, self._gradients = optimizers, optimizers.gradients
         self._optimizer = weakref.ref(optimizer)
-        self._serial = next(_serials)
+        self.serial = next(_serials)
         self.states = self.states_kind(self.replicas)
         self.loan = ParamGroupSwap(
             optimizer, self.states, self.replicas.num_replicas, optimizers.lent
@@ -137,7 +138,7 @@ class MirroredOptimizer:
                 return payloads
 
             seen = options_of(optimizer)
-            point = step_point(optimizer, self._serial, "optimizer.step", seen, action)
+            point = step_point(optimizer, self.serial, "optimizer.step", seen, action)
             context.run.merge(context.replica_id, point)
         if at_once:
             return self._step_clone(step, optimizer, context)
@@ -213,7 +214,7 @@ class MirroredOptimizer:
     def _merge(
         self, optimizer: Optimizer, context: Replica, what: str, action: Action, payload: Any
     ) -> Any:
-        point = step_point(optimizer, self._serial, what, payload, action)
+        point = step_point(optimizer, self.serial, what, payload, action)
         return context.run.merge(context.replica_id, point)
 
     def _end_together(self, optimizer: Optimizer, context: Replica, left: Options) -> None:

@@ -76,6 +76,7 @@ class SlicedParams:
         self._shapes = [self.stepped[position].shape for position in self._whole]
         self._strides = [self.stepped[position].stride() for position in self._whole]
         self._is_lent = False
+        self._lists = [self._params_of(r) for r in range(replicas.num_replicas)]
         self._exchanges: dict[tuple[int, ...], SliceExchange] = {}
 
     def are_valid(self, parameters: ParamGroupsView) -> bool:
@@ -95,7 +96,10 @@ class SlicedParams:
         return [self.parameters.variables[index] for index in indices]
 
     def params_of(self, replica_id: int) -> list[list[nn.Parameter]]:
-        """Returns what one replica steps, for each group."""
+        """Returns what one replica steps, for each group; do not change the lists."""
+        return self._lists[replica_id]
+
+    def _params_of(self, replica_id: int) -> list[list[nn.Parameter]]:
         lists: list[list[nn.Parameter]] = []
         position, first = 0, 0
         for size in self.parameters.sizes:

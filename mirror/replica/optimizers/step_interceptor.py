@@ -177,6 +177,9 @@ def _step_sharded(step: Step, optimizer: Any, context: Replica, args: Any, kwarg
         with torch.enable_grad():
             loss = closure()
         args, kwargs = args[1:], {n: v for n, v in kwargs.items() if n != "closure"}
+    mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
+    if mirror is None or mirror.replicas is not context.replicas:
+        mirror = _mirror_of(optimizer, context.replicas)
     merge_call_shared(
         context,
         _once(step, context),
@@ -185,6 +188,7 @@ def _step_sharded(step: Step, optimizer: Any, context: Replica, args: Any, kwarg
         kwargs,
         seen=options_of(optimizer),
         check=lambda seen: refuse_different(optimizer, seen, "before a step"),
+        serial=mirror.serial,
     )
     return loss
 

@@ -16,6 +16,7 @@ import mirror
 from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.replica.optimizers.slice_plan import ParamSlice
 from tests.oracle import assert_same, assert_same_training, train, train_loop
+from tests.replica.optimizers.kinds import Plain
 from tests.replica.optimizers.test_optim_db import NO_CLOSURE, pair_of_optimizers, problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is experimental:UserWarning")
@@ -440,8 +441,14 @@ def test_the_report_has_the_state_of_every_replica(inside, sharded):
 def test_options_are_checked():
     with pytest.raises(ValueError, match="optimizer_state must be one of replicated, sharded"):
         mirror.MirroredStrategy(["cpu"], optimizer_state="split")
-    with pytest.raises(TypeError, match="optimizer_state"):
+    with pytest.raises(
+        TypeError, match=r"optimizer_state.*the parameter device has the state once"
+    ):
         mirror.CentralStorageStrategy(["cpu"] * 2, optimizer_state="sharded")
+    with pytest.raises(TypeError, match="optimizer_state"):
+        mirror.OneDeviceStrategy("cpu", optimizer_state="sharded")
+    with pytest.raises(TypeError, match=r"optimizer_state.*each server has the state of its own"):
+        mirror.ParameterServerStrategy(optimizer_state="sharded")
 
 
 class Counting(NaiveCommunicator):
@@ -790,3 +797,90 @@ def test_a_scaler_skips_the_step_on_all_replicas(way, sharded):
                 strategy.run(lambda x, f=forward, u=update: u(f(x)), args=(part,))
         results.append((model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
     assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_a_hook_of_a_gradient_sees_the_gradient_of_the_whole_batch(way, sharded):
+    strategy, results = sharded(3), []
+    for run_way in (0, way):
+        seen = []
+        model = strategy.mirror(net()) if run_way else net()
+        optimizer = adamw(model.parameters())
+
+        def hook(grad, seen=seen):
+            seen.append(grad.clone())
+            return grad * 0.5
+
+        model[0].weight.register_hook(hook)
+        if run_way:
+            train(way, strategy, model, optimizer, batches(), loss_of)
+        else:
+            train_loop(model, optimizer, batches(), loss_of)
+        results.append((seen, model.state_dict(), optimizer.state_dict()))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("pack", [25 * 2**20, 64])
+@pytest.mark.parametrize("way", [1, 3])
+def test_gradients_sent_in_another_dtype_are_rounded_as_with_replicated_state(way, pack):
+    results = []
+    for state in ("replicated", "sharded"):
+        options = mirror.CommunicationOptions(bytes_per_pack=pack, wire_dtype=torch.bfloat16)
+        with mirror.MirroredStrategy(
+            ["cpu"] * 2, communication_options=options, optimizer_state=state
+        ) as strategy:
+            model = strategy.mirror(net())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            train(way, strategy, model, optimizer, batches((8, 6, 4)), loss_of)
+            results.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(results[1], results[0], tolerance=0.0)
+
+
+@pytest.mark.parametrize("way", [1, 3])
+def test_a_gradient_that_is_not_finite_is_refused_before_it_is_used(way, sharded):
+    strategy = sharded(2, guards=mirror.Guards(finite_gradients=True))
+    model = strategy.mirror(net())
+    optimizer = adamw(model.parameters())
+    train(way, strategy, model, optimizer, batches(), loss_of)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(mirror.GradientError, match="gradients must be finite"):
+        train(way, strategy, model, optimizer, [torch.full((4, 6), float("nan"))], loss_of)
+    assert_same(model.state_dict(), before, tolerance=0.0)
+    train(way, strategy, model, optimizer, batches(), loss_of)
+
+
+@pytest.mark.parametrize("way", [1, 3])
+def test_an_optimizer_of_the_program_beside_a_sharded_one_sees_whole_gradients(way, sharded):
+    """Two optimizers of the same parameters, one of which has no slices."""
+    strategy, results = sharded(2), []
+    for run_way in (0, way):
+        model = strategy.mirror(net()) if run_way else net()
+        one, other = adamw(model.parameters()), Plain(model.parameters())
+
+        def step(x, model=model, one=one, other=other):
+            one.zero_grad()
+            loss_of(model, x).backward()
+            one.step()
+            other.step()
+
+        for x in batches():
+            if run_way == 3:
+                (part,) = strategy.distribute_dataset([x])
+                strategy.run(step, args=(part,))
+            else:
+                step(x)
+        results.append((model.state_dict(), one.state_dict()))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("backend", ["host", "naive", "ring", "direct", "hierarchical"])
+def test_every_backend_gives_the_bits_of_replicated_state(backend):
+    results = []
+    for state in ("replicated", "sharded"):
+        with mirror.MirroredStrategy(["cpu"] * 4, backend, optimizer_state=state) as strategy:
+            model = strategy.mirror(net())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            train(3, strategy, model, optimizer, batches((8, 8, 4)), loss_of)
+            results.append((model.state_dict(), optimizer.state_dict()))
+    tolerance = 0.0 if backend in ("host", "naive", "direct") else 1e-6
+    assert_same(results[1], results[0], tolerance=tolerance)
