@@ -20,7 +20,7 @@ from timing import seconds_of
 from mirror.comm import registry, subprocess_probe
 from mirror.comm.nccl.libnccl import NcclLibrary
 from mirror.comm.nccl.nccl_backend import NcclCommunicator
-from mirror.comm.probe_cache import FOLDER_VARIABLE
+from mirror.comm.subprocess_probe import FOLDER_VARIABLE
 
 Devices = tuple[torch.device, ...]
 Check = Callable[[], str]

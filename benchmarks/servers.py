@@ -26,7 +26,7 @@ from torch import nn
 
 import mirror
 from mirror.server.engine.engine_types import Actor
-from mirror.server.engine.make_engine import make_engine
+from mirror.server.engine.process_engine import make_engine
 
 ROLE = "servers:Values"  # sys.path of a program begins with its folder
 NUM_BYTES = 10_000_000

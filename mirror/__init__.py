@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from mirror import amp, comm, data, metrics, nn, train
 from mirror.base.migration_hints import names_of
+from mirror.base.pictures import Trace
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import (
@@ -28,15 +29,15 @@ from mirror.errors import (
 from mirror.integrations.tpu_strategy import TPUStrategy
 from mirror.replica.collectives.reduce_ops import ReduceOp
 from mirror.server.roles.coordinator import ClusterCoordinator
-from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.current_strategy import (
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
+    is_mirrored,
+    set_aggregation,
 )
-from mirror.strategy.inspection import is_mirrored, set_aggregation
-from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
+from mirror.strategy.mirrored import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.strategy.replica_context import ReplicaContext
@@ -46,7 +47,6 @@ from mirror.train.checkpoint.checkpoint import Checkpoint
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.checkpoint.preemption import PreemptionCheckpointHandler
 from mirror.values import PerReplica
-from mirror.viewer.trace_file import Trace
 
 __version__ = "0.1.0"
 

@@ -6,7 +6,6 @@ Each command has a function that adds its parser, and a function that imports it
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import signal
@@ -18,6 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from mirror import __version__
 from mirror.errors import MirrorError
+from mirror.tools.option_types import (
+    count,
+    device_names,
+    link,
+    number_not_negative,
+    positive,
+    positive_number,
+    seed,
+    share,
+    tolerance,
+    whole,
+    worker_range,
+)
 
 if TYPE_CHECKING:
     from mirror.tools.run.script import Script
@@ -118,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mirror {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     _add_run(commands)
+    _add_elastic(commands)
     _add_check(commands)
     _add_doctor(commands)
     _add_demo(commands)
@@ -166,10 +179,10 @@ def _add_run(commands: Any) -> None:
         "signals are as under python. Under torchrun the workers follow from the environment.",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
+    where.add_argument("--devices", type=device_names, metavar="A,B,...", help=_DEVICES_HELP)
     where.add_argument(
         "--replicas",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="this many, on the GPUs in turn, or on simulated devices if there is no GPU",
     )
@@ -204,6 +217,66 @@ def _run_script(args: argparse.Namespace) -> int:
     )
 
 
+def _add_elastic(commands: Any) -> None:
+    parser = _add_script_command(
+        commands,
+        "elastic",
+        command=_run_elastic,
+        help="start the workers of an elastic training, and replace lost ones",
+        description="Starts a script, or with -m a module, that calls mirror.train.elastic.run, "
+        "as several workers. A lost worker is started again; the others go on meanwhile, or wait, "
+        "in the same processes. On several machines, one has --port, and the others --join.",
+    )
+    parser.add_argument(
+        "--workers",
+        type=worker_range,
+        metavar="[MIN:]MAX",
+        help="of all machines: training goes on with MIN workers, and takes up to MAX; with one "
+        "number it always waits for so many",
+    )
+    parser.add_argument(
+        "--local", type=count, metavar="N", help="workers of this machine; default: MAX, or 1"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--port", type=positive, metavar="PORT", help="for --join elsewhere")
+    where.add_argument("--join", metavar="HOST:PORT", help="the machine with --port")
+    parser.add_argument(
+        "--max-restarts",
+        type=count,
+        default=3,
+        metavar="N",
+        help="how many lost workers to start again; default: 3",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive_number,
+        default=10.0,
+        metavar="SECONDS",
+        help="a worker that has been silent for so long is lost; default: 10",
+    )
+
+
+def _run_elastic(args: argparse.Namespace) -> int:
+    from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent, starter
+    from mirror.train.elastic.membership_coordinator import MembershipOptions
+
+    if (args.workers is None) != (args.join is not None):
+        args.parser.error("needs --workers, or, where the coordinator is elsewhere, --join")
+    script = _script_of(args)
+    script.check()
+    least, most = args.workers or (1, 1)
+    is_local = args.port is None and args.join is None
+    num_local = args.local if args.local is not None else most if is_local else 1
+    options = AgentOptions(
+        num_local,
+        args.max_restarts,
+        MembershipOptions(least, most, timeout_seconds=args.timeout),
+        args.join,
+        args.port,
+    )
+    return ElasticAgent(starter([sys.executable, *script.command()]), options).run()
+
+
 def _add_check(commands: Any) -> None:
     parser = _add_script_command(
         commands,
@@ -217,27 +290,35 @@ def _add_check(commands: Any) -> None:
         "trains in processes that it starts, 7 if it takes no optimizer step in time.",
     )
     parser.add_argument(
-        "--replicas", type=_positive, default=2, metavar="N", help="simulated devices; default: 2"
+        "--replicas",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="simulated devices; default: 2",
     )
     parser.add_argument(
         "--devices",
-        type=_names,
+        type=device_names,
         metavar="A,B,...",
         help="real devices instead, such as cuda:0,cuda:0; without it GPUs are hidden",
     )
     parser.add_argument(
-        "--steps", type=_positive, default=20, metavar="N", help="of all optimizers; default: 20"
+        "--steps",
+        type=positive,
+        default=20,
+        metavar="N",
+        help="of all optimizers; default: 20",
     )
     parser.add_argument(
         "--tolerance",
-        type=_tolerance,
+        type=tolerance,
         default="auto",
         metavar="X",
         help="the largest relative difference that counts as rounding; default: auto, measured",
     )
     parser.add_argument(
         "--timeout",
-        type=_above_zero,
+        type=positive_number,
         default=600.0,
         metavar="SECONDS",
         help="end a run that takes no optimizer step for so long; default: 600",
@@ -265,10 +346,6 @@ def _check_script(args: argparse.Namespace) -> int:
     )
 
 
-def _tolerance(text: str) -> float | str:
-    return text if text == "auto" else _above_zero(text)
-
-
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
@@ -278,7 +355,7 @@ def _add_doctor(commands: Any) -> None:
         "one. Shows the cluster that torchrun, TF_CONFIG, Slurm or Kubernetes describe. Exits "
         "with 1 if a test fails or the description of the cluster is wrong.",
     )
-    parser.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
+    parser.add_argument("--devices", type=device_names, metavar="A,B,...", help=_DEVICES_HELP)
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(command=_doctor, parser=parser)
 
@@ -402,18 +479,18 @@ def _add_demo(commands: Any) -> None:
         "if there is none, then the same network on one plain device, and compares the results.",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
+    where.add_argument("--devices", type=device_names, metavar="A,B,...", help=_DEVICES_HELP)
     where.add_argument(
         "--replicas",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="this many, on the GPUs in turn or all on the CPU",
     )
-    parser.add_argument("--epochs", type=_positive, metavar="N", help="default: about a minute")
+    parser.add_argument("--epochs", type=positive, metavar="N", help="default: about a minute")
     parser.add_argument(
-        "--batch-size", type=_positive, default=64, metavar="N", help="of all replicas together"
+        "--batch-size", type=positive, default=64, metavar="N", help="of all replicas together"
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and data")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights and data")
     parser.add_argument(
         "--data",
         type=Path,
@@ -450,25 +527,25 @@ def _add_plan(commands: Any) -> None:
     )
     step = parser.add_argument_group("the step of a single device")
     step.add_argument("--case", metavar="NAME", help="a published one, such as resnet50-v100")
-    step.add_argument("--step-ms", type=_above_zero, metavar="MS", help="how long it takes")
-    step.add_argument("--batch-size", type=_positive, metavar="N", help="its examples")
-    step.add_argument("--parameters", type=_whole, metavar="N", help="of the model, as in 25.6e6")
-    step.add_argument("--tensors", type=_positive, metavar="N", help="that these are in")
+    step.add_argument("--step-ms", type=positive_number, metavar="MS", help="how long it takes")
+    step.add_argument("--batch-size", type=positive, metavar="N", help="its examples")
+    step.add_argument("--parameters", type=whole, metavar="N", help="of the model, as in 25.6e6")
+    step.add_argument("--tensors", type=positive, metavar="N", help="that these are in")
     step.add_argument(
-        "--host-ms", type=_not_negative, metavar="MS", help="what launching it takes"
+        "--host-ms", type=number_not_negative, metavar="MS", help="what launching it takes"
     )
     step.add_argument(
-        "--update-ms", type=_not_negative, metavar="MS", help="the optimizer's part of it"
+        "--update-ms", type=number_not_negative, metavar="MS", help="the optimizer's part of it"
     )
-    step.add_argument("--forward-share", type=_share, metavar="X", help="of forward and backward")
+    step.add_argument("--forward-share", type=share, metavar="X", help="of forward and backward")
     more = parser.add_argument_group("the machines")
-    more.add_argument("--link", type=_link, help="inside: nvlink1 to 5, pcie3 to 5, or GB/S,US")
-    more.add_argument("--network", type=_link, help="between: 100g, 8x400g, ..., or GB/S,US")
-    more.add_argument("--devices-per-machine", type=_positive, metavar="N", help="default: 8")
-    more.add_argument("--max-devices", type=_positive, metavar="N", help="default: 1024")
+    more.add_argument("--link", type=link, help="inside: nvlink1 to 5, pcie3 to 5, or GB/S,US")
+    more.add_argument("--network", type=link, help="between: 100g, 8x400g, ..., or GB/S,US")
+    more.add_argument("--devices-per-machine", type=positive, metavar="N", help="default: 8")
+    more.add_argument("--max-devices", type=positive, metavar="N", help="default: 1024")
     more.add_argument("--scaling", choices=("weak", "strong"), help="default: weak")
     more.add_argument("--algorithm", choices=("auto", "ring", "tree", "hierarchical"))
-    more.add_argument("--bucket-bytes", type=_above_zero, metavar="N", help="default: 25 MiB")
+    more.add_argument("--bucket-bytes", type=positive_number, metavar="N", help="default: 25 MiB")
     more.add_argument("--wire-dtype", choices=("float32", "float16", "bfloat16"))
     more.add_argument("--optimizer-state", choices=("replicated", "sharded"))
     parser.add_argument("--json", action="store_true", help="for machines")
@@ -496,58 +573,3 @@ def _plan(args: argparse.Namespace) -> int:
         found.plot(args.plot)
     print(found.to_json() if args.json else found)
     return 0
-
-
-def _above_zero(text: str) -> float:
-    return _number(text, lambda value: value > 0, "a number above 0")
-
-
-def _not_negative(text: str) -> float:
-    return _number(text, lambda value: value >= 0, "a number of at least 0")
-
-
-def _share(text: str) -> float:
-    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
-
-
-def _whole(text: str) -> float:
-    return _number(
-        text, lambda value: value >= 1 and value.is_integer(), "a whole number of at least 1"
-    )
-
-
-def _number(text: str, is_valid: Callable[[float], bool], rule: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not is_valid(value):
-        raise argparse.ArgumentTypeError(f"needs {rule}, got {text!r}")
-    return value
-
-
-def _link(text: str) -> str | tuple[float, ...]:
-    if "," not in text:
-        return text
-    try:
-        return tuple(map(float, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"needs a name or GB/S,US; got {text!r}") from None
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _seed(text: str) -> int:
-    value = int(text) if text.isdecimal() else -1
-    if not 0 <= value < 2**64:
-        raise argparse.ArgumentTypeError(f"needs a whole number from 0 to 2**64 - 1, got {text!r}")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, got {text!r}")
-    return value

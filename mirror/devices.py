@@ -211,7 +211,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def separate_streams(generators: Sequence[torch.Generator]) -> None:
-    """Gives generators with equal seeds different random sequences.
+    """Reseeds generators with equal seeds, so that their random sequences differ.
 
     ``torch.manual_seed(s)`` gives every GPU the seed ``s``, and all replicas would draw the same
     dropout masks. The first generator keeps its seed; the other generators get seeds that are

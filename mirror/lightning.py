@@ -1,6 +1,5 @@
 """A strategy of Lightning's Trainer and of Fabric: one process, one loop, N devices.
 
-[Note: One device to Lightning]
 Lightning sees a single device, the first one: the world size is 1, loaders get no sampler,
 ``self.log`` synchronizes nothing, checkpoints are those of one device. Where Lightning would move
 a module to its device, the module is mirrored; from then on its calls are split.

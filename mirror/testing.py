@@ -22,7 +22,6 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ import torch
 from mirror.tools.check.check_result import EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.recorded_run import describe_error, recording, seed_all
-from mirror.tools.check.run_comparison import RunComparison, Runs
+from mirror.tools.check.run_comparison import RunComparison
 
 __all__ = ["SimulatedDeviceNames", "assert_equal_to_one_device", "compare_with_one_device"]
 
@@ -92,7 +91,7 @@ def assert_equal_to_one_device(
     """
     numbers = [replicas] if isinstance(replicas, int) else list(replicas)
     options = _options(numbers, steps, tolerance, no_dropout, double)
-    one, _ = _record(program, options)
+    one = _record(program, options)
     for number in numbers:
         result = _compare(program, one, options, number, tolerance)
         if result.exit_code != EQUAL:
@@ -117,7 +116,7 @@ def compare_with_one_device(
         Exception: what the program raises on one device.
     """
     options = _options([replicas], steps, tolerance, no_dropout, double)
-    one, _ = _record(program, options)
+    one = _record(program, options)
     return _compare(program, one, options, replicas, tolerance)
 
 
@@ -146,25 +145,16 @@ def _compare(
             replicas=replicas,
             remedy="build and train inside the function that is passed",
         )
-    many, output = _record(program, replace(options, replicas=replicas))
 
-    def with_noise(steps: int) -> Record:
-        return _record(program, replace(options, steps=steps, rounding_noise=True))[0]
+    def record(title: str, options: RecordOptions) -> Record:
+        return _record(program, options)
 
-    def again(steps: int) -> Record:
-        return _record(program, replace(options, steps=steps))[0]
-
-    comparison = RunComparison(
-        Runs(one, many, with_noise, again),
-        replicas=replicas,
-        tolerance=None if isinstance(tolerance, str) else float(tolerance),
-        output=output,
-    )
+    comparison = RunComparison(record, one, options, replicas=replicas, tolerance=tolerance)
     return comparison.result()
 
 
-def _record(program: Callable[[], object], options: RecordOptions) -> tuple[Record, str]:
-    """Runs a program in this process, and returns its record and its warnings.
+def _record(program: Callable[[], object], options: RecordOptions) -> Record:
+    """Runs a program in this process, and returns its record, with the warnings as its output.
 
     Raises:
         Exception: what the program raises on one device; under a strategy it is recorded.
@@ -177,6 +167,7 @@ def _record(program: Callable[[], object], options: RecordOptions) -> tuple[Reco
         warnings.simplefilter("always")
         seed_all()
         with recording(options, lambda number: None, end) as recorder:
+            record = recorder.record
             try:
                 program()
             except _EnoughSteps:
@@ -184,10 +175,9 @@ def _record(program: Callable[[], object], options: RecordOptions) -> tuple[Reco
             except Exception as error:
                 if not options.replicas:
                     raise
-                recorder.record.ending = "error"
-                recorder.record.error = describe_error(error)
-    output = "\n".join(f"{w.category.__name__}: {w.message}" for w in caught)
-    return recorder.record, output
+                record.ending, record.error = "error", describe_error(error)
+    record.output += "\n".join(f"{w.category.__name__}: {w.message}" for w in caught)
+    return record
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 import mirror
 from mirror.base.torch_private import num_dispatch_modes, num_function_modes
 from mirror.replica.modules.replica_attributes import ReplicaAttribute
-from mirror.threads import lockstep, run_queue
+from mirror.threads import lockstep, schedule
 
 # So that `from tests.oracle import ...` works however pytest is started.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -149,8 +149,8 @@ def threads_switch_often():
 @pytest.fixture
 def eager(monkeypatch):
     """Makes every turn count as a long one."""
-    monkeypatch.setattr(run_queue, "LONG_SECONDS", -1.0)
-    monkeypatch.setattr(run_queue, "LOOKS", 1)
+    monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", -1.0)
+    monkeypatch.setattr(schedule, "NUM_TURNS", 1)
 
 
 @pytest.fixture(params=_device_lists().values(), ids=_device_lists().keys())

@@ -29,7 +29,7 @@ LEAVES = [name for name in COMMANDS if name != "checkpoint"]
 # What a command must have, so that an unknown option is all that is wrong.
 NEEDED = {"bench": [], "checkpoint show": ["there"], "checkpoint export": ["there", "here"]}
 # What follows the options of a command; an option after it belongs to the script.
-AFTER = {"run": ["train.py"], "check": ["train.py"]}
+AFTER = {"run": ["train.py"], "elastic": ["train.py"], "check": ["train.py"]}
 # A word that Python has, and no command line: of arguments, and of lists.
 PYTHON = re.compile(r"\b\w+=|\w_\w|\['")
 

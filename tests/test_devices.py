@@ -178,7 +178,7 @@ def test_a_hook_of_a_gpu_tensor_runs_in_the_calling_thread():
     assert threads == [threading.get_ident()]
 
 
-def test_devices_seeded_alike_get_streams_of_their_own_from_the_one_seed():
+def test_devices_seeded_equally_get_streams_of_their_own_from_the_one_seed():
     """``torch.manual_seed`` gives every GPU one seed; generators stand in for GPUs."""
 
     def draws(seed):

@@ -55,6 +55,11 @@ def test_one_replica_equals_one_device_with_batch_norm():
     assert_equal_to_one_device(program(lambda: nn.BatchNorm1d(6)), replicas=1)
 
 
+def test_a_result_says_whether_the_strategy_warns():
+    assert compare_with_one_device(program(lambda: nn.BatchNorm1d(6))).reported
+    assert not compare_with_one_device(program(nn.Dropout)).reported
+
+
 def test_dropout_differs_unless_it_is_switched_off():
     assert compare_with_one_device(program(nn.Dropout)).cause == "random numbers"
     assert_equal_to_one_device(program(nn.Dropout), 2, no_dropout=True)

@@ -1,4 +1,4 @@
-"""What most tests share: a layer of ones, its optimizer, the current replica's number.
+"""What most tests share: a layer of ones, its optimizer, a replica's number, a meeting of all.
 
 A reader can check the values of the layer in the head.
 """
@@ -27,6 +27,11 @@ def mirrored_layer(strategy, in_features=1):
 def replica_id():
     """Returns the current replica's number, inside run."""
     return mirror.get_replica_context().replica_id_in_sync_group
+
+
+def meet():
+    """Returns the number of replicas, which all of them wait for, inside run."""
+    return mirror.get_replica_context().all_reduce("sum", torch.ones(1))
 
 
 def sgd(model, lr=0.1, **options):

@@ -34,7 +34,7 @@ static_assert(sizeof(void*) == 8, "addresses come as 64-bit integers");
 namespace mirror {
 namespace {
 
-// Numbered as in mirror/comm/host/host_library.py.
+// Numbered as in mirror/comm/host/host_backend.py.
 enum class Op { kSum, kMin, kMax, kProd };
 constexpr int kNumOps = 4;
 constexpr int kNumDTypes = 7;

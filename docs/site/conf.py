@@ -51,7 +51,7 @@ napoleon_use_ivar = True  # else a property that an Attributes section names is 
 def _first_paragraph(
     app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Leaves of a module's docstring what it says first; the rest is for who reads the source."""
+    """Keeps the first part of a module's docstring; the rest is for readers of the source."""
     if what == "module" and "" in lines:
         del lines[lines.index("") :]
 

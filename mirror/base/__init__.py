@@ -1,1 +1,1 @@
-"""What every layer may import: private names of torch, Dynamo, forks, files, hints."""
+"""Modules that every layer may import: private names of torch, Dynamo, forks, files, hints."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from mirror.base.atomic_file import replace_atomically
+from mirror.base.safe_files import replace_atomically
 from mirror.errors import StrategyError
 
 FORWARD = "forward"  # the rest of a replica's function

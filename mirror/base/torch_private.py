@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.func import debug_unwrap
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -225,12 +226,8 @@ queue_callback: Callable[[Callable[[], None]], None] = _find(
 num_function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 1)
 num_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
 functions_interpreter: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack")
-_is_transformed: Callable[[Tensor], bool] = _find(
-    "torch._C._functorch.is_functorch_wrapped_tensor"
-)
 _is_batched: Callable[[Tensor], bool] = _find("torch._C._functorch.is_batchedtensor")
 _is_differentiated: Callable[[Tensor], bool] = _find("torch._C._functorch.is_gradtrackingtensor")
-_without_transform: Callable[[Tensor], Tensor] = _find("torch._C._functorch.get_unwrapped")
 set_grad_enabled: Callable[[bool], object] = _find(
     "torch._C._set_grad_enabled", torch.set_grad_enabled
 )
@@ -299,20 +296,13 @@ set_sequence_number: Callable[[Any, int], None] = _find("torch._C._FunctionBase.
 def transforms_of(tensor: Tensor) -> set[str]:
     """Returns which of torch.func's transforms follow a tensor: "grad" (or jvp), "vmap"."""
     found = set()
-    while _is_transformed(tensor):
+    while (inner := debug_unwrap(tensor, recurse=False)) is not tensor:
         if _is_batched(tensor):
             found.add("vmap")
         elif _is_differentiated(tensor):
             found.add("grad")
-        tensor = _without_transform(tensor)
+        tensor = inner
     return found
-
-
-def without_transforms(tensor: Tensor) -> Tensor:
-    """Returns the tensor that transforms of torch.func follow; itself without any."""
-    while _is_transformed(tensor):
-        tensor = _without_transform(tensor)
-    return tensor
 
 
 def arriving_shape(node: Any, number: int) -> tuple[int, ...]:
@@ -362,11 +352,9 @@ INFER = "_infer_parameters"
 INITIALIZING = "_initialize_hook"  # in a lazy module's __dict__ before its first call
 WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
 METADATA = "_metadata"  # of a state_dict: the versions of its modules
-Loss: Any = _find("torch.nn.modules.loss._Loss", nn.MSELoss.__base__)
 
 # Optimizers
 
-OptState: Any = _find("torch.amp.grad_scaler.OptState")
 default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store")
 put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
 

@@ -1,6 +1,5 @@
 """Nested states as JSON: every value exactly, tensors by their names.
 
-[Note: States as JSON]
 ``None``, bools, strings, 64-bit integers, finite floats (``repr`` is exact), lists, and dicts with
 string keys are JSON as they are. Anything else is an object with the key ``"$"``::
 
@@ -9,7 +8,7 @@ string keys are JSON as they are. Anything else is an object with the key ``"$"`
 
 Only values of these types are read. Enums and named tuples are looked up among the classes that
 the program has imported: a file causes no import and no call. A container that occurs twice is
-read as two containers; for tensors see [Note: Stored once] in ``snapshot.py``.
+read as two containers; tensors are stored once, see ``snapshot.py``.
 """
 
 from __future__ import annotations

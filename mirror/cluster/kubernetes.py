@@ -1,6 +1,5 @@
 """KubernetesResolver: the cluster of a pod, from its environment or from a client's list of pods.
 
-[Note: Pods]
 The variables in a container depend on what created its pod. Reading them needs no network.
 
 =====================  ================================  =====================================
@@ -40,7 +39,7 @@ _SIBLING = re.compile("(.*)-[0-9]+")
 
 
 class KubernetesResolver(ClusterResolver):
-    """Reads a pod's environment, see [Note: Pods], or lists pods with a client.
+    """Reads a pod's environment, or lists pods with a client.
 
     ::
 

@@ -1,6 +1,5 @@
 """Rendezvous: the rank of a worker, and the address where all workers connect.
 
-[Note: Ranks]
 Ranks are assigned as in TensorFlow. The task of job ``chief`` has rank 0, and the tasks of job
 ``worker`` follow in the order of their indices; without a chief, worker 0 has rank 0. All workers
 connect to rank 0, and it writes files. A task of job ``evaluator`` is a cluster by itself. Tasks
@@ -166,7 +165,7 @@ def single_process() -> Rendezvous:
 
 
 def rendezvous_of(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> Rendezvous:
-    """Returns the rendezvous of a task; see [Note: Ranks].
+    """Returns the rendezvous of a task.
 
     Raises:
         ClusterError: the cluster's workers, or the task, have no rank.

@@ -98,7 +98,7 @@ class ClusterResolver(ABC):
         return {"GPU": num_gpus} if num_gpus else {}
 
     def rendezvous(self) -> Rendezvous:
-        """Returns this process's rank and the address of rank 0; see [Note: Ranks].
+        """Returns this process's rank and the address of rank 0; see ``rendezvous.py``.
 
         Raises:
             ClusterError: the source is wrong or incomplete.

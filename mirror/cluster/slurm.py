@@ -1,14 +1,25 @@
-"""SlurmResolver: the cluster of a process that srun started."""
+"""SlurmResolver: the cluster of a process that srun started, from the step's tasks and nodes.
+
+Slurm's lists of hosts and of tasks per node are expanded to one entry per node::
+
+    n[1-3,7],m5           n1 n2 n3 n7 m5
+    n[08-10]              n08 n09 n10           padded to the width of the first
+    rack[0-1]n[1-2]-ib    rack0n1-ib rack0n2-ib rack1n1-ib rack1n2-ib
+    2(x3),1               2 2 2 1
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from math import prod
 from typing import ClassVar
 
 from mirror.cluster.rendezvous import MAX_PORT, EnvironmentVariables, integer
 from mirror.cluster.resolver import ClusterResolver
-from mirror.cluster.slurm_step import num_tasks, port_of, read_step
 from mirror.cluster.spec import ClusterSpec
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError, short_repr
@@ -169,3 +180,232 @@ def _jobs(
         ranges[job] = begin, begin + count
         begin += count
     return ranges
+
+
+_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_WHY = "srun sets it: start every worker with srun"
+
+# The range of ports for rank 0. With the ports of the other tasks of its node, it stays below
+# 32768, where Linux's range of automatically assigned ports begins.
+_FIRST_PORT, _NUM_PORTS = 10_000, 20_000
+DEFAULT_PORT = 8888
+_STRIDE = 7919  # a prime, so that the steps of a job get different ports
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """The tasks of one ``srun``.
+
+    Attributes:
+        rank: the task of this process.
+        nodes: the names of the nodes, in Slurm's order: task 0 is on the first.
+        counts: the number of tasks on each node.
+        placement: for each task, by rank, the index of its node and its local rank there.
+    """
+
+    rank: int
+    nodes: tuple[str, ...]
+    counts: tuple[int, ...]
+    placement: tuple[tuple[int, int], ...]
+
+    @property
+    def local_rank(self) -> int:
+        """The local rank of this process."""
+        return self.placement[self.rank][1]
+
+    @property
+    def num_tasks(self) -> int:
+        """The number of tasks of the step."""
+        return len(self.placement)
+
+
+def read_step(
+    env: EnvironmentVariables, tasks_per_node: int | Mapping[str, int] | None
+) -> SlurmStep:
+    """Returns the step that the variables describe.
+
+    Args:
+        tasks_per_node: replaces Slurm's value, for each node or for all nodes.
+
+    Raises:
+        ClusterError: variables are missing, damaged, or contradict each other.
+    """
+    rank = env.needed_integer("SLURM_PROCID", why=_WHY)
+    if isinstance(tasks_per_node, Mapping):
+        nodes, counts = list(tasks_per_node), list(tasks_per_node.values())
+    else:
+        nodes = expand_hostlist(env.needed(*_NODES, why=_WHY))
+        counts = _counts(env, len(nodes), tasks_per_node)
+    wrong = [count for count in counts if not isinstance(count, int) or count < 1]
+    if wrong or not counts:
+        raise ClusterError(
+            "every node of a step has at least one task; got tasks_per_node="
+            f"{short_repr(tasks_per_node)}"
+        )
+    if len(set(nodes)) < len(nodes):
+        raise ClusterError(f"{env.first(*_NODES)} names a node twice: {short_repr(nodes)}")
+    if len(nodes) != len(counts):
+        raise ClusterError(
+            f"{env.first(*_NODES)} has {len(nodes)} nodes, but {env.first(*_PER_NODE)} has "
+            f"{len(counts)}"
+        )
+    placement = _place_tasks(counts, _chunk(env))
+    step = SlurmStep(rank, tuple(nodes), tuple(counts), tuple(placement))
+    if rank >= step.num_tasks:
+        raise ClusterError(f"SLURM_PROCID={rank}, but there are {step.num_tasks} tasks, from 0")
+    _compare(env, step)
+    return step
+
+
+def num_tasks(env: EnvironmentVariables) -> int | None:
+    """Returns the number of tasks of the step, or None if Slurm does not provide it."""
+    return env.integer(*_NUM_TASKS, least=1)
+
+
+def port_of(env: EnvironmentVariables) -> int:
+    """Returns a port for this step, computed from its ids; other steps rarely have the same.
+
+    Without a job id, the result is TensorFlow's port for Slurm.
+    """
+    job = env.integer("SLURM_JOB_ID", "SLURM_JOBID", most=2**32)
+    step = env.integer("SLURM_STEP_ID", "SLURM_STEPID", most=2**32) or 0
+    return DEFAULT_PORT if job is None else _FIRST_PORT + (job + _STRIDE * step) % _NUM_PORTS
+
+
+def _counts(env: EnvironmentVariables, num_nodes: int, tasks_per_node: int | None) -> list[int]:
+    if tasks_per_node is not None:
+        return [tasks_per_node] * num_nodes
+    text = env.text(*_PER_NODE)
+    if text is not None:
+        return expand_tasks_per_node(text)
+    total = num_tasks(env)
+    if total is None or total % num_nodes:
+        raise ClusterError(
+            f"{_PER_NODE[0]} is not set, and {total} tasks cannot be divided equally among "
+            f"{num_nodes} nodes; {_WHY}, or pass tasks_per_node"
+        )
+    return [total // num_nodes] * num_nodes
+
+
+def _chunk(env: EnvironmentVariables) -> int | None:
+    """Returns how many consecutive tasks go to one node; None means all tasks of the node."""
+    name, _, size = (env.text("SLURM_DISTRIBUTION") or "").lower().partition("=")
+    if name == "arbitrary":
+        raise ClusterError(
+            "SLURM_DISTRIBUTION=arbitrary takes nodes from a file, and no variable names it; "
+            "start the workers with srun --distribution=block"
+        )
+    if name.startswith("cyclic"):
+        return 1
+    if name == "plane":
+        planes = EnvironmentVariables({"SLURM_DISTRIBUTION": size} if size else env.environ)
+        return planes.integer("SLURM_DISTRIBUTION" if size else "SLURM_DIST_PLANESIZE", least=1)
+    return None
+
+
+def _place_tasks(counts: Sequence[int], chunk: int | None) -> list[tuple[int, int]]:
+    """Assigns tasks to the nodes in turn, ``chunk`` at a time, until each node is full."""
+    chunk = chunk or max(counts, default=1)
+    placement = []
+    for begin in range(0, max(counts, default=0), chunk):
+        for node, count in enumerate(counts):
+            placement += [(node, local) for local in range(begin, min(begin + chunk, count))]
+    return placement
+
+
+def _compare(env: EnvironmentVariables, step: SlurmStep) -> None:
+    """Raises ClusterError if Slurm's node or local rank of this process is different."""
+    node, local = step.placement[step.rank]
+    distribution = env.text("SLURM_DISTRIBUTION") or "block"
+    for name, expected in (("SLURM_NODEID", node), ("SLURM_LOCALID", local)):
+        value = env.integer(name)
+        if value is not None and value != expected:
+            raise ClusterError(
+                f"{name}={value}, but by {env.first(*_PER_NODE) or 'the number of tasks'} and "
+                f"SLURM_DISTRIBUTION={distribution} task {step.rank} has {expected}; start the "
+                "workers with srun --distribution=block"
+            )
+
+
+MAX_HOSTS = 2**16
+"""More than any cluster has. A longer range is a mistake, and would fill the memory."""
+
+_HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9,-]*\])+")
+_PIECE = re.compile(r"\[([0-9,-]*)\]|([^\[\]]+)")
+_RANGE = re.compile("([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_TASKS = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """Returns the hosts of a list in its order, with repetitions; ``""`` has none.
+
+    Raises:
+        ClusterError: the text is not such a list, or has more than ``MAX_HOSTS`` hosts.
+    """
+    hosts: list[str] = []
+    for part in _parts(hostlist) if hostlist else ():
+        if not _HOST.fullmatch(part):
+            raise _hostlist_error(hostlist, f"{short_repr(part)} is no host")
+        choices = [
+            [literal] if literal else _numbers(hostlist, ranges)
+            for ranges, literal in _PIECE.findall(part)
+        ]
+        if len(hosts) + prod(map(len, choices)) > MAX_HOSTS:
+            raise _hostlist_error(hostlist, f"it is of more than {MAX_HOSTS} hosts")
+        hosts += map("".join, product(*choices))
+    return hosts
+
+
+def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
+    """Returns the number of tasks on each node of a list, in its order.
+
+    Raises:
+        ClusterError: the text is not such a list, or has more than ``MAX_HOSTS`` nodes.
+    """
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = _TASKS.fullmatch(part)
+        count, times = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+        if not (count > 0 and 0 < times <= MAX_HOSTS - len(counts)):
+            raise ClusterError(
+                f"numbers of tasks per node are written like '2(x3),1'; got "
+                f"{short_repr(tasks_per_node)}, where {short_repr(part)} is wrong"
+            )
+        counts += [count] * times
+    return counts
+
+
+def _parts(hostlist: str) -> Iterator[str]:
+    """Yields the texts between commas that are not inside brackets."""
+    begin = depth = 0
+    for i, character in enumerate(hostlist):
+        depth += (character == "[") - (character == "]")
+        if depth not in (0, 1):
+            raise _hostlist_error(hostlist, "its brackets do not pair up")
+        if character == "," and depth == 0:
+            yield hostlist[begin:i]
+            begin = i + 1
+    if depth:
+        raise _hostlist_error(hostlist, "its brackets do not pair up")
+    yield hostlist[begin:]
+
+
+def _numbers(hostlist: str, ranges: str) -> list[str]:
+    """Returns the numbers of the ranges in brackets, as texts, with their leading zeros."""
+    texts = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not 0 <= last - first < MAX_HOSTS:
+            raise _hostlist_error(hostlist, f"{short_repr(part)} is no range of numbers")
+        width = len(match[1]) if match else 0
+        texts.append([str(number).zfill(width) for number in range(first, last + 1)])
+    return list(chain.from_iterable(texts))
+
+
+def _hostlist_error(hostlist: str, reason: str) -> ClusterError:
+    return ClusterError(
+        f"a list of hosts is written like 'n[01-03,7],m5'; got {short_repr(hostlist)}: {reason}"
+    )

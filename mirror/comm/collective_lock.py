@@ -1,6 +1,5 @@
 """CollectiveLock: serializes the collectives of one communicator, on the host and on the devices.
 
-[Note: One collective at a time]
 Problem: buckets of gradients are reduced on side streams, while a collective of the backward pass
 (SyncBatchNorm) is reduced on the computation streams, and the user's threads may share a
 communicator. But its flags, counters and scratch memory serve one collective at a time.
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 
 # How long an exception waits for collectives in flight: longer than they take if nothing is wrong.
 PATIENCE_SECONDS = 5.0

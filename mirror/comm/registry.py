@@ -1,16 +1,19 @@
-"""The registry of backends, and the check whether one can serve given devices."""
+"""The registry of backends: whether one can serve given devices, and the choice of "auto"."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from mirror.comm import self_test
 from mirror.comm.communicator import Communicator
-from mirror.devices import is_simulated, parse, resolve
+from mirror.comm.topology import Matrix, link_matrix, peer_matrix, topology_of
+from mirror.devices import are_distinct, is_simulated, parse, resolve
 from mirror.errors import BackendError
 
 C = TypeVar("C", bound=type[Communicator])
@@ -125,3 +128,139 @@ def unavailable_reason(name: str, devices: Sequence[torch.device | str]) -> str 
     if reason is None and kind.needs_trial and not is_simulated(resolved):
         reason = self_test.failure(kind, resolved)
     return reason
+
+
+_logger = logging.getLogger("mirror")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that decide the order of preference.
+
+    Attributes:
+        devices: one per replica.
+        peers: ``peers[i][j]`` is whether replica ``i``'s device can access the memory of ``j``'s.
+        links: ``links[i][j]`` is whether both are one GPU, or connected by NVLink.
+        islands: replica ids, as ``topology_of`` returns them.
+    """
+
+    devices: tuple[torch.device, ...]
+    peers: Matrix
+    links: Matrix
+    islands: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend, and why it is chosen over better ones."""
+
+    name: str
+    reason: str
+
+
+def facts_of(devices: Sequence[torch.device]) -> Facts:
+    """Returns the facts of devices; for simulated ones without a driver."""
+    return Facts(
+        tuple(devices), peer_matrix(devices), link_matrix(devices), topology_of(devices).islands
+    )
+
+
+def preferences(facts: Facts) -> tuple[Choice, ...]:
+    """Returns the backends that suit the devices, best first; the last one always works."""
+    n = len(facts.devices)
+    last = Choice("naive", "it copies everything to the first device, and works everywhere")
+    if is_simulated(facts.devices):
+        return Choice("host", "it reduces the CPU's memory in place"), last
+    if n == 1:
+        return (Choice("naive", "a single replica has nothing to exchange"),)
+    nccl = Choice("nccl", f"{n} distinct GPUs")
+    if not are_distinct(facts.devices):
+        shared = "several replicas share a GPU"
+        return (*_kernels(facts, shared), Choice("nccl", shared), last)
+    return (nccl, *_kernels(facts), last)
+
+
+def _kernels(facts: Facts, why: str = "") -> tuple[Choice, ...]:
+    """Returns mirror's own kernels, best first; ``pick`` finds out which of them can serve.
+
+    If all GPUs are linked, every pair exchanges at once. Over PCIe that is the slowest way for
+    more than two GPUs; in a ring, every GPU has one stream in and one out. With islands, most
+    bytes stay inside them.
+    """
+    n = len(facts.devices)
+    direct = Choice("direct", why or "all GPUs reach each other's memory")
+    ring = Choice("ring", "neighbours in a ring reach each other's memory")
+    if not all(map(all, facts.peers)):
+        return (ring,)
+    if 1 < len(facts.islands) < n:
+        islands = Choice("hierarchical", f"{len(facts.islands)} islands of near GPUs")
+        return islands, ring, direct
+    if n > 2 and not all(map(all, facts.links)):
+        return ring, direct
+    return direct, ring
+
+
+def pick(
+    facts: Facts,
+    unavailable: Callable[[str], str | None],
+    *,
+    deterministic: bool = False,
+) -> Choice:
+    """Returns the first of the preferences that can serve.
+
+    Args:
+        unavailable: returns why the backend of a name cannot serve, self-test included; called in
+            the order of preference until one can.
+        deterministic: allows only backends that sum in replica order.
+    """
+    passed_over: list[str] = []
+    *better, last = preferences(facts)
+    for choice in better:
+        kind = check_name(choice.name)
+        if deterministic and kind is not None and not kind.deterministic:
+            reason: str | None = "its sums are in an order of its own"
+        else:
+            reason = unavailable(choice.name)
+        if reason is None:
+            return Choice(choice.name, "; ".join([choice.reason, *passed_over]))
+        passed_over.append(f"not {choice.name}: {reason}")
+    return Choice(last.name, "; ".join([last.reason, *passed_over]))
+
+
+def choose(
+    devices: Sequence[torch.device],
+    make: Callable[[str], Communicator | str],
+    *,
+    deterministic: bool = False,
+) -> tuple[Communicator, Choice]:
+    """Returns the communicator of "auto" and the choice, and logs the reason.
+
+    Args:
+        devices: as ``resolve`` returns them.
+        make: returns a communicator of a name, after a trial if it needs one, or the reason why
+            it cannot serve. After a reason or an error, the next backend is tried.
+        deterministic: as for ``pick``.
+    """
+    created: dict[str, Communicator] = {}
+
+    def unavailable(name: str) -> str | None:
+        try:
+            result = make(name)
+        except Exception as error:  # any error of CuPy, a compiler or a driver is a reason
+            return f"{type(error).__name__}: {error}"
+        if isinstance(result, str):
+            return result
+        created[name] = result
+        return None
+
+    facts = facts_of(devices)
+    choice = pick(facts, unavailable, deterministic=deterministic)
+    communicator = created.get(choice.name) or make(choice.name)
+    if isinstance(communicator, str):
+        raise BackendError(f"not even {choice.name!r} can serve: {communicator}; report this")
+    where = ", ".join(map(str, devices))
+    # A fallback that is slower than NCCL, and that the program did not ask for: warn.
+    is_worse = preferences(facts)[0].name == "nccl" != choice.name and not deterministic
+    level = logging.WARNING if is_worse else logging.INFO
+    _logger.log(level, "backend %r for %s: %s", choice.name, where, choice.reason)
+    return communicator, choice

@@ -1,6 +1,6 @@
 """The program of a child process that tests a backend for subprocess_probe.py.
 
-Its arguments are a token, a class such as mirror.comm.kernels.direct_backend:DirectCommunicator,
+Its arguments are a token, a class such as mirror.comm.kernels.kernel_backends:DirectCommunicator,
 and devices.
 """
 

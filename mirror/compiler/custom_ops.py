@@ -1,10 +1,9 @@
-"""Operations that a trace is made of besides torch's: where replicas meet, and random numbers.
+"""Operations in a trace beside those of torch: collective points, and random numbers.
 
-[Note: Counted numbers]
-What a step draws is a function of a seed and of a position, in torch's own integer arithmetic: no
-generator, and nothing that the host must know. So a GPU draws it inside a CUDA graph, whose seed
-is memory, and every device draws the same bits (normal ones: but for the last bit of a logarithm
-and a cosine). The function is SplitMix64: a count in steps of the golden ratio, scrambled.
+A draw is a function of a seed and a position, in torch's integer arithmetic. It needs no generator
+and nothing from the host. So a GPU draws inside a CUDA graph, where the seed is memory, and all
+devices draw the same bits (normal numbers may differ in the last bit of a logarithm or a cosine).
+The function is SplitMix64: a count in steps of the golden ratio, scrambled.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _like(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
 def _draw(size: Sequence[int], seed: Tensor, number: int, mode: str) -> Tensor:
     """Returns float32 numbers in [0, 1), or normal ones: the draw of this number in a step.
 
-    See [Note: Counted numbers].
+    The numbers depend on the seed, ``number`` and the position only; see the head of this file.
     """
     # Not by device=: what simulates devices has none that torch could make a tensor on.
     count = torch.arange(math.prod(size), out=seed.new_empty(math.prod(size)))

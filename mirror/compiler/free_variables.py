@@ -1,16 +1,15 @@
-"""Around: what a step's Python code finds around itself by its names, wherever that is kept.
+"""Free variables: the values that the code of a step finds by name, outside its arguments.
 
-[Note: Around a step]
-Code finds values by names: in closure cells, globals and defaults, and from there in fields of
-objects, entries of dicts and of lists. All that is followed as far as the code could, through the
-functions of the user's that it names:
+Code finds values by names in closure cells, globals and defaults, and from there in attributes of
+objects and entries of dicts and lists. ``FreeVariables`` follows the names as far as the code can,
+through the user's functions that it names:
 
     a dict, a list            every entry
-    an object, a class, ...   the attributes whose names the code has
+    an object, a class        the attributes whose names are in the code
 
-Numbers, strings and the like are compared by value, all else by which object it is. Tensors,
-layers and optimizers are watched otherwise. Not followed are containers of more than 256 entries,
-and what lies deeper than 5.
+Numbers, strings and the like are compared by value, everything else by identity. Tensors, modules
+and optimizers have guards of their own. Containers of more than 256 entries are not followed, and
+neither are values deeper than 5 levels.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.compiler.comparable import PLAIN, comparable
-from mirror.compiler.user_lines import is_users
+from mirror.compiler.step_errors import is_users
 
+PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
 MAX_ENTRIES = 256
 _MAX_DEPTH, _MAX_WATCHED, _MAX_FUNCTIONS = 5, 1000, 100
 _MISSING: Any = object()
@@ -36,13 +36,13 @@ _OF_LIBRARIES = ("torch", "mirror", "numpy", "builtins")
 
 
 class Entry:
-    """A value, by where it is kept.
+    """A value, named by the place that holds it.
 
     Attributes:
-        name: in words.
+        name: the place in words.
         key: the name or index by which code finds it.
         holder: a cell, a dict, a list or a tuple.
-        read_as: the name by which code finds it, or that in which it is an index.
+        read_as: the name by which code finds it, or finds the container that it is in.
     """
 
     __slots__ = ("holder", "key", "name", "read_as")
@@ -52,7 +52,7 @@ class Entry:
         self.read_as = key if isinstance(key, str) else read_as
 
     def value(self) -> Any:
-        """Returns what is there now."""
+        """Returns the value of now."""
         holder = self.holder
         if isinstance(holder, CellType):
             try:
@@ -64,7 +64,7 @@ class Entry:
         return holder[self.key] if self.key < len(holder) else _MISSING
 
     def put(self, value: Any) -> None:
-        """Puts back what was there."""
+        """Puts a former value back."""
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         elif isinstance(self.holder, dict):
@@ -77,16 +77,16 @@ class Entry:
 
 
 class FreeVariables:
-    """What functions find around them. See [Note: Around a step].
+    """The values that functions find by their names.
 
     Args:
-        functions: the step, and others that are called with it, as hooks.
-        modules: layers, of whose attributes those that are no tensors and no layers are followed.
+        functions: the step, and others that are called with it, such as hooks.
+        modules: their attributes are followed, except tensors and submodules.
 
     Attributes:
-        entries: what is found.
-        codes: of the user's functions that are followed.
-        sizes: the containers whose number of entries matters, by their names.
+        entries: the values found.
+        codes: the code of the user's functions that are followed.
+        sizes: the containers with a number of entries to compare, with their names.
         read_as: by ``id`` of such a container, the name by which code finds it.
     """
 
@@ -117,14 +117,14 @@ class FreeVariables:
                 break
 
     def scan(self) -> list[Any]:
-        """Returns what there is now, to be compared."""
+        """Returns the values of now, ready to be compared."""
         found = [comparable(entry.value()) for entry in self.entries]
         found += [len(container) for _, container in self.sizes]
         return found
 
     @property
     def names(self) -> list[str]:
-        """What each of that is."""
+        """The description of each value that ``scan`` returns."""
         return [
             *[entry.name for entry in self.entries],
             *[f"the number of entries of {name}" for name, _ in self.sizes],
@@ -133,7 +133,7 @@ class FreeVariables:
     # Functions
 
     def _take(self, function: Any) -> None:
-        """Notes what a function finds."""
+        """Records the values that a function finds."""
         bare = _bare(function)
         if id(bare) in self._known:
             return
@@ -249,13 +249,13 @@ class _Fields(dict[str, Any]):
 
 
 def _bare(function: Any) -> Any:
-    """Returns what is the same object however a function is found."""
+    """Returns the function itself, without a binding or wrappers."""
     function = getattr(function, "__func__", function)
     return inspect.unwrap(function) if isinstance(function, FunctionType) else function
 
 
 def _functions_of(kind: type) -> Iterator[FunctionType]:
-    """Yields the functions of a class, down to what is torch's own."""
+    """Yields the functions of a class and its bases, except those of torch."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] != "torch":
             for name, function in vars(base).items():
@@ -284,3 +284,26 @@ def _globals_of(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             names |= _globals_of(constant)
     return names
+
+
+class SameObject:
+    """An object that is compared by identity; it is kept alive, so its ``id`` stays unique."""
+
+    __slots__ = ("is_then", "what")
+
+    def __init__(self, what: Any) -> None:
+        self.what, self.is_then = what, True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and self.what is other.what
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def comparable(value: Any) -> Any:
+    """Returns a plain value as it is, and any other in a wrapper that compares by identity."""
+    if isinstance(value, PLAIN):
+        return value
+    if type(value) is tuple and all(isinstance(entry, PLAIN) for entry in value):
+        return value
+    return SameObject(value)

@@ -1,7 +1,7 @@
-"""Inputs: what a compiled step reads and writes, each a tensor that its programs are called with.
+"""Inputs of compiled steps: the tensors that programs take, and the parameters behind them.
 
-Most are the same for all replicas of a device: parameters, optimizer state, learning rates. The
-rest each replica has for itself: its part of the batch, its buffers, its weight and its seed.
+Most are the same for all replicas of a device: parameters, optimizer state, learning rates. Of the
+others each replica has its own: its part of the batch, its buffers, its weight and its seed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from mirror.replica.params.mirrored_tensor import path_of
+from mirror.replica.params.replicated_params import MirroredTensors
 
 
 class InputKind(Enum):
-    """What an input is."""
+    """The kinds of inputs."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"  # left by a step before
@@ -32,7 +35,7 @@ class InputKind(Enum):
 
     @property
     def is_own(self) -> bool:
-        """Whether each replica has one of its own."""
+        """Whether each replica has its own."""
         return self in _OWN
 
 
@@ -52,12 +55,12 @@ class StepInput:
     """One input of a compiled step.
 
     Attributes:
-        of: the Place of a parameter, a buffer, or a gradient; of state and rates the optimizer's
-            number; of a part or shared argument its number among the leaves; of a number its
+        of: for a parameter, a buffer or a gradient, its StateTensor; for state and rates, the
+            number of the optimizer; for an argument, the number of its leaf; for a number, its
             expression.
-        key: of state the parameter's place and the name; of rates the group's number and name.
-        fake: what stands for it in the trace.
-        value: of what was found in the step, the tensor itself.
+        key: for state, the parameter and the name; for rates, the number of the group and "lr".
+        fake: the placeholder in the trace.
+        value: for a tensor that the step has found outside itself, the tensor.
     """
 
     kind: InputKind
@@ -68,5 +71,49 @@ class StepInput:
 
     @property
     def stays(self) -> bool:
-        """Whether it is the same tensor in every call, where nobody has replaced it."""
+        """Whether it is the same tensor in every call, unless the program replaces it."""
         return self.value is not None or self.kind not in _NEW
+
+
+class StateTensor:
+    """A parameter or a buffer of a strategy.
+
+    Attributes:
+        owner: the tensor that the program has.
+        record: the ReplicatedParam or MirroredBuffer behind it; ``None`` with one replica.
+    """
+
+    __slots__ = ("is_parameter", "owner", "record")
+
+    def __init__(self, owner: Tensor) -> None:
+        self.owner = owner
+        self.record: Any = getattr(owner, "_mirrored", None)
+        self.is_parameter = isinstance(owner, nn.Parameter)
+
+    @property
+    def name(self) -> str:
+        """Its path in its model."""
+        return path_of(self.owner, "?" if self.record is None else self.record.name)
+
+    def on_replica(self, replica_id: int) -> Tensor:
+        """Returns the tensor of one replica."""
+        if self.record is None:
+            return self.owner
+        own: Tensor = (self.record.targets if self.is_parameter else self.record.copies)[
+            replica_id
+        ]
+        return own
+
+    def ids(self) -> set[int]:
+        """Returns the ``id`` of every object that a program may use for it."""
+        if self.record is None:
+            return {id(self.owner)}
+        objects = [self.owner, *self.record.copies]
+        if self.is_parameter:
+            objects += self.record.targets
+        return set(map(id, objects))
+
+
+def state_tensors(registry: MirroredTensors) -> list[StateTensor]:
+    """Returns the parameters and buffers of a strategy."""
+    return [StateTensor(tensor) for tensor in registry.tensors()]

@@ -1,8 +1,8 @@
-"""The private names of torch that tracing and compiling a step use, and none but these.
+"""The private names of torch that tracing and compiling a step use; no other file has any.
 
-It is imported when a step is first compiled: mirror imports no compiler. ``torch_names.txt`` has
-them, as it has those of ``torch_private.py``; but for inductor's, whose import takes seconds:
-where they are missing, programs run by torch's own kernels.
+This file is imported when a step is first compiled: ``import mirror`` imports no compiler.
+``torch_names.txt`` lists the names, except those of inductor, whose import takes seconds. If these
+are missing, programs run by torch's own kernels.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def faked(
     dynamic: Sequence[int] = (),
     device: torch.device | None = None,
 ) -> Tensor:
-    """Returns what stands for a tensor.
+    """Returns the placeholder of a tensor.
 
     Args:
-        batch: dimensions of any size; those that are alike now are always alike.
-        dynamic: dimensions of any size, whatever others are.
-        device: where it will be; by default where it is.
+        batch: dynamic dimensions; those of equal size now have equal sizes in each call.
+        dynamic: dimensions of any size, independent of others.
+        device: the device of the placeholder; by default that of the tensor.
     """
     dims = [
         DimDynamic.DUCK
@@ -90,13 +90,13 @@ def faked(
 
 @dataclass(eq=False, slots=True)
 class Sizes:
-    """For which sizes of its arguments a trace, and what was compiled of it, holds.
+    """The sizes of arguments for which a trace and its programs are valid.
 
     Attributes:
-        known: of each tensor the dtype, and what each size is: a number, or an expression.
-        within: of each symbol the least and the largest size.
-        replaced: what a guard has fixed, or made of others.
-        guards: what must be true besides.
+        known: for each tensor, its dtype and its sizes: numbers, or expressions.
+        within: for each symbol, its least and its largest value.
+        replaced: symbols that a guard has replaced by a number or an expression.
+        guards: other conditions.
     """
 
     known: list[tuple[torch.dtype, list[Any]]]
@@ -134,7 +134,7 @@ class Sizes:
 
 
 def sizes_of(mode: Any, fakes: Sequence[Tensor]) -> Sizes:
-    """Returns the sizes for which a trace of ``fakes`` holds, by all that was asked so far."""
+    """Returns the sizes for which a trace of ``fakes`` is valid, by its guards so far."""
     env = mode.shape_env
     tensors = [
         (fake.dtype, [getattr(getattr(size, "node", None), "expr", size) for size in fake.shape])
@@ -145,9 +145,11 @@ def sizes_of(mode: Any, fakes: Sequence[Tensor]) -> Sizes:
 
 
 def known_of_sizes(mode: Any) -> str:
-    """Returns in words what a mode knows of sizes, and the numbers that they were at the trace."""
+    """Returns a description of the sizes of a mode, with their values in the trace."""
     env = mode.shape_env
-    numbers = getattr(env, "backed_var_to_val", None) or env.var_to_val  # as older ones name it
+    # Torch 2.12 and older: var_to_val, which warns in newer ones.
+    numbers = getattr(env, "backed_var_to_val", None)
+    numbers = env.var_to_val if numbers is None else numbers
     known = [env.var_to_range, env.replacements, numbers]
     return repr([sorted(map(str, one.items())) for one in known] + [[g.expr for g in env.guards]])
 
@@ -168,7 +170,7 @@ def traced(
     inputs: Sequence[Any],
     decompositions: Mapping[Any, Any] | None = None,
 ) -> fx.GraphModule:
-    """Returns the graph of what ``function(*inputs)`` calls, backward passes too."""
+    """Returns the graph of the operations in ``function(*inputs)``, backward passes too."""
     # Layers of torch that are one kernel on the CPU, as LSTM, are taken apart: their kernels want
     # sizes that are numbers. mkldnn's keep what a backward pass needs where no trace sees it.
     with mode, enable_python_dispatcher(), _without_mkldnn(), _without_logged_errors():
@@ -187,7 +189,7 @@ def _without_mkldnn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_logged_errors() -> Iterator[None]:
-    """Keeps torch from logging an operation that fails in a trace: its error is raised, too."""
+    """Keeps torch from logging an operation that fails in a trace: its error is raised."""
     logger = logging.getLogger(FakeTensor.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -198,7 +200,7 @@ def _without_logged_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Has ``torch.compiler.is_compiling()`` say so: optimizers keep their counts in tensors."""
+    """Makes ``torch.compiler.is_compiling()`` true: optimizers then count in tensors."""
     names: Any = torch.compiler
     before = names._is_compiling_flag
     names._is_compiling_flag = True
@@ -209,7 +211,7 @@ def compiling() -> Iterator[None]:
 
 
 def decompositions() -> Mapping[Any, Any]:
-    """Returns what inductor wants operations taken apart into."""
+    """Returns inductor's decompositions of operations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch._inductor.lowering
@@ -220,9 +222,9 @@ def decompositions() -> Mapping[Any, Any]:
 
 
 def _view_or_copy(tensor: Tensor, size: Sequence[Any]) -> Any:
-    """Makes a view of a copy where the tensor's layout has none.
+    """Returns a view of a copy if the tensor's layout allows no view.
 
-    What a write in place has made a value of may lie in another order than what was written to.
+    A value that replaces a write in place may have another layout than the tensor written to.
     """
     if not tensor.is_contiguous():
         try:
@@ -234,7 +236,7 @@ def _view_or_copy(tensor: Tensor, size: Sequence[Any]) -> Any:
 
 
 def inductor_compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Program:
-    """Compiles a graph without side effects but its last writes; called with a list of inputs."""
+    """Compiles a graph without side effects except its last writes; takes a list of inputs."""
     with warnings.catch_warnings():  # of what torch itself does
         warnings.simplefilter("ignore")
         return _compiled(graph, mode, inputs)
@@ -250,7 +252,7 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
 
     settings = {
         "cpp_wrapper": is_cpu,
-        # Whoever calls has the threads it has: replicas at once have fewer.
+        # The number of threads is the caller's: replicas that run at once have fewer.
         "cpp.dynamic_threads": True,
         # Its keys leave out the strides of outputs, and its guards on sizes cannot be evaluated:
         # their names are those of arguments that Dynamo would have seen.
@@ -265,16 +267,16 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
         compiled: Any = compile_fx_inner(
             graph, list(inputs), is_inference=True, cpp_wrapper=is_cpu
         )
-    # Without what torch puts around: 24 functions of Python a call.
+    # Without torch's wrappers: 24 Python functions a call.
     program: Program = compiled.current_callable
     return program
 
 
 def _keep_output_strides(graph: fx.GraphModule) -> None:
-    """Has inductor return tensors with the strides that they have in the trace.
+    """Makes inductor return tensors with the strides that they have in the trace.
 
-    It chooses other ones where a convolution is faster with them, and the next piece of a step
-    would be made for those of the trace.
+    It chooses others where a convolution is faster with them, but the next piece of the step is
+    compiled for those of the trace.
     """
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     values = [getattr(node, "meta", {}).get("val") for node in output.args[0]]
@@ -288,7 +290,7 @@ def _keep_output_strides(graph: fx.GraphModule) -> None:
 
 # Programs of the CPU on disk. They are looked up without inductor, whose import takes seconds.
 
-# What inductor puts around what it compiles; of other forms it is not known how to call them.
+# Inductor's wrapper of a compiled program; programs with another wrapper are not stored.
 _AROUND = """
 def g(args):
     input_tensors = [arg if isinstance(arg, torch.Tensor) else torch.tensor(arg, device='cpu') \
@@ -304,7 +306,7 @@ _ENTRY = "inductor_entry_cpp"
 
 
 def library_of(program: Program) -> Path | None:
-    """Returns the file that has all of a compiled program; ``None``: there is none such."""
+    """Returns the library of a compiled program; ``None`` if it consists of more."""
     try:
         around = [line.strip() for line in inspect.getsource(program).splitlines()]
         if list(filter(None, around)) != [line.strip() for line in _AROUND.split("\n")[1:-1]]:
@@ -347,7 +349,7 @@ def program_of_library(path: Path, name: str) -> Program:
 
 
 def cache_folder() -> Path | None:
-    """Returns where inductor keeps what it compiles; ``None``: it is told to keep nothing."""
+    """Returns inductor's cache folder; ``None`` if its caches are disabled."""
     import torch._inductor.config as config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -357,7 +359,7 @@ def cache_folder() -> Path | None:
 
 
 def compiler_settings() -> str:
-    """Returns all that inductor can be told, as it is now."""
+    """Returns all settings of inductor."""
     import torch._inductor.config as config
 
     return repr(sorted(config.get_config_copy().items()))

@@ -1,8 +1,8 @@
-"""What has differed between the calls of a step, and is an input of its traces from then on.
+"""VaryingInputs: the values that have differed between the calls of a step, and are inputs.
 
 As with ``torch.compile``, a number or a size is a constant of a trace until it has had a second
-value. So a program that trains on batches of one shape is made for that shape, and one whose
-sequences have many lengths is traced twice.
+value. So a program that trains on batches of one shape is compiled for that shape, and a program
+with sequences of many lengths is traced twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Option = tuple[Optimizer, int, str]
 
 
 class VaryingInputs:
-    """Compares what a step is called with to what it was called with before."""
+    """Compares the arguments and options of each call with those of earlier calls."""
 
     def __init__(self) -> None:
         self._structure: Any = None
@@ -34,11 +34,11 @@ class VaryingInputs:
     def observe_arguments(
         self, structure: Any, columns: Sequence[Sequence[Any]], own: Sequence[bool]
     ) -> None:
-        """Compares arguments with those before.
+        """Compares arguments with earlier ones.
 
         Args:
-            columns: of each leaf, the values of the replicas that take part.
-            own: of each leaf, whether every replica has one of its own.
+            columns: for each leaf, the values of the replicas that take part.
+            own: for each leaf, whether every replica has its own.
         """
         if structure != self._structure:
             self._structure = structure
@@ -62,12 +62,12 @@ class VaryingInputs:
                     self._dimensions.add((leaf, dim))
 
     def observe_options(self, optimizers: Iterable[Optimizer]) -> None:
-        """Compares the options of optimizers with those before."""
+        """Compares the options of optimizers with earlier ones."""
         for optimizer in optimizers:
             self.compare_options(optimizer, optimizer.param_groups)
 
     def compare_options(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-        """Compares the options of one optimizer, as they were at some time, with those before."""
+        """Compares the options of one optimizer, as of some time, with earlier ones."""
         known = self._known_options.setdefault(optimizer, {})
         for i, group in enumerate(groups):
             for name, value in group.items():
@@ -91,7 +91,7 @@ class VaryingInputs:
         return (group, name) in self._options.get(optimizer, ())
 
     def without_numbers(self) -> VaryingInputs:
-        """Returns the same, for a trace in which all numbers are constants."""
+        """Returns a copy for a trace in which all numbers are constants."""
         found = VaryingInputs()
         found._dimensions = self._dimensions
         return found

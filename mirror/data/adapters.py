@@ -141,7 +141,7 @@ class DatasetAdapter:
         """Raises ``ValueError`` if the order is not one of this dataset."""
 
     def reorder(self, order: Mapping[str, Any]) -> None:
-        """Gives the next pass this order; the caller restores the global generators."""
+        """Sets the order of the next pass; the caller restores the global generators."""
 
     def num_whole_batches(self) -> int | None:
         """Returns the number of batches as large as the first one; ``None`` if unknown."""
@@ -242,7 +242,7 @@ class LoaderAdapter(DatasetAdapter):
     plain loop does.
 
     Args:
-        window: the examples to fetch of each batch, if the loader allows it: [Note: Windows].
+        window: the examples to fetch of each batch, if the loader allows it.
     """
 
     kind = "loader"

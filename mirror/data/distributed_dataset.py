@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from mirror.base.migration_hints import with_hints
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.base.timeline import CROSS, INPUT, Timeline
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.adapters import DatasetAdapter, make_adapter

@@ -4,7 +4,6 @@ Each pass over a distributed loader uses a copy, so that the user's loader stays
 copy's sampler is wrapped by ``Indices``, which skips consumed batches without reading their data.
 With several workers its dataset is wrapped by ``WindowDataset``.
 
-[Note: Windows]
 All workers iterate the same global batches, and each needs a window of every batch. If a loader
 fetches single examples and stacks them, a part of the batch can be made from its examples alone.
 So the samplers run unchanged, and the dataset is asked for the window's examples only.
@@ -172,7 +171,7 @@ class WindowDataset(Dataset[Any]):
     """A map-style dataset that is asked for whole batches, and fetches the window's examples.
 
     Args:
-        reads_all: whether to fetch all examples. See [Note: Windows].
+        reads_all: whether to fetch all examples, instead of a window.
     """
 
     def __init__(self, dataset: Any, window: Window, *, reads_all: bool) -> None:

@@ -71,7 +71,7 @@ def check_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
 
 
 def set_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
-    """Gives the loader's next pass this order."""
+    """Sets the order of the loader's next pass."""
     samplers, generators = samplers_of(loader)
     _set_states(generators, order.get("generators", ()))
     for sampler, state in zip(samplers, order.get("samplers", ()), strict=True):

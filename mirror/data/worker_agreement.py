@@ -1,6 +1,5 @@
 """Readers with which several workers take the steps of a pass together, and end it together.
 
-[Note: Ends of workers]
 Workers with their own batches may have different numbers of them. A worker that runs out continues
 with empty batches until all workers have ended, since the other workers wait for it in
 collectives. If every dataset has a certain length, the number of steps is known before the pass.

@@ -1,5 +1,7 @@
 """Lifecycle hooks: the parts of a strategy keep its replicas equal between runs.
 
+``StepEnds`` detects the end of each training step, and notifies listeners.
+
 [Note: Parts]
 A part keeps one kind of state equal on all replicas between runs. The runner calls the parts'
 hooks at each event, in the order of the rows:
@@ -44,6 +46,15 @@ hooks at each event, in the order of the rows:
 
 A strategy of one replica has only the modules' part. A recomputation in a backward pass outside
 ``run``, or in a custom function, is a ``Run`` without events.
+
+[Note: Ends of steps]
+A step ends when an outermost run returns in which optimizers have stepped, or when an optimizer's
+step returns outside any run (in the cross-replica context, or without a strategy). ``apply`` of a
+Keras optimizer is a step, too. An optimizer step inside another optimizer's step belongs to the
+outer one. A run without an optimizer step, such as an evaluation, ends no step.
+
+The strategy's timeline is notified first, and through it ``EveryNSteps``; then the listeners,
+which get the steps of all strategies, and those without a strategy.
 """
 
 from __future__ import annotations
@@ -54,7 +65,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mirror.execution.run_state import Run
+from mirror.base.dynamo import disable_dynamo
+from mirror.base.timeline import Timeline
+from mirror.execution.replicas import Run, current, enclosing_replica
 
 
 def nothing(*args: object) -> None:
@@ -179,3 +192,40 @@ class AllLifecycleHooks:
                     sync_idle(run.active[0], idle)
         for on_synced in self._synced_hooks:
             on_synced()
+
+
+class StepEnds:
+    """Notifies listeners of the ends of steps. See [Note: Ends of steps].
+
+    Attributes:
+        listeners: called after each step of any strategy; they may raise, also SystemExit.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[], None]] = []
+
+    @disable_dynamo
+    def optimizer_stepped(self, timeline: Timeline | None) -> None:
+        """Records that an optimizer's step has returned in the calling thread.
+
+        Args:
+            timeline: the timeline of the step's strategy, if any.
+        """
+        replica = current.replica or enclosing_replica()
+        if replica is None:
+            self.notify(timeline)
+            return
+        run: Any = replica.run
+        while run.outer is not None:
+            run = run.outer
+        run.has_stepped = True
+
+    def notify(self, timeline: Timeline | None) -> None:
+        """Notifies the timeline and the listeners of the end of a step."""
+        if timeline is not None:
+            timeline.end_step()
+        for listener in tuple(self.listeners):
+            listener()
+
+
+step_ends = StepEnds()

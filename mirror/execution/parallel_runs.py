@@ -9,25 +9,36 @@ that torch or Python has once per process is shared. Runs that could touch it ta
     devices share
     the generators of Python and of numpy   the same; compared after every 16th run
     that state saved by checkpointing       all after the first run in which a replica saves it
+    the cache of parametrize.cached         all after the first run in which a replica enters it
     lists, dicts and sets of modules        after every 16th run; if forward changes one in place
     Dynamo's and inductor's flags, set      all after the first run in which torch.compile has
     for the process while they compile      compiled a function
 
 All but the first warn once per strategy. If a run draws while its replicas run at once, its
 numbers are random, but the clock decides which replica draws which.
+
+Saving the generator's state, and entering that cache, are calls of functions of torch; they are
+wrapped, because a replica cannot be allowed to finish them while other replicas run. For example,
+another replica would draw between the save and the draws that activation checkpointing repeats.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils import parametrize
 
-from mirror.base.dynamo import num_compiled_frames
+from mirror.base.dynamo import disable_dynamo, num_compiled_frames
+from mirror.base.torch_private import wrap_once
 from mirror.devices import state_of
+from mirror.errors import StrategyError
+from mirror.execution.replicas import Replica, Replicas, WeakReplicaMap, current
 from mirror.threads.user_frames import warn_user
 
 LOOK_EVERY = 16  # runs; reading the states of Python and numpy takes 100 us
@@ -49,14 +60,13 @@ class ProcessState(NamedTuple):
 
 
 class ParallelRuns:
-    """Decides before each outermost run whether its replicas may run at once.
+    """Decides before each outermost run whether its replicas may run at once."""
 
-    Args:
-        are_simulated: whether the replicas share the CPU's generator.
-    """
-
-    def __init__(self, *, are_simulated: bool) -> None:
-        self._shared = [_COMPILER, *((_TORCH,) if are_simulated else ()), _PYTHON, _NUMPY]
+    def __init__(self, replicas: Replicas) -> None:
+        # Simulated devices share the CPU's generator.
+        own = (_TORCH,) if replicas.are_simulated else ()
+        self._shared = [_COMPILER, *own, _PYTHON, _NUMPY]
+        _parallel_runs.put(replicas, self)
         self._num_runs = 0
         self._takes_turns = False  # for good
         self._before: list[tuple[ProcessState, object]] = []
@@ -95,6 +105,9 @@ class ParallelRuns:
             )
 
 
+_parallel_runs: WeakReplicaMap[ParallelRuns] = WeakReplicaMap()
+
+
 def is_gil_enabled() -> bool:
     """Whether this interpreter runs one thread at a time; a module may turn the GIL on later."""
     enabled: Callable[[], bool] | None = getattr(sys, "_is_gil_enabled", None)
@@ -129,3 +142,68 @@ _COMPILER = ProcessState(
     "it compiles; call strategy.compile instead, which needs no turns",
     is_cheap=True,
 )
+
+
+Function = Callable[..., Any]
+
+
+def watch_process_wide_calls() -> None:
+    """Wraps these functions; once, permanently."""
+    for module in (torch, torch.random):  # under both of its names
+        wrap_once(module, "get_rng_state", _taking_turns_to_save)
+    wrap_once(parametrize, "cached", _taking_turns_to_cache)
+
+
+def _taking_turns_to_save(original: Function) -> Function:
+    @disable_dynamo
+    @functools.wraps(original)
+    def get_rng_state() -> torch.Tensor:
+        replica = current.replica
+        if replica is not None and not _compiles(sys._getframe(1)):
+            if replica.replicas.are_simulated:  # GPUs have a generator each
+                _have_turns(
+                    replica,
+                    "saved the state of the CPU's random generator, which they share, as "
+                    "activation checkpointing does",
+                )
+        state: torch.Tensor = original()
+        return state
+
+    return get_rng_state
+
+
+def _taking_turns_to_cache(original: Function) -> Function:
+    @functools.wraps(original)
+    def cached() -> Any:
+        if current.replica is not None:
+            _have_turns(current.replica, "entered parametrize.cached(), whose cache they share")
+        return original()
+
+    return cached
+
+
+def _compiles(caller: FrameType) -> bool:
+    """Whether the compiler saves the state around its own work, which draws nothing."""
+    return str(caller.f_globals.get("__name__")).startswith("torch._")
+
+
+def _have_turns(replica: Replica, act: str) -> None:
+    """Makes the replicas take turns from the next run on, since one uses what they share.
+
+    Args:
+        act: what the replica does, after "a replica".
+
+    Raises:
+        StrategyError: the replicas run at once in this run.
+    """
+    lockstep = replica.run.lockstep
+    is_at_once = not lockstep.takes_turns
+    lockstep.pace.keep_turns()
+    parallel_runs = _parallel_runs.find(replica.replicas)
+    if parallel_runs is not None:
+        parallel_runs.keep_turns(f"a replica {act}")
+    if is_at_once:
+        raise StrategyError(
+            f"a replica {act}, while others run at the same time; repeat this step, which may "
+            "take turns, or pass schedule='lockstep'"
+        )

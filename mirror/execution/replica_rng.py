@@ -1,6 +1,5 @@
 """Random streams: each replica draws from its own, although the CPU has one generator.
 
-[Note: Streams of replicas]
 Problem: simulated devices share a generator, so a replica's draws would depend on the others'.
 Rule: the first replica continues the generator's stream, as one device does. Any other replica
 has a stream seeded by a checksum of the state at the start of the run and by its id. A turn puts
@@ -107,23 +106,20 @@ class ReplicaRng:
         """Restores the first replica's stream to the generator."""
         if self.inside != self._first:
             self.enter(self._first)
-        if self._others_have_drawn():
-            if state_of(_generator).numpy().tobytes() == self._seeded.base:
-                torch.empty((), device="cpu").random_()
-
-    def _others_have_drawn(self) -> bool:
+        states = self._states
         for replica_id, begun in self._seeded.known.items():
-            if replica_id in self._states:
-                if self._states[replica_id].numpy().tobytes() != begun:
-                    return True
-        return False
+            if replica_id in states and states[replica_id].numpy().tobytes() != begun:
+                # Another replica has drawn.
+                if state_of(_generator).numpy().tobytes() == self._seeded.base:
+                    torch.empty((), device="cpu").random_()
+                break
 
 
 _states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary()
 
 
 def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
-    """Calls a run that draws from its worker's stream. See [Note: Streams of replicas]."""
+    """Calls a run that draws from its worker's stream."""
     before = _states_before[workers] = state_of(_generator)
     digest = hashlib.blake2b(before.numpy().tobytes(), digest_size=7).digest()
     _generator.manual_seed(stream_seed(int.from_bytes(digest, "little"), 1 + workers.rank))

@@ -1,4 +1,4 @@
-"""What a replica's thread runs: the user's function, as this replica, under the caller's state.
+"""The tasks of replicas' threads: the user's function, as a replica, under the caller's state.
 
 ``replica_tasks`` returns one task per replica. A task makes two calls before the user's function:
 
@@ -26,9 +26,7 @@ from mirror.base.torch_private import num_function_modes, set_grad_enabled, top_
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CallerStreams
 from mirror.devices import backward_in_calling_thread, using
-from mirror.execution.current_replica import current, renaming
-from mirror.execution.replicas import Replica, Replicas
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replica, Replicas, Run, current, renaming
 from mirror.threads.merge_point import Tasks
 
 _CPU = torch.device("cpu")

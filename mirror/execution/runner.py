@@ -11,26 +11,32 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 from mirror.base.timeline import BACKWARD, CROSS, last_used
-from mirror.device.events import Stopwatch
 from mirror.device.host import release_thread_pool
-from mirror.device.streams import CopyStreams
+from mirror.device.streams import CopyStreams, Stopwatch
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import (
+from mirror.execution.lifecycle import (
+    AllLifecycleHooks,
+    GoesAlone,
+    LifecycleHooks,
+    nothing,
+    step_ends,
+)
+from mirror.execution.parallel_runs import ParallelRuns
+from mirror.execution.replica_rng import ReplicaRng, RngPool, with_rng_of
+from mirror.execution.replica_thread import ThreadState, replica_tasks
+from mirror.execution.replicas import (
+    Replica,
+    Replicas,
+    Run,
+    WeakReplicaMap,
     current,
     is_active_in,
     refuse_within_another,
     replica_of,
 )
-from mirror.execution.lifecycle import AllLifecycleHooks, GoesAlone, LifecycleHooks, nothing
-from mirror.execution.parallel_runs import ParallelRuns
-from mirror.execution.replica_rng import ReplicaRng, RngPool, with_rng_of
-from mirror.execution.replica_thread import ThreadState, replica_tasks
-from mirror.execution.replicas import Replica, Replicas, WeakReplicaMap
-from mirror.execution.run_state import Run
-from mirror.execution.step_ends import step_ends
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Tasks
 from mirror.threads.schedule import PARALLEL, Schedule
@@ -84,7 +90,7 @@ class Runner:
         self._streams = RngPool()
         self.parallel_runs: ParallelRuns | None = None
         if schedule == PARALLEL:
-            self.parallel_runs = ParallelRuns(are_simulated=replicas.are_simulated)
+            self.parallel_runs = ParallelRuns(replicas)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
         self.is_closed = self._is_forked = False
         self.is_usable = True

@@ -1,6 +1,5 @@
 """Arguments of a step on TPUs: copied between torch and JAX, split over the devices, regrouped.
 
-[Note: Two sides]
 The user's model and optimizer state are ordinary torch tensors on the host, and they are the truth
 between two runs. The devices have copies. Before a run, a tensor is sent again if its bits differ
 from those that were last read back. After a run, all changed values are read back into the user's
@@ -8,7 +7,6 @@ tensors, in place. So checkpoints, ``state_dict``, evaluation on the host and ot
 current values without any notification. The cost of a run is a comparison of all tensors and a
 transfer of the changed ones.
 
-[Note: Parts of different sizes]
 A program has one shape for all replicas, but the parts of a batch may differ: 3, 3, 2 and 2
 examples, or none for an idle replica. Padded examples must not count in any mean, statistic or
 number of rows. So each part is padded to the largest shape, and the program has a branch for each
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from mirror.errors import StrategyError, StructureError, short_repr
 from mirror.replica.replica_checks import same_bits
-from mirror.strategy.run_arguments import regroup
+from mirror.strategy.distributed_values import regroup
 from mirror.values import PerReplica, describe_structure, leaves_of, rebuild_structure, select
 
 Key = Any

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mirror.base.migration_hints import init_with_hints, missing
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.base.torch_private import wrap_once
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
-from mirror.execution.current_replica import current, enclosing_replica
-from mirror.execution.step_ends import step_ends
+from mirror.execution.lifecycle import step_ends
+from mirror.execution.replicas import current, enclosing_replica
 from mirror.integrations.torchax_library import (
     load,
     load_jax,
@@ -32,8 +32,8 @@ from mirror.integrations.tpu_programs import TpuPrograms
 from mirror.integrations.tpu_refusals import WHOLE_STEPS, check_model
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import Model, RecordedModules
+from mirror.strategy.distributed_values import check_call, find_active, local_results
 from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.run_arguments import check_call, find_active, local_results
 from mirror.strategy.scope import PlacingScope
 from mirror.threads.user_frames import warn_user
 
@@ -74,7 +74,7 @@ class TPUStrategy(NoCopy):
         for batch in strategy.distribute_dataset(loader):
             losses = strategy.run(step, args=(batch,))
 
-    The model and the optimizer's state stay ordinary tensors on the host, see [Note: Two sides]:
+    The model and the optimizer's state stay ordinary tensors on the host:
     ``mirror.Checkpoint`` and ``state_dict`` work as in any program.
 
     Args:

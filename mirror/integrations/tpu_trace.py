@@ -1,6 +1,5 @@
 """Calls the user's step with jax's tensors, traced or abstract.
 
-[Note: Three calls]
 ``jax.jit`` has no autograd tape, but the step keeps its form: forward, ``loss.backward()``, code
 on gradients, ``optimizer.step()``. So a program is traced by three calls of the step, with the
 same tensors and the same random keys:
@@ -31,8 +30,7 @@ from torch.optim.optimizer import (
 )
 
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current, push_context, save_context
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, current, push_context, save_context
 from mirror.integrations.torchax_library import Library
 from mirror.integrations.tpu_optimizers import check, options_of
 from mirror.integrations.tpu_refusals import (
@@ -57,7 +55,7 @@ class TracedCall:
     """One call of a step with tensors of jax.
 
     Args:
-        phase: see [Note: Three calls].
+        phase: which of the three calls this is.
         strategy: the strategy that is current in the step.
         optimizers: all optimizers with parameters of the model.
         values: arrays, one per tensor of the model.

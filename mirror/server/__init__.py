@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from mirror.base.migration_hints import names_of
-from mirror.server.partitioners import FixedShards, MaxSize, MinSize
+from mirror.server.roles.closure_queue import RemoteValue
 from mirror.server.roles.coordinator import ClusterCoordinator
-from mirror.server.roles.remote_value import RemoteValue
 from mirror.server.roles.serve import Server
 from mirror.server.roles.worker_datasets import PerWorkerDataset, PerWorkerValues
+from mirror.server.variable_placement import FixedShards, MaxSize, MinSize
 
 __all__ = [
     "ClusterCoordinator",

@@ -1,6 +1,5 @@
 """Pickles of steps, with persistent ids in place of objects that every process has.
 
-[Note: Persistent ids]
 A step refers to the user's model and optimizer: as globals, in a closure, as attributes of a
 trainer. Its pickle has a persistent id for each, such as ``("module", 3)``, and the worker
 replaces the id by its own module. So a step carries no weights, and its result may refer to the
@@ -120,7 +119,7 @@ def names_in(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> It
 
 @contextmanager
 def _by_value(fn: Callable[..., Any], find: Find) -> Iterator[None]:
-    """Pickles functions of an imported module by value; see [Note: Persistent ids]."""
+    """Pickles functions of an imported module by value, if it holds objects of the strategy."""
     plain, library = _function_of(fn), _cloudpickle()
     module = sys.modules.get(plain.__module__) if plain is not None else None
     if (

@@ -1,11 +1,15 @@
-"""The modules that were created under a strategy's scope, and their variables in order."""
+"""The modules that were created under a strategy's scope, and their variables in order.
+
+A worker's copies of such modules call a function before their variables are read, to pull them.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -13,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from mirror.errors import StrategyError, short_repr
-from mirror.server.pull_on_read import plain_buffers, plain_parameters
 from mirror.server.variable_placement import VariableSpec
 
 
@@ -146,3 +149,64 @@ def check_model(model: Model) -> None:
                 f"parameter servers hold dense tensors; {variable.name} is {short_repr(tensor)} "
                 f"of type {type(tensor).__name__} and layout {tensor.layout}"
             )
+
+
+Before = Callable[["str | None"], None]
+"""Called with the name that is read, or with None if all are read."""
+
+
+class PullOnReadDict(dict[str, Any]):
+    """A module's dict that calls a function before each read.
+
+    Copies and pickles of the module have plain dicts.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], before: Before) -> None:
+        super().__init__(entries)
+        self._before = before
+
+    def __getitem__(self, name: str) -> Any:
+        self._before(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._before(name)
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._before(None)
+        return super().items()
+
+    def values(self) -> Any:
+        self._before(None)
+        return super().values()
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the entries without calling the function."""
+        return dict(super().items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: deepcopy(value, memo) for name, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (), None, None, iter(dict(super().items()).items())
+
+
+def plain_parameters(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's own parameters by name, without pulling them."""
+    return _plain(module._parameters)
+
+
+def plain_buffers(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's own buffers by name, without pulling them."""
+    return _plain(module._buffers)
+
+
+def watch(module: nn.Module, before: Before) -> None:
+    """Calls a function before each read of a module's own parameters and buffers."""
+    vars(module)["_parameters"] = PullOnReadDict(plain_parameters(module), before)
+    vars(module)["_buffers"] = PullOnReadDict(plain_buffers(module), before)
+
+
+def _plain(entries: Any) -> dict[str, Any]:
+    return entries.plain() if isinstance(entries, PullOnReadDict) else dict(entries)

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mirror.base.pictures import COLOURS, TablePart, table_of
 from mirror.base.timeline import FORWARD, INPUT, REDUCTION
-from mirror.viewer.html_table import TablePart, table_of
-from mirror.viewer.trace_lanes import COLOURS
 
 _BAR = 30
 

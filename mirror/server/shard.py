@@ -1,6 +1,5 @@
 """The shard of one server: values, optimizers over them, and how pushed gradients update them.
 
-[Note: One number for an update]
 Asynchronously, a gradient is applied when it arrives. Synchronously, an update is the mean of the
 first ``to_aggregate`` gradients that were computed from the current values, and all servers must
 average the gradients of the same steps. So one server, the leader, numbers the updates::
@@ -13,13 +12,15 @@ average the gradients of the same steps. So one server, the leader, numbers the 
 A worker pulls from the leader first, and pulls before it computes a gradient. So a follower is at
 most one commit behind, and no server waits for another process.
 
-[Note: Steps that count once]
 A step that lost its worker runs again and may push again. A server identifies a push by its step
 and its number in the step. It applies the first one, and answers REPEATED to the second.
+
+``ServerRole`` is the actor of a server: it decodes the messages for its shard.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,9 +32,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.replica.optimizers.piecewise_optimizers import rebuild, set_options
-from mirror.server.optimizer_messages import State
-from mirror.server.shard_updates import Update, mean
-from mirror.server.tensor_bytes import Bytes, Spec, as_bytes, pack, unpack
+from mirror.server import server_messages
+from mirror.server.server_messages import (
+    Bytes,
+    Spec,
+    State,
+    Update,
+    as_bytes,
+    as_tensor,
+    mean_of_updates,
+    pack,
+    unpack,
+)
 
 Key = tuple[int, int, int]  # step, number of the push in the step, attempt
 Commit = dict[str, Any]
@@ -256,7 +266,7 @@ class Shard:
         return self._once(push, apply)
 
     def _once(self, push: PushMessage, action: Callable[[], PushResult]) -> PushResult:
-        """Calls a function, unless this push came before: [Note: Steps that count once]."""
+        """Calls a function, unless this push came before."""
         key = push.step, push.number
         earlier = self._results.get(key)
         if earlier is not None:
@@ -269,7 +279,7 @@ class Shard:
         return result
 
     def _gather(self, push: PushMessage, gathered: _Gathered, update: Update) -> PushResult:
-        """Stores a gradient for a synchronous update; see [Note: One number for an update]."""
+        """Stores a gradient for a synchronous update, which the leader numbers."""
         key = push.step, push.number, push.attempt
         if not self._is_leader:  # the gradient waits for the leader's commit
             if push.based_on >= gathered.num_updates:
@@ -297,7 +307,9 @@ class Shard:
     def _commit(self, optimizer: int, keys: Sequence[Any]) -> None:
         gathered = self._gathered[optimizer]
         pushes = [gathered.pushes[key] for key in keys]
-        self._step(optimizer, mean([u for _, u in pushes], [weight for weight, _ in pushes]))
+        self._step(
+            optimizer, mean_of_updates([u for _, u in pushes], [weight for weight, _ in pushes])
+        )
         gathered.commit = {
             "optimizer": optimizer,
             "update": gathered.num_updates,
@@ -333,3 +345,85 @@ class Shard:
                 self.tensors[i].add_(change)
         self.version += 1
         return PushResult.APPLIED
+
+
+Header = dict[str, Any]
+Answer = tuple[Header, Sequence[Any]]
+
+
+class ServerRole:
+    """One parameter server. No method waits for another process."""
+
+    def __init__(self, index: int) -> None:
+        torch.set_num_threads(1)
+        self._index = index
+        self._shard, self._num_shards = Shard([], 0, 0), 0
+
+    def set_up(self, header: Header, buffers: Sequence[Any]) -> None:
+        """Creates the shard for a layout, in place of an earlier one."""
+        self._shard = Shard(
+            pickle.loads(bytes(buffers[0])),
+            header["num_bytes"],
+            header["dense_bytes"],
+            to_aggregate=header["to_aggregate"],
+            max_staleness=header["max_staleness"],
+            is_leader=self._index == 0,
+        )
+        self._num_shards += 1
+
+    def assign(self, header: Header, buffers: Sequence[Any]) -> None:
+        self._apply_commits(header)
+        self._shard.assign(header["pieces"], buffers[0])
+
+    def add_optimizer(self, header: Header, buffers: Sequence[Any]) -> None:
+        self._shard.add_optimizer(pickle.loads(bytes(buffers[0])))
+
+    def set_options(self, header: Header, buffers: Sequence[Any]) -> None:
+        self._apply_commits(header)
+        self._shard.set_options(header["optimizer"], pickle.loads(bytes(buffers[0])))
+
+    def states(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        self._apply_commits(header)
+        entries, sent = server_messages.encode_states(self._shard.states(header["optimizer"]))
+        return {"states": entries}, sent
+
+    def set_states(self, header: Header, buffers: Sequence[Any]) -> None:
+        self._apply_commits(header)
+        states = server_messages.decode_states(header["states"], buffers)
+        self._shard.set_states(header["optimizer"], states)
+
+    def pull(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        shard = self._shard
+        commits, large = header.get("commits", ()), header.get("large", ())
+        version, values = shard.pull(header["known"], commits, large)
+        answer = {"version": version, "updates": shard.updates(), "commits": shard.commits()}
+        if values and shard.is_sync:  # all workers pull this version; see ray_actor.ONCE
+            answer["once"] = [self._num_shards, version, *large]
+        return answer, values
+
+    def pull_rows(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        if "rows" in header:
+            rows = torch.arange(*header["rows"])
+        else:
+            rows = as_tensor(buffers[0], torch.int64)
+        return {}, [as_bytes(self._shard.pull_rows(header["piece"], rows))]
+
+    def push(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        pieces = [piece.spec for piece in self._shard.pieces]
+        update = Update.from_message(header["update"], buffers, pieces)
+        result = self._shard.push(PushMessage(**header["push"]), update)
+        return {"result": result}, []
+
+    def numbers(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        shard = self._shard
+        return {
+            "version": shard.version,
+            "updates": shard.updates(),
+            "staleness": [[late, count] for late, count in sorted(shard.staleness.items())],
+            "counts": dict(shard.counts),
+            "commits": shard.commits(),
+        }, []
+
+    def _apply_commits(self, header: Header) -> None:
+        for commit in header.get("commits", ()):
+            self._shard.apply(commit)

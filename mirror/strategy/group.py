@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 
 import mirror.replica.params.torch_function  # noqa: F401  registers overrides of functions
-from mirror.base.weak_registry import WeakRegistry
+from mirror.base.process_bound import WeakRegistry
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
-from mirror.execution.current_replica import current
-from mirror.execution.every_n_steps import EveryNSteps
 from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.execution.process_wide_calls import watch_process_wide_calls
-from mirror.execution.replicas import Replicas
+from mirror.execution.parallel_runs import watch_process_wide_calls
+from mirror.execution.replicas import Replicas, current
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.collectives.reduce_ops import Reducer
@@ -24,22 +22,22 @@ from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.grad_tracker import watch_backward
 from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, watch_only_replica
 from mirror.replica.gradients.unmirrored import UnmirroredParams
+from mirror.replica.modules.module_owner import PendingModules
 from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.modules.per_replica_values import ModuleAttributes
-from mirror.replica.modules.shared_containers import containers_of
+from mirror.replica.modules.replica_attributes import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
 from mirror.replica.optimizers.optimizer_registry import CentralOptimizers, OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.central_param import CentralAccess, CentralGradReducer, CentralParams
 from mirror.replica.params.mirrored_buffer import Buffers
-from mirror.replica.params.pending_modules import PendingModules
 from mirror.replica.params.replicated_params import (
     MirroredTensors,
     ReplicatedParams,
     assigned_part,
 )
-from mirror.replica.replica_checks import ReplicaChecks, WorkerChecks
+from mirror.replica.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
 from mirror.threads.schedule import AUTO, LOCKSTEP
 
@@ -159,7 +157,7 @@ class Group:
         if schedule not in (AUTO, LOCKSTEP):
             watch_process_wide_calls()
         if runner.parallel_runs is not None:
-            runner.parallel_runs.watch(containers_of(self.modules))
+            runner.parallel_runs.watch(containers_of(self.modules.mirrored))
         if self._simulates:
             keep_freed_memory()
         _groups.add(self)

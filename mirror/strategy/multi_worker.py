@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mirror.base.migration_hints import call_with_hints
+from mirror.base.pictures import Trace
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.devices import resolve
@@ -26,7 +27,6 @@ from mirror.strategy.strategy_options import (
     Schedule,
 )
 from mirror.threads.user_frames import line_of, user_line
-from mirror.viewer.trace_file import Trace
 
 if TYPE_CHECKING:
     from mirror.cluster.resolver import ClusterResolver

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from mirror.base.migration_hints import init_with_hints, missing
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.replica.collectives.reduce_ops import Op
-from mirror.server.partitioners import Partitioner
 from mirror.server.recorded_model import RecordedModules
-from mirror.server.variable_placement import PlacementFunction, check_placement
-from mirror.strategy.run_arguments import check_call, local_results
+from mirror.server.variable_placement import Partitioner, PlacementFunction, check_placement
+from mirror.strategy.distributed_values import check_call, local_results
 from mirror.strategy.scope import PlacingScope
 from mirror.values import PerReplica
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,15 +10,13 @@ import torch
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import with_hints
-from mirror.base.no_copy import NoCopy
-from mirror.execution.current_replica import check_current
-from mirror.execution.replicas import Replica
-from mirror.execution.run_state import Run
+from mirror.base.process_bound import NoCopy
+from mirror.execution.replicas import Replica, Run, check_current, check_weight
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.collectives import all_gather, all_reduce
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.strategy.run_arguments import regroup
+from mirror.strategy.distributed_values import regroup
 from mirror.threads.merge_point import MergePoint
 from mirror.values import select
 
@@ -96,15 +93,11 @@ class ReplicaContext(NoCopy):
     def weight(self, value: float) -> None:
         check_current(self._replica)
         if self._replica.tracing is not None:
-            self._replica.tracing.refuse(
-                "a weight, by which the replicas' gradients are multiplied,",
-                "give distribute_dataset mirror.InputOptions(weight_of=...), or multiply the loss",
-            )
-        value = float(value)
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(f"a replica's weight must be finite and >= 0, got {value}")
+            self._replica.tracing.set_weight(value)
+            return
+        weight = check_weight(value)
         self._gradients.close_with_weight(self._replica)
-        self._run.set_weight(self._replica.replica_id, value)
+        self._run.set_weight(self._replica.replica_id, weight)
 
     @disable_dynamo
     def all_reduce(self, op: Op, value: Any) -> Any:

@@ -9,10 +9,14 @@ from types import TracebackType
 from typing import Any
 
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import Context, current, push_context, save_context
+from mirror.execution.replicas import Context, current, push_context, save_context
 from mirror.replica.keras.keras_call import wrap_keras
-from mirror.replica.modules.call_interceptor import MirroredModules
-from mirror.replica.modules.recording import begin_recording, end_recording, recording
+from mirror.replica.modules.module_owner import (
+    MirroredModules,
+    begin_recording,
+    end_recording,
+    recording,
+)
 from mirror.server.recorded_model import RecordedModules
 from mirror.strategy.group import Group
 

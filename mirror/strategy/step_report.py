@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 
+from mirror.base.pictures import COLOURS, OTHER, TablePart, table_of
 from mirror.base.timeline import (
     BACKWARD,
     COMPILED,
@@ -21,8 +22,6 @@ from mirror.base.timeline import (
     SHARED_PROGRAMS,
     Timeline,
 )
-from mirror.viewer.html_table import TablePart, table_of
-from mirror.viewer.trace_lanes import COLOURS, OTHER
 
 # The share of the step from which a part is said to limit it.
 _MUCH = 0.25

@@ -13,34 +13,41 @@ import torch
 from torch import nn
 
 from mirror.base.dynamo import disable_dynamo, limits_for
-from mirror.base.no_copy import NoCopy
+from mirror.base.pictures import Trace
+from mirror.base.process_bound import NoCopy
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.compiler.runtime.compiled_step import CompiledStep
+from mirror.compiler.runtime.compiled_step import FALLBACKS, MODES, CompiledStep
+from mirror.compiler.runtime.param_sync import ParamSync
+from mirror.compiler.runtime.worker_consensus import WorkerConsensus
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions, ValueContext
 from mirror.device.device_mesh import DeviceMesh
-from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica
+from mirror.errors import CompileError, StrategyError
+from mirror.execution.replicas import Replica, current
 from mirror.execution.runner import close_threads
 from mirror.replica.collectives.reduce_ops import Op
-from mirror.strategy.compiled_steps import make_compiled_step
-from mirror.strategy.group import Group
-from mirror.strategy.reduce_values import gather_values, reduce_values
-from mirror.strategy.replica_context import ReplicaContext
-from mirror.strategy.run_arguments import (
+from mirror.strategy.distributed_values import (
     check_call,
     find_active,
+    gather_values,
     local_results,
     make_call,
+    reduce_values,
     regroup,
 )
+from mirror.strategy.group import Group
+from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.scope import Scope
 from mirror.strategy.step_report import Report, make_report
-from mirror.strategy.strategy_options import CommunicationOptions, Fallback, Guards, Mode
+from mirror.strategy.strategy_options import (
+    CommunicationOptions,
+    Fallback,
+    Guards,
+    Mode,
+    check_choice,
+)
 from mirror.values import join_values
-from mirror.viewer.trace_file import Trace
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StrategyT = TypeVar("StrategyT", bound="Strategy")
@@ -369,3 +376,66 @@ class Strategy(NoCopy):
                 f"strategy.{what} was called inside run; use the replica context there: "
                 "mirror.get_replica_context().all_reduce, all_gather or merge_call"
             )
+
+
+def make_compiled_step(
+    group: Group, run: Callable[..., Any], step: Callable[..., Any], *, fallback: str, mode: str
+) -> CompiledStep:
+    """Returns a step of this group's replicas that is compiled when it is called.
+
+    Raises:
+        CompileError: a replica has several devices, or the strategy has a parameter device or
+            sharded optimizer state, and ``fallback`` is "error".
+        TypeError: ``run`` could not call ``step``.
+        ValueError: ``fallback`` or ``mode`` is unknown.
+    """
+    check_choice("fallback", fallback, FALLBACKS)
+    check_choice("mode", mode, MODES)
+    check_call(step, (), {})
+    replicas = group.replicas
+    has_places = replicas.places.is_model_parallel
+    is_eager = has_places or replicas.has_parameter_device or replicas.shards_state
+    if has_places and fallback == "error":
+        raise CompileError(
+            "compiled steps are programs of one device each, and a replica of this strategy has "
+            "several; call strategy.run(step, ...), or pass fallback='eager' to do so"
+        )
+    if group.replicas.has_parameter_device and fallback == "error":
+        raise CompileError(
+            "compiled steps run the optimizer on the replicas' devices, and this strategy keeps "
+            "parameters and optimizer state on the parameter device; call strategy.run(step, "
+            "...), where torch.compile may compile the model, or pass fallback='eager' to do so; "
+            "or use mirror.MirroredStrategy"
+        )
+    if replicas.shards_state and fallback == "error":
+        raise CompileError(
+            "a compiled step updates all parameters on every device, and with "
+            'optimizer_state="sharded" each device has the state of some only; call '
+            "strategy.run(step, ...), where torch.compile may compile the model, or pass "
+            "fallback='eager' to do so; or leave optimizer_state out"
+        )
+    coherence = ParamSync(
+        group.replicas, group.runner, group.variables, group.access, group.beside_copies
+    )
+
+    def make() -> Any:
+        from mirror.compiler.runtime.build_program import (
+            ProgramBuilder,  # torch's compiler, which takes a second
+        )
+
+        return ProgramBuilder(
+            group.replicas, group.registry, group.reducer, coherence, group.finite, mode
+        )
+
+    compiled = CompiledStep(
+        step,
+        run,
+        find_active,
+        coherence,
+        WorkerConsensus(group.replicas.workers),
+        make,
+        fallback=fallback,
+        is_eager=is_eager,
+    )
+    group.replicas.caches.add(compiled)
+    return compiled

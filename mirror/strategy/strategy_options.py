@@ -9,8 +9,7 @@ import torch
 
 from mirror.base.migration_hints import call_with_hints
 from mirror.comm.communicator import Communicator
-from mirror.comm.registry import attempt, check_name, create
-from mirror.comm.selection import choose
+from mirror.comm.registry import attempt, check_name, choose, create
 from mirror.data.input_options import is_int
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import BackendError, short_repr

@@ -1,5 +1,7 @@
 """Lockstep: one thread per replica; the replicas take turns between merge points.
 
+``RunQueue`` is plain data: it knows which replicas of a run move, which wait, and which one gets
+the next turn. ``Lockstep`` starts and wakes the threads, and runs the actions of merge points.
 ``NullLockstep`` replaces it where one thread computes for all replicas.
 
 [Note: Turns]
@@ -11,7 +13,7 @@ all, and continues first. So N replicas pay N - 1 thread switches per merge:
     thread    r0 > r1 > r2          r2 > r1 > r0          r0 > r1 > r2
 
     lockstep     the next replica starts when one stops; the first runs in the caller's thread
-    staggered    the next one also starts while the running ones stall, see [Note: Standing still]
+    staggered    the next one also starts while the running ones stall: ``StallDetector``
     concurrent   as lockstep, or all at once if turns are long; intra-op threads are shared
     parallel     all at once between merge points; intra-op threads are shared
 
@@ -32,14 +34,15 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from time import monotonic
+from types import FrameType
 from typing import Any
 
 from mirror.device.host import release_thread_pool
 from mirror.errors import CollectiveTimeoutError, StrategyError
-from mirror.threads.cancellation import cancel_and_join
-from mirror.threads.desync_report import describe_all, divergence, timeout
 from mirror.threads.merge_point import (
     Act,
     Failure,
@@ -47,12 +50,88 @@ from mirror.threads.merge_point import (
     MergePoint,
     RunCancelled,
     Tasks,
+    describe_all,
+    divergence,
     just_act,
+    mismatch,
+    timeout,
 )
 from mirror.threads.replica_threads import SIGNAL_SECONDS, Baton, ReplicaThreads
-from mirror.threads.run_queue import RunQueue, TurnTimer
+from mirror.threads.schedule import TurnTimer
 from mirror.threads.stall_detector import StallDetector
-from mirror.threads.user_frames import call_noted, frame_of
+from mirror.threads.user_frames import active_calls_of, call_noted, frame_of, throw_into_thread
+
+
+class RunQueue:
+    """The turns of one run of replicas. See [Note: Turns].
+
+    A replica is in exactly one of ``runnable``, ``running``, ``waiting``, or has ended.
+
+    Args:
+        replica_ids: the replicas of the run, in the order of their first turns.
+
+    Attributes:
+        runnable: the replicas that wait for their turn, the next one first.
+        running: the replicas that have their turn.
+        waiting: by replica id, the merge point where a replica waits.
+        frames: by replica id, the frame of a waiting replica.
+        unstarted: the replicas that have had no turn yet.
+        order: the replicas in the order of their turns since the last merge.
+        num_turns: the number of turns given so far.
+        latest: the replica of the last turn; -1 before the first one.
+    """
+
+    __slots__ = (
+        *("runnable", "running", "waiting", "frames", "unstarted", "order", "num_turns"),
+        "latest",
+    )
+
+    def __init__(self, replica_ids: Iterable[int] = ()) -> None:
+        self.runnable = deque(replica_ids)
+        self.running: set[int] = set()
+        self.waiting: dict[int, MergePoint] = {}
+        self.frames: dict[int, FrameType] = {}
+        self.unstarted, self.order = set(self.runnable), list(self.runnable)
+        self.num_turns, self.latest = 0, -1
+
+    def next(self) -> int:
+        """Gives the next replica its turn and returns it."""
+        successor = self.runnable.popleft()
+        self.running.add(successor)
+        self.unstarted.discard(successor)
+        self.num_turns, self.latest = self.num_turns + 1, successor
+        return successor
+
+    def drop_unstarted(self) -> None:
+        """Removes the replicas that have not started, because the run has failed."""
+        self.runnable = deque(r for r in self.runnable if r not in self.unstarted)
+
+    def find_meeting(self) -> tuple[int, ...]:
+        """Returns the replicas that meet at one merge point, if no replica runs any more.
+
+        See [Note: Partial merge points]. If all replicas must meet and do not, returns none.
+        """
+        waiting, partial = self.waiting, list[int]()
+        for r in sorted(waiting):
+            if waiting[r].is_partial:
+                partial.append(r)
+        if partial:
+            first = waiting[partial[0]]
+            return tuple(r for r in partial if not mismatch((first, waiting[r])))
+        if len(waiting) < len(self.order) or mismatch(waiting.values()):
+            return ()
+        return tuple(sorted(waiting))
+
+    def release(self, last: int, meeting: Sequence[int]) -> None:
+        """Makes the replicas that met runnable: the one that stopped last continues first."""
+        before, self.order = self.order, [last]
+        for r in reversed(before):
+            if r != last:
+                self.order.append(r)
+        for r in self.order:
+            if r in meeting:
+                self.runnable.append(r)
+                del self.waiting[r], self.frames[r]
 
 
 class NullLockstep:
@@ -79,6 +158,8 @@ class NullLockstep:
 # How long a run waits for its threads before it abandons them: after an interrupt, and after a
 # timeout.
 DRAIN_SECONDS, LATE_SECONDS = 5.0, 0.2
+# An exception thrown into a thread is lost if it interrupts a finalizer or a callback: try again.
+AGAIN_SECONDS = 0.5
 
 
 class Lockstep:
@@ -344,7 +425,7 @@ class Lockstep:
                     with self._mutex:
                         self._queue.drop_unstarted()
                 self._stop(replica_id, None)
-        except RunCancelled:  # thrown by cancel_and_join; it may arrive at any line
+        except RunCancelled:  # thrown by _cancel_and_join; it may arrive at any line
             return
         except BaseException as error:  # this thread ends, with or without the turn
             self._is_broken, self.usable = True, False
@@ -409,7 +490,7 @@ class Lockstep:
         is_late = isinstance(failure, CollectiveTimeoutError)
         try:
             seconds = LATE_SECONDS if is_late else DRAIN_SECONDS
-            if not cancel_and_join(self, failure, seconds, inner=Lockstep.run):
+            if not _cancel_and_join(self, failure, seconds):
                 self.abort()  # the threads may wait for their devices
         finally:
             self._finished.move_back()
@@ -444,3 +525,38 @@ class Lockstep:
     def abandon_threads(self) -> None:
         """Drops the threads in a forked process: they exist only in the parent."""
         self.usable, self._is_forked, self._threads.dismissed = False, True, True
+
+
+def _cancel_and_join(run: Lockstep, failure: BaseException, seconds: float) -> bool:
+    """Fails a run, and the runs that its replicas have started, and joins all threads.
+
+    Args:
+        failure: the error of the run.
+        seconds: how long to wait. Threads that have not ended by then are abandoned.
+
+    Returns:
+        Whether all threads have ended.
+    """
+    now = monotonic()
+    deadline, again = now + seconds, now
+    runs = [run]
+    threads: set[threading.Thread] = set()
+    sent = False
+    while True:
+        if monotonic() >= again:
+            for one in runs:  # grows
+                one.fail(failure if one is run else RunCancelled())
+                threads.update(one.threads(which_run=False))
+                for thread in one.threads(which_run=not sent):
+                    if thread is not threading.current_thread():
+                        # It may wait for a run inside, and gets no exception until that one ends.
+                        runs += (r for r in active_calls_of(thread, Lockstep.run) if r not in runs)
+                        throw_into_thread(thread, RunCancelled)
+            sent, again = True, again + AGAIN_SECONDS
+        alive = [t for t in threads if t.is_alive() and t is not threading.current_thread()]
+        if not alive:
+            return True
+        now = monotonic()
+        if now >= deadline:
+            return False
+        alive[0].join(min(again, deadline) - now)

@@ -1,6 +1,5 @@
 """ReplicaThreads: the threads of replicas, and the batons on which they wait for their turn.
 
-[Note: Waking up]
 Problem: the kernel wakes a sleeping thread on an idle CPU. That CPU takes 20 us or more to start
 and has cold caches, so a step of small operations takes 1.5 times as long.
 Rule: turns need only one CPU. A thread that passes its turn on, and is about to sleep, sets the
@@ -50,7 +49,7 @@ class ReplicaThreads:
         """Wakes a replica that waits for its turn, in a new thread if it has none.
 
         Args:
-            same_cpu: whether it continues on the CPU of the calling thread. See [Note: Waking up].
+            same_cpu: whether it continues on the CPU of the calling thread.
         """
         if replica_id not in self._threads and replica_id != self.here:
             self._start(replica_id)
@@ -149,10 +148,10 @@ class Baton:
                 self.move_back()
 
     def post(self, *, same_cpu: bool) -> None:
-        """Lets one thread continue.
+        """Makes one thread continue.
 
         Args:
-            same_cpu: whether it continues on the CPU of the calling thread. See [Note: Waking up].
+            same_cpu: whether it continues on the CPU of the calling thread.
 
         Raises:
             RuntimeError: the baton is posted already.

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from time import monotonic
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -34,8 +35,8 @@ from torch.utils.hooks import RemovableHandle
 AUTO, LOCKSTEP, STAGGERED, CONCURRENT = "auto", "lockstep", "staggered", "concurrent"
 PARALLEL = "parallel"
 
-LONG_SECONDS, SHORT_SECONDS = 0.010, 0.004  # of the backward passes of a step
-LOOKS = 4  # consecutive steps that decide
+LONG_PASS_SECONDS, SHORT_PASS_SECONDS = 0.010, 0.004  # of the backward passes of a step
+NUM_STEPS = 4  # consecutive steps that decide
 
 
 class _Own:
@@ -75,7 +76,7 @@ class Schedule:
         self.keeps_order = name in (AUTO, LOCKSTEP)
         self.watches_passes = name == AUTO
         self.passes_at_once = False
-        self._seconds: deque[float] = deque(maxlen=LOOKS)
+        self._seconds: deque[float] = deque(maxlen=NUM_STEPS)
         self._num_hooks = 0  # of the program, when passes began to run at once
 
     def step_ended(self, seconds: float) -> None:
@@ -86,13 +87,13 @@ class Schedule:
         """
         recent = self._seconds
         recent.append(seconds)
-        are_all = len(recent) == LOOKS
+        are_all = len(recent) == NUM_STEPS
         if self.passes_at_once:
-            are_short = are_all and max(recent) < SHORT_SECONDS
+            are_short = are_all and max(recent) < SHORT_PASS_SECONDS
             if are_short or not (_has_cpus() and self.may_go_backward_at_once()):
                 self.passes_at_once = False
                 recent.clear()
-        elif are_all and min(recent) > LONG_SECONDS and _has_cpus():
+        elif are_all and min(recent) > LONG_PASS_SECONDS and _has_cpus():
             self.passes_at_once, self._num_hooks = True, num_hooks()
             recent.clear()
 
@@ -110,3 +111,43 @@ def _has_cpus() -> bool:
     else:
         num_cpus = os.cpu_count() or 1
     return 2 * torch.get_num_threads() <= num_cpus
+
+
+LONG_TURN_SECONDS = 0.002
+NUM_TURNS = 4  # the shortest of so many turns counts: the first turns of a program are long
+
+
+class TurnTimer:
+    """Measures how long the first replica that stops in a run has kept its turn.
+
+    Python runs in one thread at a time. Waking another CPU, or waiting for the interpreter there,
+    costs more than a small operation. So replicas with short turns share one CPU, and replicas
+    with long turns run at once. Turns get longer when replicas run at once, so a decision does
+    not undo itself.
+
+    Attributes:
+        is_long: whether the replicas of the next run should run at once.
+    """
+
+    __slots__ = ("_began", "_keeps_turns", "_seconds", "is_long")
+
+    def __init__(self) -> None:
+        self.is_long = self._keeps_turns = False
+        self._began: float | None = None
+        self._seconds: deque[float] = deque(maxlen=NUM_TURNS)
+
+    def begin_turn(self) -> None:
+        """Starts the clock."""
+        self._began = monotonic()
+
+    def end_turn(self) -> None:
+        """Stops the clock; only the first call after ``begin_turn`` counts."""
+        if self._began is not None:
+            self._seconds.append(monotonic() - self._began)
+            self._began = None
+            is_long = len(self._seconds) == NUM_TURNS and min(self._seconds) > LONG_TURN_SECONDS
+            self.is_long = is_long and not self._keeps_turns
+
+    def keep_turns(self) -> None:
+        """Makes replicas take turns from the next run on, permanently."""
+        self.is_long, self._keeps_turns = False, True

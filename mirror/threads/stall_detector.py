@@ -1,6 +1,5 @@
 """StallDetector: finds running replicas that stall on their device, so that the next can start.
 
-[Note: Standing still]
 Problem: a replica that waits for its GPU executes no Python, while the next replica could start.
 Rule: if two polls find it at the same instruction, the next one starts. If that one also never
 moves, all start: they block in the same call, and one pair of polls per replica would delay the

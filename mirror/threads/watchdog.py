@@ -13,7 +13,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 from mirror.errors import CollectiveTimeoutError
 from mirror.threads.user_frames import active_calls_of, stacks
 

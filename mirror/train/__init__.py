@@ -1,4 +1,4 @@
-"""Training loops: hooks, progress, logs, stopping and saving."""
+"""Training loops: hooks, progress, logs, stopping and saving; elastic workers."""
 
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,10 @@ __all__ = [
     "TerminationConfig",
     "Training",
     "TrainingState",
+    "elastic",
 ]
 
-if not TYPE_CHECKING:  # so that the type checker reports unknown names
-    __getattr__ = names_of("mirror.train")
+if TYPE_CHECKING:
+    from mirror.train import elastic
+else:  # imported on demand; hidden from type checkers, which must report unknown names
+    __getattr__ = names_of("mirror.train", lazy={"elastic"})

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mirror
-from mirror.base import atomic_file
-from mirror.base.atomic_file import replace_atomically
+from mirror.base import safe_files
+from mirror.base.safe_files import replace_atomically
 
 # What is short
 
@@ -147,7 +147,7 @@ def test_no_link_is_followed(tmp_path, monkeypatch):
     target.symlink_to(victim)
     content(target)
     assert (victim.read_bytes(), target.read_bytes()) == (b"precious", b"new")
-    monkeypatch.setattr(atomic_file.secrets, "token_hex", lambda size: "guessed")
+    monkeypatch.setattr(safe_files.secrets, "token_hex", lambda size: "guessed")
     waiting = tmp_path / "target.guessed.tmp"
     waiting.symlink_to(victim)
     with pytest.raises(FileExistsError):

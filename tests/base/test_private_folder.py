@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mirror.base.private_folder import private_folder, read_private
-from mirror.comm import probe_cache
+from mirror.base.safe_files import private_folder, read_private
+from mirror.comm import subprocess_probe
 from mirror.comm.kernels import binaries
-from mirror.comm.probe_cache import FOLDER_VARIABLE, Verdict
+from mirror.comm.subprocess_probe import FOLDER_VARIABLE, Verdict
 from mirror.compiler.lowering import program_cache
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -87,8 +87,8 @@ def test_a_file_is_no_link_no_pipe_and_not_writable_by_others(tmp_path):
 
 def stored_verdict(folder, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
-    probe_cache.store({"a": 1}, Verdict(None))
-    return lambda: probe_cache.load({"a": 1}) == Verdict(None)
+    subprocess_probe.store({"a": 1}, Verdict(None))
+    return lambda: subprocess_probe.load({"a": 1}) == Verdict(None)
 
 
 def stored_program(folder, monkeypatch):

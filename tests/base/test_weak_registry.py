@@ -2,7 +2,7 @@
 
 import gc
 
-from mirror.base.weak_registry import WeakRegistry
+from mirror.base.process_bound import WeakRegistry
 
 
 class Member:

@@ -60,7 +60,7 @@ def nothing(*_):
     pass
 
 
-@pytest.mark.parametrize(("n", "most"), [(1, 73), (2, 168), (8, 384)])
+@pytest.mark.parametrize(("n", "most"), [(1, 73), (2, 166), (8, 382)])
 def test_an_empty_run(n, most):
     with mirror.MirroredStrategy(["cpu"] * n) as strategy:
         assert calls_of(lambda: strategy.run(nothing)) <= most
@@ -137,7 +137,7 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
             return (thrice - once) / 2 / N
 
     added = (step_calls(6) - step_calls(2)) / 4
-    assert added - pass_calls() <= 25
+    assert added - pass_calls() <= 23
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)

@@ -8,7 +8,7 @@ import torch
 
 from mirror.comm import self_test, subprocess_probe
 from mirror.comm.nccl import clique
-from mirror.comm.probe_cache import FOLDER_VARIABLE
+from mirror.comm.subprocess_probe import FOLDER_VARIABLE
 from tests.comm.nccl.fake_nccl import MISSING
 from tests.gpu.fake_cupy import gpus_with_cupy
 from tests.gpu.fake_nccl import gpus_with_nccl

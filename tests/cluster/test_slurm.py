@@ -1,4 +1,4 @@
-"""The cluster of a Slurm job step: mirror/cluster/slurm.py and slurm_step.py."""
+"""The cluster of a Slurm job step: mirror/cluster/slurm.py."""
 
 import os
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mirror.cluster import ClusterError, Rendezvous, SlurmResolver
 from mirror.cluster.rendezvous import EnvironmentVariables
-from mirror.cluster.slurm_step import read_step
+from mirror.cluster.slurm import read_step
 
 STEP = {
     "SLURM_JOB_ID": "4711",

@@ -1,4 +1,4 @@
-"""mirror/cluster/slurm_step.py: every form of list, from a generator that knows the hosts."""
+"""mirror/cluster/slurm.py: every form of list, from a generator that knows the hosts."""
 
 from itertools import product
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror.cluster import ClusterError
-from mirror.cluster.slurm_step import MAX_HOSTS, expand_hostlist, expand_tasks_per_node
+from mirror.cluster.slurm import MAX_HOSTS, expand_hostlist, expand_tasks_per_node
 
 NAMES = st.text("abz-._", min_size=1, max_size=4)
 

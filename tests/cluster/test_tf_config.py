@@ -25,7 +25,7 @@ from mirror.cluster import (
     UnionResolver,
 )
 from mirror.cluster.rendezvous import rendezvous_of
-from mirror.cluster.slurm_step import expand_hostlist, expand_tasks_per_node
+from mirror.cluster.slurm import expand_hostlist, expand_tasks_per_node
 from mirror.cluster.spec import MAX_TASKS
 from tests.cluster.questions import answers, inputs
 

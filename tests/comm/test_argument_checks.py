@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from mirror.comm.argument_checks import has_own_elements, share_memory
+from mirror.comm.communicator import has_own_elements, share_memory
 from mirror.errors import BackendError, DeviceError, ShapeError
 
 

@@ -10,11 +10,11 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.comm import registry, selection, self_test, topology
+from mirror.comm import registry, self_test, topology
 from mirror.comm.communicator import DTYPES, OPS
 from mirror.comm.host.host_backend import HostCommunicator
 from mirror.comm.host.naive_backend import NaiveCommunicator
-from mirror.comm.selection import Choice, Facts, facts_of, pick, preferences
+from mirror.comm.registry import Choice, Facts, facts_of, pick, preferences
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.gpu.fake import FakeGpus
 
@@ -200,7 +200,7 @@ def test_auto_on_gpus_takes_what_passes_its_self_test(monkeypatch):
     devices = tuple(torch.device("cuda", i) for i in range(4))
     facts = machine(range(4))
     failures = {"nccl": "replica 1 got 5 instead of 4", "direct": None}
-    monkeypatch.setattr(selection, "facts_of", lambda devices: facts)
+    monkeypatch.setattr(registry, "facts_of", lambda devices: facts)
     made = []
 
     def make(name):
@@ -209,7 +209,7 @@ def test_auto_on_gpus_takes_what_passes_its_self_test(monkeypatch):
         made.append((name, NaiveCommunicator(["cpu"] * 4)))
         return made[-1][1]
 
-    communicator, choice = selection.choose(devices, make)
+    communicator, choice = registry.choose(devices, make)
     assert choice.name == "direct"
     assert "not nccl: replica 1 got 5 instead of 4" in choice.reason
     assert made == [("direct", communicator)]
@@ -223,13 +223,13 @@ def test_distinct_gpus_without_nccl_are_a_warning(
     monkeypatch, caplog, failures, deterministic, level
 ):
     facts = machine(range(4))
-    monkeypatch.setattr(selection, "facts_of", lambda devices: facts)
+    monkeypatch.setattr(registry, "facts_of", lambda devices: facts)
 
     def make(name):
         return failures.get(name) or NaiveCommunicator(["cpu"] * 4)
 
     with caplog.at_level(logging.INFO, "mirror"):
-        selection.choose(facts.devices, make, deterministic=deterministic)
+        registry.choose(facts.devices, make, deterministic=deterministic)
     assert [record.levelname for record in caplog.records] == [level]
 
 
@@ -266,7 +266,7 @@ def tried(monkeypatch):
     monkeypatch.setattr(Tried, "made", [])
     monkeypatch.setattr(Tried, "trials", 0)
     facts = machine(range(2))
-    monkeypatch.setattr(selection, "facts_of", lambda devices: facts)
+    monkeypatch.setattr(registry, "facts_of", lambda devices: facts)
     return Tried
 
 

@@ -14,11 +14,18 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.comm import probe_cache, registry, self_test, subprocess_probe, subprocess_probe_main
+from mirror.comm import registry, self_test, subprocess_probe, subprocess_probe_main
 from mirror.comm.host.naive_backend import NaiveCommunicator
-from mirror.comm.kernels.direct_backend import DirectCommunicator
-from mirror.comm.probe_cache import FOLDER_VARIABLE, Verdict, load, store
-from mirror.comm.subprocess_probe import ProbeUnavailable, run_probe, unsafe_reason
+from mirror.comm.kernels.kernel_backends import DirectCommunicator
+from mirror.comm.subprocess_probe import (
+    FOLDER_VARIABLE,
+    ProbeUnavailable,
+    Verdict,
+    load,
+    run_probe,
+    store,
+    unsafe_reason,
+)
 from mirror.errors import BackendError
 from mirror.tools.diagnosis import diagnose
 from tests.gpu.fake_cupy import gpus_with_cupy
@@ -229,7 +236,7 @@ def test_what_passed_elsewhere_is_tried_here_and_used(machine, child):
             assert strategy.backend == "direct"
     assert len(started) == 1
     assert started[0].args[-4:][1:] == [
-        "mirror.comm.kernels.direct_backend:DirectCommunicator",
+        "mirror.comm.kernels.kernel_backends:DirectCommunicator",
         *names,
     ]
     assert machine.cupy.launches
@@ -367,10 +374,10 @@ def test_the_last_verdict_counts(folder):
 
 @pytest.mark.parametrize(("hours", "counts"), [(1, True), (23, True), (25, False), (-1, False)])
 def test_a_failure_counts_for_a_day_and_a_success_for_ever(folder, monkeypatch, hours, counts):
-    now = probe_cache.time()
+    now = subprocess_probe.time()
     store({"passed": 1}, Verdict(None))
     store(FACTS, Verdict("it hung"))
-    monkeypatch.setattr(probe_cache, "time", lambda: now + 3600 * hours)
+    monkeypatch.setattr(subprocess_probe, "time", lambda: now + 3600 * hours)
     assert (load(FACTS) is not None) == counts
     assert load({"passed": 1}) == Verdict(None)
 
@@ -415,7 +422,7 @@ def test_it_is_where_caches_are(tmp_path, monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         store(FACTS, Verdict(None))
     assert len(os.listdir(tmp_path / "home" / ".cache" / "mirror" / "trials")) == 1
-    monkeypatch.setattr(probe_cache.Path, "home", no_home)
+    monkeypatch.setattr(subprocess_probe.Path, "home", no_home)
     assert load(FACTS) is None
 
 

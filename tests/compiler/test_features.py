@@ -19,6 +19,7 @@ OPTIMIZERS = {
     "adadelta": lambda p: torch.optim.Adadelta(p, 1.0),
     "asgd": lambda p: torch.optim.ASGD(p, 0.1),
     "fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "muon": lambda p: torch.optim.Muon([one for one in p if one.dim() == 2], 0.01),
     "rates": lambda p: torch.optim.SGD(p, torch.tensor(0.1), momentum=0.9),
 }
 

@@ -7,7 +7,7 @@ import pytest
 
 import mirror
 from mirror.base import timeline as module
-from mirror.execution.every_n_steps import EveryNSteps
+from mirror.replica.replica_checks import EveryNSteps
 from tests.compiler.training import Beside, batches
 
 
@@ -110,7 +110,7 @@ def test_names_of_parameters_are_searched_for_when_something_has_changed(monkeyp
     # A search goes through all objects there are: most of the time of a trace.
     searched = []
     monkeypatch.setattr(
-        "mirror.compiler.state_tensors.path_of", lambda p, name: searched.append(1) or name
+        "mirror.compiler.step_inputs.path_of", lambda p, name: searched.append(1) or name
     )
     beside = Beside(2)
     train(beside, 3)

@@ -128,7 +128,7 @@ def test_only_indices_are_skipped_and_no_data_read(tmp_path):
     assert read == [9, 10]
 
 
-def test_a_generator_made_anew_resumes_by_skipping():
+def test_a_generator_made_again_resumes_by_skipping():
     def make():
         return (torch.full((2,), i) for i in range(5))
 

@@ -179,7 +179,7 @@ def test_where_nothing_is_known_nothing_moves():
 def clocked(monkeypatch):
     """A clock that only work moves on."""
     clock = [0.0]
-    monkeypatch.setattr("mirror.device.events.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("mirror.device.streams.perf_counter", lambda: clock[0])
     return clock
 
 

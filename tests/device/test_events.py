@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mirror.device import events
-from mirror.device.events import Stopwatch, is_stream_idle, record_event, stream_address
+from mirror.device import streams
+from mirror.device.streams import Stopwatch, is_stream_idle, record_event, stream_address
 from mirror.devices import synchronize
 
 CPU = torch.device("cpu")
@@ -56,13 +56,13 @@ def recorded(monkeypatch):
 
 def test_a_gpus_event_is_asked_through_the_driver(monkeypatch, recorded):
     driver = Driver(600, 600, 0)
-    monkeypatch.setattr(events, "_driver", lambda: driver)
+    monkeypatch.setattr(streams, "_driver", lambda: driver)
     assert [recorded.query() for _ in range(3)] == [False, False, True]
     assert driver.asked == [TorchEvent.cuda_event] * 3
 
 
 def test_what_failed_on_the_gpu_is_an_error(monkeypatch, recorded):
-    monkeypatch.setattr(events, "_driver", lambda: Driver(700))
+    monkeypatch.setattr(streams, "_driver", lambda: Driver(700))
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         recorded.query()
 
@@ -75,27 +75,27 @@ def test_a_stream_is_asked_on_its_device_through_the_driver(monkeypatch):
         current.append(device)
         yield
 
-    monkeypatch.setattr(events, "_driver", lambda: driver)
+    monkeypatch.setattr(streams, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", using)
     gpu = torch.device("cuda", 1)
     assert [is_stream_idle(gpu, 2**40 + i) for i in range(3)] == [True, False, False]
     assert driver.asked == [2**40, 2**40 + 1, 2**40 + 2]
     assert current == [gpu] * 3
     assert not is_stream_idle(CPU, 0)
-    monkeypatch.setattr(events, "_driver", lambda: None)
+    monkeypatch.setattr(streams, "_driver", lambda: None)
     assert not is_stream_idle(gpu, 0)
 
 
 def test_a_library_of_the_driver_lets_go_of_the_gil():
     # A PyDLL would not.
-    driver = events._driver()
+    driver = streams._driver()
     assert driver is None or type(driver) is ctypes.CDLL
 
 
 def test_a_thread_that_watches_spoils_no_capture(monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(events, "_driver", lambda: driver)
-    events.query_without_breaking_capture()
+    monkeypatch.setattr(streams, "_driver", lambda: driver)
+    streams.query_without_breaking_capture()
     assert driver.asked == [("MainThread", 2)]  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -113,7 +113,7 @@ def test_an_event_of_a_gpu_comes_after_the_work_of_its_current_stream():
 
 def test_a_stopwatch_adds_up_what_is_between_start_and_stop(monkeypatch):
     times = iter([1.0, 3.0, 10.0, 10.5])
-    monkeypatch.setattr("mirror.device.events.perf_counter", lambda: next(times))
+    monkeypatch.setattr("mirror.device.streams.perf_counter", lambda: next(times))
     watch = Stopwatch(torch.device("cpu"))
     watch.stop()  # nothing has begun
     for _ in range(2):

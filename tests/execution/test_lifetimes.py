@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Run
 from tests.profiled import profiled
 
 

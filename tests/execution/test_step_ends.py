@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.execution.every_n_steps import EveryNSteps
-from mirror.execution.step_ends import step_ends
+from mirror.execution.lifecycle import step_ends
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
+from mirror.replica.replica_checks import EveryNSteps
 from tests.oracle import train
 
 BATCH = (torch.ones(4, 2), torch.ones(4, 1))

@@ -1,6 +1,6 @@
 """``python -m tests.fuzz 1000..2000``: runs the programs of seeds, prints those that go wrong.
 
-``--show 17`` prints a program, ``--shrink 17`` the simplest one that goes wrong alike.
+``--show 17`` prints a program, ``--shrink 17`` the simplest one that goes wrong in the same way.
 """
 
 import argparse
@@ -26,6 +26,8 @@ def main():
     parser.add_argument("--quiet", action="store_true", help="no sources, buckets only")
     parser.add_argument("--seconds", type=float, default=60, help="a program hangs after these")
     parser.add_argument("--sharded", action="store_true", help="with sharded optimizer state only")
+    parser.add_argument("--compiled", action="store_true", help="programs of compiled steps")
+    parser.add_argument("--mode", default="trace", help="of compiled steps")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     first, _, last = options.seeds.partition("..")
@@ -33,22 +35,18 @@ def main():
     torch.set_num_threads(1)
     if options.show:
         for seed in seeds:
-            print(_draw(seed, options).source)
+            print(_program(seed, options).source)
     elif options.worker:
         _work(seeds, options)
     else:
         sys.exit(_supervise(seeds, options))
 
 
-def _draw(seed, options):
-    return program(seed, {"optimizer state": 1} if options.sharded else None)
-
-
 def _work(seeds, options):
     """Runs seeds, one line of JSON each; a hang ends the process with all stacks."""
     for seed in seeds:
         faulthandler.dump_traceback_later(options.seconds, exit=True)
-        drawn = _draw(seed, options)
+        drawn = _program(seed, options)
         outcome = run_program(drawn)
         if options.shrink and not outcome.is_right:
             faulthandler.cancel_dump_traceback_later()
@@ -59,6 +57,11 @@ def _work(seeds, options):
         print(json.dumps(line), flush=True)
 
 
+def _program(seed, options):
+    fixed = {"optimizer state": 1} if options.sharded else None
+    return program(seed, fixed, is_compiled=options.compiled, mode=options.mode)
+
+
 def _supervise(seeds, options):
     """Runs workers until all seeds are done; returns the exit status."""
     counts, buckets = collections.Counter(), collections.defaultdict(list)
@@ -67,6 +70,7 @@ def _supervise(seeds, options):
         command = [sys.executable, "-m", "tests.fuzz", f"{start}..{seeds.stop}", "--worker"]
         command += ["--seconds", str(options.seconds)] + ["--shrink"] * options.shrink
         command += ["--sharded"] * options.sharded
+        command += ["--mode", options.mode] + ["--compiled"] * options.compiled
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as worker:
@@ -82,8 +86,9 @@ def _supervise(seeds, options):
         if seed < seeds.stop:
             counts["hangs"] += 1
             result = {"seed": seed, "kind": "hangs", "bucket": "hangs", "text": trace[-6000:]}
-            source = _draw(seed, options).source
-            _report(result | {"source": source, "knobs": ""}, buckets, options)
+            _report(
+                result | {"source": _program(seed, options).source, "knobs": ""}, buckets, options
+            )
             seed += 1
         start = seed
     print(f"{dict(counts)} in {time.monotonic() - started:.0f} s")

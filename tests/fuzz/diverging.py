@@ -19,7 +19,7 @@ class RaisedError(Exception):
 
 
 def programs(seed, num_replicas):
-    """Returns each replica's list of operations; of half of the seeds they are all alike."""
+    """Returns each replica's list of operations; of half of the seeds they are all the same."""
     draw = random.Random(seed)
     common = ["zero", "forward", "backward", "step"] * draw.randint(0, 2)
     for _ in range(draw.randint(1, 6)):

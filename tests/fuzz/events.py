@@ -98,7 +98,7 @@ SURGERY = [
         ],
     ),
 ]
-SURGERY_ANEW = [
+SURGERY_AGAIN = [
     (
         2,
         [
@@ -206,6 +206,6 @@ SAVING = {
 }
 CHANGING = {
     "surgery": SURGERY,
-    "surgery anew": SURGERY_ANEW,
+    "surgery again": SURGERY_AGAIN,
     "new parameter": NEW_PARAMETER,
 }

@@ -188,7 +188,7 @@ class Checkpointed(nn.Module):
 
 
 class Counting(nn.Module):
-    """Buffers that a forward writes, in place and anew, and one that is not persistent."""
+    """Buffers that a forward writes in place or replaces, and one that is not persistent."""
 
     def __init__(self):
         super().__init__()
@@ -314,10 +314,11 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(SIZE, 2, batch_first=True)
-        self.register_buffer("mask", torch.triu(torch.ones(4, 4, dtype=torch.bool), 1))
+        self.register_buffer("mask", torch.triu(torch.ones(9, 9, dtype=torch.bool), 1))
 
     def forward(self, h):
-        return h + self.attention(h, h, h, attn_mask=self.mask, need_weights=False)[0]
+        mask = self.mask[: h.shape[1], : h.shape[1]]
+        return h + self.attention(h, h, h, attn_mask=mask, need_weights=False)[0]
 
 
 class Decoder(nn.Module):

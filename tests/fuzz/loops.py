@@ -1,6 +1,6 @@
 """The source of a loop with what happens between its steps, and of what is compared."""
 
-from tests.fuzz import events
+from tests.fuzz import compiling, events
 
 WAYS = (3, 1, 2)  # of uncompiled steps, in turn with compiled ones
 _HOOKS = (
@@ -26,12 +26,16 @@ def loop(draft):
     whole = draft.way in (2, 3) and k.maybe("whole dataset", 0.6)
     whole = whole and not (draft.compiles == "in turn" and k.choose("other way", WAYS) == 1)
     start, lines = [*draft.before_training, *_hooks(draft)], []
+    start += ["evaluate = m.compiled_call(predict)"] * draft.is_compiled
     lines += _events(draft)
     way = ways[0] if draft.way != "mixed" else "ways[i]"
     if draft.way == "mixed":
         start.append(f"ways = {ways}")
     lines = [line.replace("WAY", str(way)) for line in lines]
-    if draft.has_critic:
+    if draft.has_critic and draft.is_compiled:
+        start.append("critic_step = m.compiled(critic_loss, critic_update)")
+        lines.append("m.note('critic', critic_step(batch))")
+    elif draft.has_critic:
         lines.append(f"m.note('critic', m.step({way}, critic_loss, critic_update, batch))")
     if draft.is_closed:
         lines.append(f"loss = m.call({way}, closed_step, batch)")
@@ -71,18 +75,26 @@ def _step(draft, way, start):
     if not draft.compiles:
         return [f"loss = {plain}"]
     start.append("compiled_step = m.compiled(loss_fn, update)")
+    given = f", {draft.factor}" if draft.factor else ""
     if draft.compiles == "all":
-        return ["loss = compiled_step(batch)"]
+        return [f"loss = compiled_step(batch{given})"]
     other = draft.k.choose("other way", WAYS)
     at = draft.k.choose("uncompiled at", (3, 4, 2))
     turn = f"i % {at} == {at} - 1"
+    if given:
+        return [
+            f"loss = (m.step({other}, lambda b: loss_fn(b{given}), update, batch) if {turn}",
+            f"        else compiled_step(batch{given}))",
+        ]
     return [f"loss = m.step({other}, loss_fn, update, batch) if {turn} else compiled_step(batch)"]
 
 
 def _hooks(draft):
     lines = []
     if not draft.sparse and not draft.is_closed and draft.k.maybe("hook", 0.15):
-        hook = draft.k.choose("which hook", _HOOKS)
+        # A compiled step refuses a hook that changes options.
+        hooks = [hook for hook in _HOOKS if not (draft.compiles and "slow_down" in hook)]
+        hook = draft.k.choose("which hook", hooks)
         if "halve(o)" in hook:
             lines = ["@torch.no_grad()", "def halve(o):",
                      "    for p in o.param_groups[0]['params']: p.mul_(0.99)", ""]  # fmt: skip
@@ -106,15 +118,22 @@ def _events(draft):
     plain = not (draft.scheduler or draft.accumulates or draft.scaled)
     if plain:
         pool |= events.SAVING
+    if draft.is_compiled:
+        pool |= compiling.PLAIN_EVENTS
+        pool |= {"checkpoint": compiling.CHECKPOINT} if plain else {}
     if plain and not draft.is_closed and draft.groups == "one":
         pool |= events.CHANGING
     if draft.has("lazy uncopied"):
         pool.pop("copy", None), pool.pop("rebuild", None)
+    saving = {*events.SAVING, "checkpoint"}
     first = k.choose("event 0", (None, *pool), simplest=0.5)
-    rest = [n for n in pool if n not in (events.CHANGING if first in events.SAVING else ())]
+    rest = [n for n in pool if n not in (events.CHANGING if first in saving else ())]
     if first in events.CHANGING:
-        rest = [n for n in pool if n not in events.SAVING]
+        rest = [n for n in pool if n not in saving]
     names = [first, k.choose("event 1", (None, *rest), simplest=0.5)]
+    if draft.is_compiled:
+        more = [n for n in compiling.PLAIN_EVENTS if n in pool]
+        names.append(k.choose("event 2", (None, *more), simplest=0.4))
     numbers = {"k": f"{k.whole('event k', 50)} % len(params())"}
     numbers["mode"] = k.choose("eval mode", ("no_grad", "inference_mode"))
     numbers["assign"] = k.choose("assign", (False, True))

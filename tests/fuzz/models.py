@@ -122,13 +122,18 @@ class Model:
     source: str
 
 
-def draw_model(knobs):
+def draw_model(knobs, refused=()):
+    """Draws a module without what has one of these words in its source."""
+
+    def is_taken(source):
+        return not any(word in source for word in refused)
+
     data = knobs.choose("data", ("vec", "seq", "img", "tok"), simplest=0.2)
     kind = "seq" if data == "tok" else data
-    stem, stem_traits = knobs.choose("stem", _STEMS[data])
+    stem, stem_traits = knobs.choose("stem", [s for s in _STEMS[data] if is_taken(s[0])])
     traits = set(stem_traits.split())
     number = knobs.number("number of layers", 0, 4)
-    fitting = [layer for layer in LAYERS if kind in layer.kinds.split()]
+    fitting = [la for la in LAYERS if kind in la.kinds.split() and is_taken(la.name)]
     made, lines = [f"        self.stem = {stem}"], []
     for i in range(number):
         layer = knobs.choose(f"layer {i}", fitting)

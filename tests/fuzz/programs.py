@@ -5,6 +5,7 @@
 
 import dataclasses
 
+from tests.fuzz.compiling import FACTORS, REFUSED
 from tests.fuzz.knobs import Knobs
 from tests.fuzz.loops import end, loop
 from tests.fuzz.models import draw_model
@@ -38,6 +39,7 @@ class Program:
         source: of ``main(m)``.
         strategy: the arguments of its MirroredStrategy; ``n`` and ``bytes_per_pack`` among them.
         inside: whether all of it runs inside ``with strategy.scope():``.
+        mode: of its compiled steps.
         tolerance: relative and absolute, of everything that is compared.
         knobs: what it was drawn from.
     """
@@ -48,30 +50,46 @@ class Program:
     inside: bool
     tolerance: float
     knobs: Knobs
+    mode: str = "trace"
+    of_workers: bool = False
+    is_compiled: bool = False
+
+    def again(self, fixed):
+        """Returns the program of other knobs."""
+        return program(
+            self.seed,
+            fixed,
+            of_workers=self.of_workers,
+            is_compiled=self.is_compiled,
+            mode=self.mode,
+        )
 
 
-def program(seed, fixed=None, *, of_workers=False):
+def program(seed, fixed=None, *, of_workers=False, is_compiled=False, mode="trace"):
     """Returns the program of a seed.
 
     Args:
         fixed: sets knobs by name to the index of an option.
         of_workers: several processes may run it. In way 1 each has a part of the batch and a loss
             of its own, which is weighted by examples; and one may have no examples.
+        is_compiled: its steps are compiled, and it has what matters to compiled steps.
+        mode: of compiled steps.
     """
-    return _Draft(Knobs(seed, fixed), of_workers).finished()
+    return _Draft(Knobs(seed, fixed), of_workers, is_compiled).finished(mode)
 
 
 class _Draft:
     """The choices that depend on one another, and the lines they make."""
 
-    def __init__(self, knobs, of_workers):
-        self.k, self.of_workers = knobs, of_workers
+    def __init__(self, knobs, of_workers, is_compiled):
+        self.k, self.of_workers, self.is_compiled = knobs, of_workers, is_compiled
         k = knobs
         self.way = k.choose("way", (1, 2, 3, "mixed"))
+        self.way = 3 if is_compiled else self.way
         self.n = k.choose("replicas", (2, 1, 3, 4, 5), simplest=0.2)
         self.n = max(self.n, 2) if of_workers else self.n
         self.reduction = "mean"
-        self.model = draw_model(k)
+        self.model = draw_model(k, REFUSED if is_compiled else ())
         self.traits = self.model.traits
         if k.maybe("reduction sum", 0.12) and not self.model.per_token:
             self.reduction = "sum"
@@ -84,6 +102,7 @@ class _Draft:
         self.is_float = self.autocast or k.maybe("float32", 0.08)
         self.optimizer = k.choose("optimizer", [o for o in OPTIMIZERS if self._fits(o)])
         self.is_closed = self.optimizer.name == "LBFGS" or k.maybe("closure", 0.06)
+        self.is_closed = self.is_closed and not is_compiled
         if self.optimizer.name == "LBFGS":
             self.way = 1
         elif self.is_closed and self.way in (2, "mixed"):
@@ -100,15 +119,18 @@ class _Draft:
         can_have_critic = can_have_critic and not (self.scaled or self.autocast)
         self.has_critic = can_have_critic and k.maybe("critic", 0.08)
         self.compiles = ""
-        is_plain = is_mean and not self.sparse
+        is_plain = (is_mean or is_compiled) and not self.sparse
         unable = self.has("remembers") or self.optimizer.name == "Adafactor"
         unable = unable or "error_if_nonfinite" in self.clip
-        refused = ("Experts", "momentum=None", "max_norm")
-        unable = unable or any(one in self.model.source for one in refused)
-        is_plain = is_plain and not (self.is_closed or self.scaled or unable)
-        self.state = k.choose("optimizer state", ("replicated", "sharded"))
+        unable = unable or any(one in self.model.source for one in REFUSED)
+        is_plain = is_plain and not (self.is_closed or unable)
+        is_plain = is_plain and (is_compiled or not self.scaled)
+        states = ("replicated",) if is_compiled else ("replicated", "sharded")
+        self.state = k.choose("optimizer state", states)
         if self.way == 3 and is_plain and self.state == "replicated":
-            self.compiles = k.choose("compiled", ("", "all", "in turn"), simplest=0.4)
+            options = ("", "all", "in turn")[is_compiled:]
+            self.compiles = k.choose("compiled", options, simplest=0.4)
+        self.factor = k.choose("factor", FACTORS, simplest=0.7) if is_compiled else ""
         self.containers = k.choose("container", ("tuple", "dict", "data.Pair"), simplest=0.5)
         self.as_numpy = k.maybe("numpy", 0.08)
 
@@ -118,14 +140,17 @@ class _Draft:
     def _fits(self, optimizer):
         needs = self.traits & {"complex", "sparse", "half", "fp16"}
         loose = self.has("flat half fp16 float") or self.is_float
-        return needs <= optimizer.takes and not (optimizer.is_sharp and loose)
+        is_refused = self.is_compiled and optimizer.name in ("LBFGS", "Adafactor")
+        is_refused = is_refused or (optimizer.is_sharp and loose)
+        return needs <= optimizer.takes and not is_refused
 
     def _clip(self):
-        clip = self.k.choose("which clip", CLIPS)
+        clips = [c for c in CLIPS if not (self.is_compiled and "error_if_nonfinite" in c)]
+        clip = self.k.choose("which clip", clips)
         needs_real = "value" in clip or "inf" in clip
         return CLIPS[0] if self.has("complex") and needs_real else clip
 
-    def finished(self):
+    def finished(self, mode):
         k = self.k
         body = [*setup(self), *steps(self), *loop(self), *end(self)]
         base = "torch.float32" if self.is_float else "torch.float64"
@@ -141,14 +166,21 @@ class _Draft:
             "bytes_per_pack": k.choose("pack", (25 * 2**20, 64, 0, 1024)),
             "gradient_reduction": self.reduction,
             "schedule": k.choose("schedule", ("lockstep", "staggered"), simplest=0.3),
-            "optimizer_state": self.state,
         }
+        if self.state == "sharded":
+            strategy["optimizer_state"] = self.state
+        if self.is_compiled:
+            guards = (None, "Guards(replicas_every=1)", "Guards(finite_gradients=True)")
+            guards = guards[:2] if self.scaled else guards
+            strategy["guards"] = k.choose("guards", guards, simplest=0.7)
+            strategy["is_central"] = k.maybe("central", 0.06)
         inside = k.maybe("inside", 0.5)
         said = ", ".join(f"{name}={value!r}" for name, value in strategy.items())
         said += ", inside the scope" * inside
         head = f'"""Seed {k.seed}: way {self.way}; {said}."""\n'
         source = head + _HEAD + self.model.source + "\n\n" + "\n".join(lines) + "\n"
-        return Program(k.seed, source, strategy, inside, self._tolerance(), k)
+        kind = mode, self.of_workers, self.is_compiled
+        return Program(k.seed, source, strategy, inside, self._tolerance(), k, *kind)
 
     def _tolerance(self):
         if self.autocast or self.has("half fp16"):

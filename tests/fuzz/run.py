@@ -5,9 +5,11 @@ device does: nothing. ``Mirrored`` splits, runs and reduces.
 """
 
 import contextlib
+import copy
 import dataclasses
 import linecache
 import os
+import tempfile
 import threading
 import traceback
 import warnings
@@ -18,8 +20,8 @@ from torch import nn
 
 import mirror
 from mirror.values import leaves_of, map_structure
+from tests.fuzz.faults import why_refused
 from tests.fuzz.programs import program as program_of
-from tests.fuzz.refusals import why_refused
 
 
 def kept(value):
@@ -63,8 +65,21 @@ class Plain:
         return loss.detach()
 
     def compiled(self, loss_fn, update):
-        """A step of way 3 that is compiled; takes a batch."""
-        return lambda batch: self.step(3, loss_fn, update, batch)
+        """A step of way 3 that is compiled; takes a batch, and what else the loss takes."""
+        whole = _whole_step(loss_fn, update)
+        return lambda batch, *args: whole(batch, *args)
+
+    def compiled_call(self, fn):
+        """A function of a batch that is compiled; one result for the whole batch."""
+        return fn
+
+    def total(self, value):
+        """The sum over the batch of what is a sum over a part of it."""
+        return value
+
+    def checkpoint(self, **objects):
+        """What saves and restores objects."""
+        return PlainCheckpoint(objects)
 
     def call(self, way, fn, batch):
         """A whole step in one function, or the forward of an evaluation."""
@@ -85,16 +100,51 @@ class Plain:
         pass
 
 
+class PlainCheckpoint:
+    """Copies of the states of objects."""
+
+    def __init__(self, objects):
+        self.objects = objects
+
+    def save(self):
+        self.states = {k: copy.deepcopy(one.state_dict()) for k, one in self.objects.items()}
+
+    def restore(self):
+        for name, one in self.objects.items():
+            one.load_state_dict(copy.deepcopy(self.states[name]))
+
+
+class MirroredCheckpoint:
+    """One of mirror's, in a folder of its own."""
+
+    def __init__(self, objects):
+        self.checkpoint = mirror.Checkpoint(**objects)
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = os.path.join(self.folder.name, "one")
+
+    def save(self):
+        self.checkpoint.save(self.path)
+
+    def restore(self):
+        self.checkpoint.restore(self.path)
+
+
 class Mirrored(Plain):
-    """N replicas."""
+    """N replicas.
+
+    Attributes:
+        steps: those that are compiled.
+    """
 
     convert = staticmethod(mirror.nn.convert_sync_batchnorm)
     GradScaler = mirror.amp.GradScaler
 
-    def __init__(self, strategy, reduction):
+    def __init__(self, strategy, reduction, mode="trace", fallback="error"):
         super().__init__()
         self.strategy = strategy
         self.reduction = reduction
+        self.options = {"mode": mode, "fallback": fallback}
+        self.steps = []
         self.mirror = strategy.mirror
         self.scope = strategy.scope
         self.no_sync = strategy.no_sync
@@ -124,13 +174,30 @@ class Mirrored(Plain):
         losses = self.strategy.run(_whole_step(loss_fn, update), args=(batch,))
         return self.strategy.reduce(self.reduction, losses)
 
-    def compiled(self, loss_fn, update):
-        compiled = self.strategy.compile(_whole_step(loss_fn, update), mode="trace")
+    def _compile(self, function):
+        compiled = self.strategy.compile(function, **self.options)
+        self.steps.append(compiled)
+        return compiled
 
-        def call(batch):
-            return self.strategy.reduce(self.reduction, compiled(self._distributed(batch)))
+    def compiled(self, loss_fn, update):
+        compiled = self._compile(_whole_step(loss_fn, update))
+
+        def call(batch, *args):
+            losses = compiled(self._distributed(batch), *args)
+            return self.strategy.reduce(self.reduction, losses)
 
         return call
+
+    def compiled_call(self, fn):
+        compiled = self._compile(fn)
+        return lambda batch: self.strategy.gather(compiled(self._distributed(batch)))
+
+    def total(self, value):
+        context = mirror.get_replica_context()
+        return value if context is None else context.all_reduce("sum", value)
+
+    def checkpoint(self, **objects):
+        return MirroredCheckpoint(objects)
 
     def call(self, way, fn, batch):
         if way == 1:
@@ -157,8 +224,8 @@ class Mirrored(Plain):
 
 
 def _whole_step(loss_fn, update):
-    def step(batch):
-        loss = loss_fn(batch)
+    def step(batch, *args):
+        loss = loss_fn(batch, *args)
         update(loss)
         return loss.detach()
 
@@ -168,8 +235,8 @@ def _whole_step(loss_fn, update):
 class Worker(Mirrored):
     """One of several processes, with some of the N replicas."""
 
-    def __init__(self, strategy, reduction):
-        super().__init__(strategy, reduction)
+    def __init__(self, strategy, reduction, **options):
+        super().__init__(strategy, reduction, **options)
         self.rank, self.num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.is_chief = self.rank == 0
 
@@ -213,11 +280,13 @@ class Outcome:
             where the plain program fails.
         bucket: what failures of one cause have in common, as far as one can see.
         text: the whole story.
+        num_traces: of all its compiled steps.
     """
 
     kind: str
     bucket: str = ""
     text: str = ""
+    num_traces: int = 0
 
     @property
     def is_right(self):
@@ -249,9 +318,13 @@ def run_program(program, strategy_of=None):
         torch.set_default_dtype(dtype)
 
 
-def _in_one_process(n, options):
+def _in_one_process(n, options, mode):
+    reduction = options["gradient_reduction"]
+    if options.pop("is_central", False):
+        strategy = mirror.CentralStorageStrategy(["cpu"] * n, **options)
+        return strategy, Mirrored(strategy, reduction, fallback="eager")
     strategy = mirror.MirroredStrategy(["cpu"] * n, **options)
-    return strategy, Mirrored(strategy, options["gradient_reduction"])
+    return strategy, Mirrored(strategy, reduction, mode=mode)
 
 
 def counts_of(n):
@@ -259,15 +332,17 @@ def counts_of(n):
     return (max(1, n // 2), max(1, n - n // 2))
 
 
-def _of_worker(n, options):
+def _of_worker(n, options, mode):
+    options.pop("is_central", None)
     own = counts_of(n)[int(os.environ["RANK"])]
     strategy = mirror.MultiWorkerMirroredStrategy(["cpu"] * own, **options)
-    return strategy, Worker(strategy, options["gradient_reduction"])
+    return strategy, Worker(strategy, options["gradient_reduction"], mode=mode)
 
 
-def run_as_worker(seed, fixed=None):
+def run_as_worker(seed, fixed=None, *, is_compiled=False):
     """Runs a seed's program in this process, one of two workers; returns its Outcome."""
-    return run_program(program_of(seed, fixed, of_workers=True), _of_worker)
+    drawn = program_of(seed, fixed, of_workers=True, is_compiled=is_compiled)
+    return run_program(drawn, _of_worker)
 
 
 def _run(program, strategy_of):
@@ -280,7 +355,9 @@ def _run(program, strategy_of):
     pack = mirror.CommunicationOptions(bytes_per_pack=options.pop("bytes_per_pack"))
     options["communication_options"] = pack
     try:
-        strategy, mirrored = strategy_of(options.pop("n"), options)
+        if guards := options.pop("guards", None):
+            options["guards"] = eval(f"mirror.{guards}")
+        strategy, mirrored = strategy_of(options.pop("n"), options, program.mode)
         with strategy, strategy.scope() if program.inside else contextlib.nullcontext():
             compiled(program)["main"](mirrored)
     except Exception as error:
@@ -294,7 +371,7 @@ def _run(program, strategy_of):
         found = difference(actual, expected, name, program.tolerance)
         if found:
             return Outcome("differs", found.partition(":")[0].partition("[")[0], found)
-    return Outcome("same")
+    return Outcome("same", num_traces=sum(step.num_traces for step in mirrored.steps))
 
 
 def difference(actual, expected, where, tolerance):

@@ -1,5 +1,6 @@
 """The source of what a program makes before its loop: batches, models, optimizers."""
 
+from tests.fuzz.compiling import LENGTHS
 from tests.fuzz.optimizers import SCHEDULERS
 
 CRITIC_MADE = [
@@ -14,6 +15,9 @@ def setup(draft):
     draft.num_steps = len(sizes)
     options = f"seed={k.whole('data seed', 1000)}, container={draft.containers}"
     options += ", per_token=True" * draft.model.per_token + ", as_numpy=True" * draft.as_numpy
+    if draft.is_compiled and draft.model.data in ("seq", "tok"):
+        lengths = LENGTHS[k.choose("lengths", tuple(LENGTHS))]
+        options += f", lengths={lengths}" * (len(lengths) > 1)
     made = [f'batches = data.batches("{draft.model.data}", {sizes}, {options})', ""]
     late = k.maybe("mirror late", 0.3)
     made += ["def make_model():", "    model = m.convert(Net())"]
@@ -28,6 +32,8 @@ def setup(draft):
     can_have = draft.optimizer.name != "LBFGS" and k.maybe("schedule", 0.2)
     draft.scheduler = k.choose("scheduler", SCHEDULERS) if can_have else ""
     if draft.scheduler:
+        if draft.is_compiled and draft.optimizer.name in ("Adam", "AdamW", "NAdam", "RAdam"):
+            draft.scheduler = draft.scheduler.replace(", cycle_momentum=False", "")
         made.append("optimizer = optimizers[0]")
         made.append(f"scheduler = lr_scheduler.{draft.scheduler}")
     if draft.scaled:

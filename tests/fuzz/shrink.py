@@ -2,7 +2,6 @@
 
 import time
 
-from tests.fuzz.programs import program
 from tests.fuzz.run import run_within
 
 
@@ -21,7 +20,7 @@ def shrunk(drawn, outcome, *, seconds=120):
             for simpler in (0, 1):
                 if simpler >= index or time.monotonic() > end:
                     break
-                attempt = program(drawn.seed, fixed | {name: simpler})
+                attempt = drawn.again(fixed | {name: simpler})
                 result = run_within(attempt, 15)
                 if (result.kind, result.bucket) == (outcome.kind, outcome.bucket):
                     fixed[name] = simpler

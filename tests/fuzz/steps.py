@@ -1,5 +1,6 @@
 """The source of a step: forward, loss, backward, what is done to gradients, update."""
 
+from tests.fuzz.compiling import COLLECTIVES
 from tests.fuzz.optimizers import GRADIENT_EDITS
 
 CRITIC_STEP = [
@@ -40,11 +41,11 @@ def steps(draft):
         *[f"    {line}" for line in arrays],
         f"    return {call}{out}",
         "",
-        "def loss_fn(batch):",
+        "def loss_fn(batch, factor=1.0):",
         f"    {unpack}",
         *[f"    {line}" for line in arrays],
         *[f"    {line}" for line in _loss(draft, call, out)],
-        "    return loss",
+        "    return loss * factor" if draft.factor else "    return loss",
         "",
     ]
     functions += CRITIC_STEP if draft.has_critic else []
@@ -90,6 +91,9 @@ def _loss(draft, call, out):
     if penalty and by_example:
         lines.append("(slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)")
         lines.append("loss = loss + 0.1 * slope.square().flatten(1).sum(1).mean()")
+    if draft.is_compiled and draft.reduction == "mean":
+        terms = [term for term in COLLECTIVES if by_example or "(out *" not in term]
+        lines += filter(None, [k.choose("collective", ("", *terms), simplest=0.7)])
     if draft.has_critic:
         lines.append("loss = loss - 0.1 * critic(out).mean()")
     if not draft.sparse and k.maybe("l2", 0.1):

@@ -23,11 +23,11 @@ def check(trainer, fresh, seed):
     mine = programs(seed, n)
     trainer.reset(fresh)
     told, error, _ = finishes(lambda: trainer.run(mine), hang_after=60)
-    are_alike = all(program == mine[0] for program in mine)
+    are_equal = all(program == mine[0] for program in mine)
     said = f"seed {seed}: {mine}: {error!r}"
     if error is not None:
         is_raised = isinstance(error, RaisedError) and any("raise" in p for p in mine)
-        is_divergence = isinstance(error, mirror.DivergenceError) and not are_alike
+        is_divergence = isinstance(error, mirror.DivergenceError) and not are_equal
         assert is_raised or is_divergence, said
     else:
         assert not any(meetings(program) != meetings(mine[0]) for program in mine), said

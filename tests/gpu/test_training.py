@@ -48,7 +48,7 @@ def test_replicas_that_share_gpus_are_in_order(way):
 
 
 @pytest.mark.parametrize("rows", [names(2), names(3), ROWS, [*ROWS, ["cuda:4", "cuda:5"]]])
-def test_gpus_that_were_seeded_alike_draw_apart_at_each_position(rows):
+def test_gpus_that_were_seeded_equally_draw_apart_at_each_position(rows):
     places = [[row] if isinstance(row, str) else row for row in rows]
     seen = []
 

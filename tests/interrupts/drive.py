@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from mirror.threads import run_queue
+from mirror.threads import schedule
 from tests.interrupts.programs import programs
 from tests.interrupts.trial import Injector, Trial
 
@@ -52,7 +52,7 @@ def main():
     parser.add_argument("--times", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    run_queue.LONG_SECONDS, run_queue.LOOKS = -1.0, 1  # at once, where that may be
+    schedule.LONG_TURN_SECONDS, schedule.NUM_TURNS = -1.0, 1  # at once, where that may be
     sys.unraisablehook = lambda unraisable: None  # of what strikes a finalizer
     injector, rng = Injector(), random.Random(args.seed)
     interrupted = interrupted_at_points if args.how == "points" else interrupted_by_signals

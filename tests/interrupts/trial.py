@@ -8,7 +8,7 @@ from time import monotonic, sleep
 
 import torch
 
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 
 MAIN = "main"
 EVENTS = ("call", "return", "c_return")  # where Python, between instructions, looks for signals

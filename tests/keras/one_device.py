@@ -47,7 +47,7 @@ def _difference(program, schedule):
 
     import mirror
     from mirror.replica.keras.keras_layers import LayerWrites
-    from mirror.threads import run_queue
+    from mirror.threads import schedule as turns
 
     one = _numbers(program, contextlib.nullcontext)
     replicas = set()
@@ -59,7 +59,7 @@ def _difference(program, schedule):
 
     LayerWrites.call_layer = counted
     if schedule == "staggered":  # replicas run beside each other also where their turns are short
-        run_queue.LONG_SECONDS, run_queue.LOOKS = -1.0, 1
+        turns.LONG_TURN_SECONDS, turns.NUM_TURNS = -1.0, 1
     try:
         with mirror.MirroredStrategy(["cpu"] * 3, schedule=schedule) as strategy:
             three = _numbers(program, strategy.scope)

@@ -256,7 +256,7 @@ def test_a_mistake_on_all_replicas_ends_the_run(case, strategy):
 
 
 def test_the_result_of_all_reduce_is_no_change_in_place(strategy):
-    """Unlike that of torch.distributed."""
+    """Different from torch.distributed."""
 
     def program():
         value = torch.full((1,), 1.0 + replica_id())

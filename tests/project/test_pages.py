@@ -96,7 +96,7 @@ def test_a_backend_that_waits_takes_a_timeout(name):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_is_documented(name):
     assert f"`{name}`" in PERFORMANCE
-    assert f'"{name}"' in (ROOT / "mirror" / "comm" / "selection.py").read_text()
+    assert f'"{name}"' in (ROOT / "mirror" / "comm" / "registry.py").read_text()
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)

@@ -1,4 +1,4 @@
-"""Installs a wheel outside the checkout, beside what it depends on and no more, and uses it.
+"""Installs a wheel outside the checkout, beside what it and pytest depend on, and uses it.
 
     python tests/scripts/installed.py dist/mirror_strategy-*.whl
 
@@ -32,6 +32,28 @@ loss.backward()
 optimizer.step()
 print(strategy.check_replicas(), "equal parameters by", strategy.backend)
 """
+SCRIPT = """
+import torch
+torch.manual_seed(0)
+def train():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = model(torch.randn(5, 4)).pow(2).mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    print("loss", loss.item())
+if __name__ == "__main__":
+    train()
+"""
+TEST = """
+import mirror, mirror.testing
+from script import train
+def test_trains_as_on_one_device():
+    mirror.testing.assert_equal_to_one_device(train)
+def test_on_three_devices(simulated_devices):
+    with mirror.MirroredStrategy(simulated_devices(3)) as strategy, strategy.scope():
+        train()
+"""
 ALL_REDUCE = "all-reduce --replicas 2 --sizes 4096 --rounds 2 --backends host naive ring"
 BENCHMARKS = ("overhead", "servers", "train")
 
@@ -48,6 +70,11 @@ def main(wheel):
         _see(folder, [program, "doctor", "--devices", "cpu,cpu"], "host", "ring")
         demo = _see(folder, [program, "demo", "--replicas", "2", "--epochs", "1"], "the same bits")
         assert re.search("drawn digits|Fashion-MNIST", demo), demo
+        for name, text in (("script.py", SCRIPT), ("test_script.py", TEST)):
+            (folder / name).write_text(text)
+        _see(folder, [program, "run", "--replicas", "2", "script.py"], "loss ")
+        _see(folder, [program, "check", "script.py"], "equal: 3 steps")
+        _see(folder, [str(python), "-m", "pytest", "-q", "test_script.py"], "2 passed")
         _see(folder, [program, "bench", *ALL_REDUCE.split()], "| host ", "| ring ")
         for benchmark in BENCHMARKS:
             _see(folder, [program, "bench", benchmark, "--help"], "usage:")
@@ -64,7 +91,7 @@ def _install(wheel, folder):
     _run(
         folder, [*pip, "install", "--quiet", "--no-index", "--no-deps", str(Path(wheel).resolve())]
     )
-    for name in sorted(_closure("mirror-strategy", set())):
+    for name in sorted(_closure("mirror-strategy", set()) | _closure("pytest", {"pytest"})):
         _link(name, site)
     _run(folder, [*pip, "check"])
     return python

@@ -3,10 +3,8 @@
 import torch
 
 from mirror.replica.optimizers.piecewise_optimizers import describe
-from mirror.server.optimizer_messages import cut, join
+from mirror.server.server_messages import Update, cut_state, join_states, pack
 from mirror.server.shard import PieceSpec, PushMessage, Shard
-from mirror.server.shard_updates import Update
-from mirror.server.tensor_bytes import pack
 from mirror.server.variable_placement import VariableSpec, place
 
 
@@ -86,7 +84,7 @@ class Servers:
                         states.append((piece.begin, own[k], piece.shape))
             states.sort(key=lambda entry: entry[0])
             shapes = [shape for _, _, shape in states]
-            found[i] = join(str(i), [state for _, state, _ in states], shapes)
+            found[i] = join_states(str(i), [state for _, state, _ in states], shapes)
         return found
 
     def set_states(self, states):
@@ -97,6 +95,6 @@ class Servers:
                 pieces = self.layout.of_variable(piece.variable)
                 rows = [(p.begin, p.end) for p in pieces]
                 shape = tuple(self.parameters[piece.variable].shape)
-                parts = cut(states[piece.variable], shape, rows)
+                parts = cut_state(states[piece.variable], shape, rows)
                 own[k] = parts[pieces.index(piece)]
             shard.set_states(0, own)

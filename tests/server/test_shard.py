@@ -10,11 +10,21 @@ from hypothesis import strategies as st
 
 from mirror.errors import StrategyError
 from mirror.replica.optimizers.piecewise_optimizers import describe
-from mirror.server.optimizer_messages import cut, from_message, join, message_of
-from mirror.server.partitioners import FixedShards
+from mirror.server.server_messages import (
+    Update,
+    as_tensor,
+    cut_state,
+    decode_states,
+    dtype_named,
+    encode_states,
+    join_states,
+    mean_of_updates,
+    name_of,
+    pack,
+    unpack,
+)
 from mirror.server.shard import PieceSpec, PushMessage, Shard
-from mirror.server.shard_updates import Update, mean
-from mirror.server.tensor_bytes import as_tensor, dtype_named, name_of, pack, unpack
+from mirror.server.variable_placement import FixedShards
 from tests.server.shards import Servers
 
 SHAPES = [(5, 3), (), (4,), (1, 2)]
@@ -205,9 +215,9 @@ def test_a_state_that_is_cut_and_joined_is_the_same(rows, parts):
     starts = [rows * k // parts for k in range(parts + 1)]
     spans = list(pairwise(starts))
     state = {"step": torch.tensor(3.0), "m": torch.randn(rows, 2), "n": 4, "none": None}
-    pieces = cut(state, (rows, 2), spans)
-    sent = [from_message(*message_of({7: piece}))[7] for piece in pieces]
-    found = join("w", sent, [(end - begin, 2) for begin, end in spans])
+    pieces = cut_state(state, (rows, 2), spans)
+    sent = [decode_states(*encode_states({7: piece}))[7] for piece in pieces]
+    found = join_states("w", sent, [(end - begin, 2) for begin, end in spans])
     assert found.keys() == state.keys()
     assert torch.equal(found["m"], state["m"])
     assert found["step"] == 3
@@ -216,9 +226,9 @@ def test_a_state_that_is_cut_and_joined_is_the_same(rows, parts):
 
 def test_what_cannot_be_joined_or_sent_is_named():
     with pytest.raises(StrategyError, match="state 'norm' of w differs"):
-        join("w", [{"norm": torch.tensor(1.0)}, {"norm": torch.tensor(2.0)}], [(2,), (2,)])
+        join_states("w", [{"norm": torch.tensor(1.0)}, {"norm": torch.tensor(2.0)}], [(2,), (2,)])
     with pytest.raises(StrategyError, match="state 'history' is a list"):
-        message_of({0: {"history": [torch.zeros(2)]}})
+        encode_states({0: {"history": [torch.zeros(2)]}})
 
 
 def test_a_message_has_it_all():
@@ -249,7 +259,7 @@ def test_means_are_weighted_and_what_is_missing_counts_as_zeros():
     one = Update({0: torch.ones(2)}, {1: (torch.tensor([0]), torch.ones(1, 2))},
                  {2: torch.tensor(4.0), 3: torch.tensor(1)})  # fmt: skip
     two = Update({0: torch.full((2,), 3.0), 4: torch.ones(1)}, {}, {2: torch.tensor(8.0)})
-    found = mean([one, two], [3, 1])
+    found = mean_of_updates([one, two], [3, 1])
     assert found.gradients[0].tolist() == [1.5, 1.5]
     assert found.gradients[4].tolist() == [0.25]
     assert found.rows[1][1].tolist() == [[0.75, 0.75]]

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from mirror.cluster import ClusterSpec, SimpleResolver
 from mirror.errors import ClusterError, StrategyError
 from mirror.server.cluster_tasks import host_and_port, tasks_of
-from mirror.server.partitioners import FixedShards, MaxSize, MinSize, num_pieces
-from mirror.server.variable_placement import ALIGNMENT, VariableSpec, place
+from mirror.server.variable_placement import (
+    ALIGNMENT,
+    FixedShards,
+    MaxSize,
+    MinSize,
+    VariableSpec,
+    num_pieces,
+    place,
+)
 
 VARIABLES = st.lists(
     st.builds(

@@ -44,7 +44,7 @@ def drawn():
     return float(strategy.local_results(own)[0]), float(torch.rand(()))
 
 
-def test_workers_draw_apart_within_runs_and_alike_between_them(worker_pool):
+def test_workers_draw_apart_within_runs_and_equally_between_them(worker_pool):
     (own, between), (others, too) = worker_pool(2).run(drawn)
     assert own != others
     assert between == too

@@ -132,7 +132,7 @@ def test_merge_call_brings_idle_replicas_along(make_strategy):
     strategy.check_replicas()
 
 
-def test_merge_call_that_raises_leaves_replicas_alike(make_strategy):
+def test_merge_call_that_raises_leaves_replicas_equal(make_strategy):
     # What the function wrote before it raised reached the first replica only.
     strategy = make_strategy(2)
     layer = mirrored_layer(strategy)

@@ -2,12 +2,10 @@
 
 import pytest
 
-from tests.threads.meeting import N
-
 
 @pytest.fixture(params=["lockstep", "staggered", "parallel"])
 def strategy(request, make_strategy):
-    return make_strategy(N, schedule=request.param)
+    return make_strategy(3, schedule=request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.threads import lockstep, run_queue
+from mirror.threads import lockstep, schedule
+from tests.toy_models import meet
+from tests.toy_models import replica_id as me
 
 N = 3
 over = threading.Event()  # the run of the case has raised
@@ -37,14 +39,6 @@ def busy():
     """Computes until it is released."""
     while True:
         torch.ones(1).add_(1)
-
-
-def me():
-    return mirror.get_replica_context().replica_id_in_sync_group
-
-
-def meet():
-    return mirror.get_replica_context().all_reduce("sum", torch.ones(1))
 
 
 def meet_in_a_run_inside():
@@ -215,7 +209,7 @@ if __name__ == "__main__":
         raised = "nothing"
         try:
             if case is in_a_backward_pass_outside_run:
-                run_queue.LONG_SECONDS, run_queue.LOOKS = -1.0, 1  # at once
+                schedule.LONG_TURN_SECONDS, schedule.NUM_TURNS = -1.0, 1  # at once
                 case()
             else:
                 strategy.run(case)

@@ -23,8 +23,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
-from tests.threads.meeting import meet
-from tests.toy_models import replica_id
+from tests.toy_models import meet, replica_id
 
 N, NUM_STEPS, WIDTH = 3, 6, 8
 HANG_SECONDS = 120

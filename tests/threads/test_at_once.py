@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mirror
-from mirror.threads import run_queue
+from mirror.threads import schedule
 from tests.oracle import assert_same, finishes, in_run
-from tests.threads.meeting import N, meet
-from tests.toy_models import replica_id
+from tests.toy_models import meet, replica_id
+
+N = 3
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -24,8 +25,8 @@ def test_recurrent_layers_of_replicas_that_run_at_once_use_their_own_weights(
 ):
     # In every call an RNN makes a list of its weights, an attribute of the module that replicas
     # share, and reads it a moment later: what another replica had put there in between.
-    monkeypatch.setattr(run_queue, "LONG_SECONDS", -1.0)  # all start at once
-    monkeypatch.setattr(run_queue, "LOOKS", 1)
+    monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", -1.0)  # all start at once
+    monkeypatch.setattr(schedule, "NUM_TURNS", 1)
     both_have_made_theirs = threading.Barrier(2, timeout=60)
 
     class Met(kind):
@@ -166,7 +167,7 @@ def test_replicas_whose_turns_get_short_again_take_them(make_strategy, monkeypat
     for _ in range(3):
         threads()
     assert len(threads()) == N
-    monkeypatch.setattr(run_queue, "LONG_SECONDS", float("inf"))
+    monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", float("inf"))
     threads()
     assert threads() == {threading.current_thread()}
 

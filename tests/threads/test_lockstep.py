@@ -10,12 +10,13 @@ from torch import nn
 
 import mirror
 from mirror.comm.host.naive_backend import NaiveCommunicator
-from mirror.execution.current_replica import current
-from mirror.threads import lockstep, run_queue
+from mirror.execution.replicas import current
+from mirror.threads import lockstep, schedule
 from mirror.threads.merge_point import MergePoint
 from tests.oracle import assert_same, finishes, in_run
-from tests.threads.meeting import N, meet
-from tests.toy_models import replica_id
+from tests.toy_models import meet, replica_id
+
+N = 3
 
 
 def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, leaks):
@@ -28,7 +29,7 @@ def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, leaks):
 
 
 def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strategy, monkeypatch):
-    monkeypatch.setattr(run_queue, "LONG_SECONDS", float("inf"))
+    monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", float("inf"))
     strategy = make_strategy(N, schedule="staggered")
     running = []
 
@@ -41,7 +42,7 @@ def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strate
             meet()
         return threading.current_thread()
 
-    for _ in range(2 * run_queue.LOOKS):
+    for _ in range(2 * schedule.NUM_TURNS):
         first, *_ = strategy.run(fn).values
         assert first is threading.current_thread()
     assert running[0::2] == running[1::2]

@@ -14,8 +14,9 @@ from mirror.threads import replica_threads
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.replica_threads import Baton, ReplicaThreads
 from tests.oracle import finishes
-from tests.threads.meeting import N, meet
-from tests.toy_models import replica_id
+from tests.toy_models import meet, replica_id
+
+N = 3
 
 
 def test_what_a_replica_sets_for_its_thread_does_not_reach_the_caller(strategy):

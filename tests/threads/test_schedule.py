@@ -8,10 +8,10 @@ from torch import nn
 
 from mirror.replica.gradients.parallel_backward import ParallelBackward
 from mirror.threads import schedule as schedules
-from mirror.threads.schedule import LOOKS, Schedule
+from mirror.threads.schedule import NUM_STEPS, Schedule
 from tests.oracle import train
 
-STEPS = LOOKS + 3
+STEPS = NUM_STEPS + 3
 LONG, SHORT = 0.02, 0.001  # seconds of passes
 
 
@@ -24,8 +24,8 @@ def has_cpus(monkeypatch):
 @pytest.fixture
 def all_are_long(monkeypatch, has_cpus):
     """Makes every step long enough for passes at once."""
-    monkeypatch.setattr(schedules, "LONG_SECONDS", -1.0)
-    monkeypatch.setattr(schedules, "SHORT_SECONDS", -1.0)
+    monkeypatch.setattr(schedules, "LONG_PASS_SECONDS", -1.0)
+    monkeypatch.setattr(schedules, "SHORT_PASS_SECONDS", -1.0)
 
 
 def after(*seconds, name="auto"):
@@ -37,28 +37,28 @@ def after(*seconds, name="auto"):
 
 
 def test_passes_run_at_once_after_four_long_steps(has_cpus):
-    assert not after(*[LONG] * (LOOKS - 1))
-    assert after(*[LONG] * LOOKS)
+    assert not after(*[LONG] * (NUM_STEPS - 1))
+    assert after(*[LONG] * NUM_STEPS)
     assert not after(LONG, LONG, SHORT, LONG, LONG)  # a step whose passes are short is between
-    assert after(LONG, SHORT, *[LONG] * LOOKS)
+    assert after(LONG, SHORT, *[LONG] * NUM_STEPS)
 
 
 def test_passes_that_get_short_take_turns_again(has_cpus):
-    long = [LONG] * LOOKS
+    long = [LONG] * NUM_STEPS
     assert after(*long, *[LONG / 2] * 100)  # at once they take less time, which changes nothing
-    assert after(*long, *[SHORT] * (LOOKS - 1))
-    assert not after(*long, *[SHORT] * LOOKS)
-    assert after(*long, *[SHORT] * LOOKS, *long)
+    assert after(*long, *[SHORT] * (NUM_STEPS - 1))
+    assert not after(*long, *[SHORT] * NUM_STEPS)
+    assert after(*long, *[SHORT] * NUM_STEPS, *long)
 
 
 def test_passes_at_once_need_cpus_for_the_threads_of_each_replica(monkeypatch):
     monkeypatch.setattr(schedules.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     for num_threads, expected in ((1, True), (2, False)):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=num_threads: n)
-        assert after(*[LONG] * LOOKS) is expected
+        assert after(*[LONG] * NUM_STEPS) is expected
     schedule = Schedule("auto")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for _ in range(LOOKS):
+    for _ in range(NUM_STEPS):
         schedule.step_ended(LONG)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     schedule.step_ended(LONG)
@@ -130,7 +130,7 @@ def test_passes_at_once_have_the_bits_and_the_order_of_turns(
     found, own_order = trained(make_strategy(n, schedule="auto"), way)
     assert_equal_bits(found, expected)
     assert own_order == order
-    assert passes == ([n] * (STEPS - LOOKS) if way != 3 else [])
+    assert passes == ([n] * (STEPS - NUM_STEPS) if way != 3 else [])
 
 
 @pytest.mark.parametrize("hooks", ["of tensors", "of nodes", "of modules"])
@@ -154,7 +154,7 @@ def test_hooks_from_before_the_decision_do_not_keep_passes_whole(
         optimizer.zero_grad()
         model(torch.ones(4, 3)).sum().backward()
         optimizer.step()
-    assert passes == [2] * (STEPS - LOOKS)
+    assert passes == [2] * (STEPS - NUM_STEPS)
     assert len(seen) == 2 * STEPS
 
 

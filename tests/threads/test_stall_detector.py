@@ -13,7 +13,7 @@ from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import MergePoint
 from mirror.threads.stall_detector import FIRST_SECONDS, LAST_SECONDS, StallDetector
 from tests.oracle import finishes
-from tests.threads.meeting import meet
+from tests.toy_models import meet
 
 
 def staggered(num_replicas):

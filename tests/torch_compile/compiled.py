@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 
 
 class Backend:

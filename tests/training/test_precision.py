@@ -272,7 +272,7 @@ def test_weights_are_tied_and_untied_after_mirroring(same):
     same(script)
 
 
-def test_layers_are_initialised_anew_after_mirroring(same):
+def test_layers_are_initialised_again_after_mirroring(same):
     def script(place):
         model = place.put(Net())
         model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)

@@ -1,19 +1,235 @@
-"""The backend "host": replicas on the CPU, reduced in place in replica order by C++ threads."""
+"""The backend "host": replicas on the CPU, reduced in place in replica order by C++ threads.
+
+The C++ library is csrc/host/reduce.cpp; it is loaded when first needed.
+"""
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mirror.comm.communicator import Communicator, in_place
-from mirror.comm.host.host_library import missing_reason, require
+from mirror.comm.native_library import unusable_reason
 from mirror.comm.packing import have_same_strides
 from mirror.comm.registry import register
 from mirror.devices import is_simulated, parse
+from mirror.errors import BackendError
+
+PATH = Path(__file__).parents[1] / "_reduce.so"
+
+# Numbered as in csrc/host/reduce.cpp.
+_OPS = {"sum": 0, "min": 1, "max": 2, "prod": 3}
+_DTYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+    torch.uint8: 6,
+}
+
+_I, _L, _P = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+# Arrays are passed as the bytes of an ``array``, in a quarter of the time of a ctypes array.
+_ARRAY = ctypes.c_char_p
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "mirror_all_reduce": (None, [_ARRAY, _ARRAY, _L, _I, _I, _I, ctypes.c_double, _I]),
+    "mirror_pack_sums": (
+        None,
+        [_ARRAY, _ARRAY, _ARRAY, _L, _I, _I, ctypes.c_double, _ARRAY, _L, _P, _I],
+    ),
+    "mirror_reduce_scatter": (None, [_ARRAY, _L, _I, _I, _I, _I]),
+    "mirror_all_gather": (None, [_ARRAY, _L, _I, _I, _I]),
+    "mirror_broadcast": (None, [_ARRAY, _L, _I, _I, _I, _I]),
+    "mirror_stream_copy": (None, [_P, _P, _L, _I, _I]),
+    "mirror_overlap": (_I, [_ARRAY, _ARRAY, _L, _I]),
+    "mirror_set_level": (_I, [_I]),
+    "mirror_level": (_I, []),
+    "mirror_level_name": (ctypes.c_char_p, [_I]),
+}
+
+
+class BufferAddresses:
+    """The positions of tensors of one dtype in a flat buffer, encoded for the library.
+
+    Args:
+        counts: the number of elements of each tensor.
+        offsets: the first element of each tensor in the buffer, and the end of the last one.
+
+    Raises:
+        KeyError: the library does not sum that dtype.
+    """
+
+    __slots__ = ("counts", "dtype", "num_tensors", "offsets")
+
+    def __init__(self, counts: Sequence[int], offsets: Sequence[int], dtype: torch.dtype) -> None:
+        self.dtype, self.num_tensors = _DTYPES[dtype], len(counts)
+        self.counts = _pack(counts)
+        self.offsets = _pack([offset * dtype.itemsize for offset in offsets])
+
+
+class HostLibrary:
+    """The functions of the library, with addresses and counts as Python sequences of ints.
+
+    ``addresses`` has one address per replica for each tensor, tensor after tensor. Arguments are
+    not checked. Calls release the GIL, and use ``torch.get_num_threads()`` threads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Loads the library.
+
+        Raises:
+            OSError: the file does not exist or does not load.
+            AttributeError: a function is missing, as in a build of another version of csrc/.
+        """
+        self._c = ctypes.CDLL(str(path))
+        for name, (restype, argtypes) in _SIGNATURES.items():
+            function = getattr(self._c, name)
+            function.restype, function.argtypes = restype, argtypes
+
+    def all_reduce(
+        self,
+        addresses: Sequence[int],
+        counts: Sequence[int],
+        dtype: torch.dtype,
+        op: str,
+        scale: float,
+    ) -> None:
+        self._c.mirror_all_reduce(
+            _pack(addresses),
+            _pack(counts),
+            len(counts),
+            len(addresses) // len(counts),
+            _DTYPES[dtype],
+            _OPS[op],
+            scale,
+            torch.get_num_threads(),
+        )
+
+    def pack_sums(
+        self,
+        addresses: Sequence[int],
+        positions: BufferAddresses,
+        scale: float,
+        tail: bytes,
+        target: int,
+    ) -> None:
+        """Writes the replicas' sums, multiplied by ``scale``, into a flat buffer.
+
+        Args:
+            tail: bytes to write after the sums.
+            target: the address of the buffer.
+        """
+        self._c.mirror_pack_sums(
+            _pack(addresses),
+            positions.counts,
+            positions.offsets,
+            positions.num_tensors,
+            len(addresses) // positions.num_tensors,
+            positions.dtype,
+            scale,
+            tail,
+            len(tail),
+            target,
+            torch.get_num_threads(),
+        )
+
+    def reduce_scatter(
+        self, addresses: Sequence[int], count: int, dtype: torch.dtype, op: str
+    ) -> None:
+        self._c.mirror_reduce_scatter(
+            _pack(addresses),
+            count,
+            len(addresses),
+            _DTYPES[dtype],
+            _OPS[op],
+            torch.get_num_threads(),
+        )
+
+    def all_gather(self, addresses: Sequence[int], count: int, dtype: torch.dtype) -> None:
+        self._c.mirror_all_gather(
+            _pack(addresses), count, len(addresses), _DTYPES[dtype], torch.get_num_threads()
+        )
+
+    def broadcast(
+        self, addresses: Sequence[int], count: int, dtype: torch.dtype, root: int
+    ) -> None:
+        self._c.mirror_broadcast(
+            _pack(addresses), count, len(addresses), _DTYPES[dtype], root, torch.get_num_threads()
+        )
+
+    def overlap(self, addresses: Sequence[int], sizes_bytes: Sequence[int]) -> bool:
+        """Returns whether two of the tensors share memory."""
+        num_replicas = len(addresses) // len(sizes_bytes)
+        result = self._c.mirror_overlap(
+            _pack(addresses), _pack(sizes_bytes), len(sizes_bytes), num_replicas
+        )
+        return bool(result)
+
+    def stream_copy(self, target: int, source: int, num_bytes: int, *, past_caches: bool) -> None:
+        """Copies memory, as a baseline of benchmarks; size and addresses are multiples of 16."""
+        self._c.mirror_stream_copy(target, source, num_bytes, past_caches, torch.get_num_threads())
+
+    def levels(self) -> tuple[str, ...]:
+        """Returns the instruction sets that this machine supports, slowest first."""
+        current = self._c.mirror_level()
+        names: list[str] = []
+        while self._c.mirror_set_level(len(names)) == 0:
+            names.append(self.level())
+        self._c.mirror_set_level(current)
+        return tuple(names)
+
+    def level(self) -> str:
+        """Returns the instruction set in use."""
+        name: bytes = self._c.mirror_level_name(self._c.mirror_level())
+        return name.decode()
+
+    def set_level(self, name: str) -> None:
+        """Sets the instruction set of the process, for tests; all of them give the same bits."""
+        self._c.mirror_set_level(self.levels().index(name))
+
+
+@cache
+def missing_reason() -> str | None:
+    """Returns why the library cannot be used; ``None`` if it can."""
+    # Loading it raises AttributeError if a function is missing.
+    return unusable_reason(PATH, lambda: library() is not None)
+
+
+@cache
+def library() -> HostLibrary:
+    """Returns the library of this process; the first call loads it."""
+    return HostLibrary(PATH)
+
+
+def require() -> HostLibrary:
+    """Returns the library.
+
+    Raises:
+        BackendError: the library cannot be used.
+    """
+    reason = missing_reason()
+    if reason is not None:
+        raise BackendError(f"the backend 'host' cannot be used: {reason}")
+    return library()
+
+
+def forget() -> None:
+    """Clears the caches, so that the next use loads the library again."""
+    missing_reason.cache_clear()
+    library.cache_clear()
+
+
+def _pack(values: Sequence[int]) -> bytes:
+    return array("q", values).tobytes()
 
 
 @register("host")

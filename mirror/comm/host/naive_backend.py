@@ -1,13 +1,16 @@
-"""The backend "naive": slow and plain, on any devices; the reference for all other backends."""
+"""The backend "naive": slow and plain, on any devices; the reference for all other backends.
+
+``reduce_in_order`` is the reference reduction, by torch in replica order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from mirror.comm.communicator import Communicator, in_place
-from mirror.comm.reference_reduce import reduce_in_order
+from mirror.comm.communicator import HALF_DTYPES, Communicator, in_place
 from mirror.comm.registry import register
 
 
@@ -48,3 +51,24 @@ class NaiveCommunicator(Communicator):
 def _chunks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     """Returns, for each chunk, its views in all tensors."""
     return list(zip(*(t.view(-1).tensor_split(len(tensors)) for t in tensors), strict=True))
+
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+}
+
+
+def reduce_in_order(tensors: Sequence[Tensor], op: str, scale: float = 1.0) -> Tensor:
+    """Returns ``scale * op(tensors)`` on the first tensor's device, reduced in replica order.
+
+    Half types are accumulated in float32, and rounded once.
+    """
+    first = tensors[0]
+    dtype = torch.float32 if first.dtype in HALF_DTYPES else first.dtype
+    total = first.to(dtype)
+    for tensor in tensors[1:]:
+        total = _COMBINE[op](total, tensor.to(first.device, dtype))
+    return (total if scale == 1 else total * scale).to(first.dtype)

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mirror.base.atomic_file import replace_atomically
-from mirror.base.private_folder import private_folder, read_private
-from mirror.comm.argument_checks import HALF_DTYPES
+from mirror.base.safe_files import private_folder, read_private, replace_atomically
+from mirror.comm.communicator import HALF_DTYPES
 from mirror.comm.kernels.kernel_arguments import KernelArguments
 from mirror.errors import BackendError
 

@@ -1,6 +1,5 @@
 """The clique: NCCL communicators of this process, one per device, called and ended together.
 
-[Note: Every NCCL wait ends]
 Problem: NCCL has no timeout. A kernel that waits for a missing peer spins until its communicator
 is aborted, and an aborted communicator is freed, so no call to it may follow.
 Rule: communicators are non-blocking, and a caller polls a call in progress up to its deadline. A
@@ -24,7 +23,6 @@ from time import monotonic, sleep
 
 import torch
 
-from mirror.comm.nccl.calls import Call, are_joint
 from mirror.comm.nccl.communicators import (
     Communicators,
     RankRange,
@@ -32,8 +30,8 @@ from mirror.comm.nccl.communicators import (
     failure_message,
     timeout_message,
 )
-from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, NcclLibrary
-from mirror.device.events import query_without_breaking_capture, record_event, stream_address
+from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, Call, NcclLibrary, are_joint
+from mirror.device.streams import query_without_breaking_capture, record_event, stream_address
 from mirror.errors import MirrorError
 
 _WATCH_SECONDS = 0.05
@@ -126,7 +124,7 @@ class Clique:
                 result = self._group(enqueue, self._locked_call)
             self._settle(result)
             num_replicas = len(self._devices)
-            # See [Note: One event per collective].
+            # See communicators.py.
             first = num_replicas - 1 if are_joint(calls, num_replicas) else 0
             operation.events = [record_event(device) for device in self._devices[first:]]
             if not operation.is_done():
@@ -162,7 +160,7 @@ class Clique:
         self._failure_was_raised |= is_reported
 
     def abandon(self) -> None:
-        """Lets the watchdog close the clique, for finalizers, which run in any thread."""
+        """Makes the watchdog close the clique, for finalizers, which run in any thread."""
         self._abandoned = True
         self._stop.set()
 

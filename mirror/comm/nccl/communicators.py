@@ -3,7 +3,6 @@
 A clique may have several processes, each with the ranks of its own devices. They share an
 identifier, which one process creates with ``new_identifier`` and sends to the others.
 
-[Note: One event per collective]
 Problem: recording an event on each of 8 devices takes longer than NCCL's calls.
 Rule: if no replica's part can end before all other parts have started (``are_joint``), only the
 last device records an event.
@@ -31,7 +30,7 @@ from mirror.comm.nccl.libnccl import (
     non_blocking,
     version_name,
 )
-from mirror.device.events import Event, is_stream_idle
+from mirror.device.streams import Event, is_stream_idle
 from mirror.devices import using
 from mirror.errors import BackendError, CollectiveTimeoutError
 

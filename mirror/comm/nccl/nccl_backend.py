@@ -1,6 +1,5 @@
 """The backend "nccl": NVIDIA's library, called for all GPUs by one thread.
 
-[Note: Half types over NCCL]
 Problem: half types must be summed in float32 and rounded once, but NCCL rounds at every hop. Sent
 as float32, they would take twice the bytes.
 Rule: NCCL only moves half types. Every replica owns a chunk and receives the other replicas' terms
@@ -26,18 +25,19 @@ from torch import Tensor
 
 from mirror.comm.collective_lock import cannot_wait_for
 from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator, in_place
+from mirror.comm.host.naive_backend import reduce_in_order
 from mirror.comm.nccl import libnccl
-from mirror.comm.nccl.calls import (
+from mirror.comm.nccl.clique import Clique
+from mirror.comm.nccl.libnccl import (
     Call,
+    NcclLibrary,
     all_gather_calls,
     all_reduce_calls,
     broadcast_calls,
     exchange_calls,
     reduce_scatter_calls,
+    version_name,
 )
-from mirror.comm.nccl.clique import Clique
-from mirror.comm.nccl.libnccl import NcclLibrary, version_name
-from mirror.comm.reference_reduce import reduce_in_order
 from mirror.comm.registry import register
 from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError
@@ -53,10 +53,9 @@ _FLOATS = {key: dtype for dtype, key in _KEYS.items()}
 class NcclCommunicator(Communicator):
     """One NCCL communicator per GPU; a collective is one group of calls, on the current streams.
 
-    In two cases NCCL would break the contract. It rounds sums of half types at every hop: see
-    [Note: Half types over NCCL]. Its min and max drop NaNs, so floats travel as integers in the
-    same order. Sums are scaled afterwards, because ncclAvg cannot use the adders of an NVLink
-    switch.
+    In two cases NCCL would break the contract. It rounds sums of half types at every hop. Its min
+    and max drop NaNs, so floats travel as integers in the same order. Sums are scaled
+    afterwards, because ncclAvg cannot use the adders of an NVLink switch.
 
     NCCL or torch decides the order of a sum. All replicas get the same bits, but the bits depend
     on which tensors are reduced together.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 from mirror.comm.workers.heartbeat import HeartbeatStore
 from mirror.comm.workers.monitored_wait import BackgroundCall, MonitoredWait
 from mirror.comm.workers.worker_status import Exit, PendingOp

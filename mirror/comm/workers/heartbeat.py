@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 from mirror.comm.workers.worker_status import Exit, PendingOp, WorkerStatus
 
 _BEAT_SECONDS, _POLL_SECONDS = 1.0, 0.5
@@ -56,15 +56,26 @@ class HeartbeatStore:
 
     Args:
         line_of: see ``LineOf``.
+        hosts_store: whether worker 0 may host the store, and so waits at its end until the others
+            have read its last status.
 
     Attributes:
         started: the number of operations that this worker has started, by group.
         snapshot: the last read.
         broken: the reason and the time of the store's failure; None while it answers.
         note: a remark on this worker, for the other workers' messages.
+        lost: why a worker is lost, if another detector has found that; ends every wait.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, line_of: LineOf) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        line_of: LineOf,
+        *,
+        hosts_store: bool = True,
+    ) -> None:
         self.store, self.rank, self.size = store, rank, size
         self._own = PrefixStore("mirror/at", _own_connection(store))
         self.line_of = line_of
@@ -72,6 +83,8 @@ class HeartbeatStore:
         self.snapshot = HeartbeatSnapshot(0.0, [WorkerStatus()] * size, [0.0] * size)
         self.broken: tuple[str, float] | None = None
         self.note = ""
+        self.lost: str | None = None
+        self._hosts_store = hosts_store
         self._ended: dict[str, Exit] = {}
         self._end: Exit | None = None
         self._beat = self._num_strategies = 0
@@ -126,11 +139,16 @@ class HeartbeatStore:
         finally:
             self._waits.pop(ident, None)
 
+    def interrupt(self, why: str) -> None:
+        """Ends all waits of this process with ``WorkerLostError``; callable in any thread."""
+        self.lost = why or "its workers have changed"
+
     def deregister(self) -> None:
         """Publishes how the program ends, and drops all groups; idempotent."""
         if self._end is not None or self._is_forked:
             return
-        self._end = Exit(is_loss=False, words=self._end_of_program())
+        self._end = Exit(self.lost is not None, self.lost or self._end_of_program())
+        atexit.unregister(self.deregister)
         groups = [reference() for reference in tuple(self._open.values())]
         self._wakes.put(None)
         self._thread.join(_LAST_SECONDS + 1.0)
@@ -206,7 +224,8 @@ class HeartbeatStore:
 
     def _wait_for_readers(self) -> None:
         """Waits in worker 0, which may host the store, until the others have ended as well."""
-        if self.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self.rank != 0 or by_agent or not self._hosts_store:
             return
         deadline = monotonic() + _LAST_SECONDS
         while monotonic() < deadline:

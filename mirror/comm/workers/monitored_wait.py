@@ -8,6 +8,7 @@ After the first one the worker publishes its status and reads the statuses of th
 It raises an error in these cases:
 
     a worker has ended            its strategy or program, without starting this operation
+    another detector has found    that a worker is lost: the coordinator of an elastic training
     deadlock                      workers wait for each other: [Note: Deadlocks of workers]
     a connection is broken        the worker that is silent, or hosted the store, is lost
     ``timeout_seconds`` is over   the worker that has been silent longest is lost
@@ -131,6 +132,8 @@ class MonitoredWait:
                 except RuntimeError as error:
                     if not _is_timeout(error):
                         raise self._broken_connection(op, error) from error
+                if self._heartbeats.lost is not None:
+                    raise self._lost(op, [], self._heartbeats.lost)
                 snapshot = self._heartbeats.snapshot
                 if snapshot.time > start:
                     suspicion = self._check_statuses(op, snapshot, suspicion)
@@ -195,6 +198,8 @@ class MonitoredWait:
                     first = first or snapshot.time
                     if snapshot.time - first > 0.75 * _REASON_SECONDS:
                         break
+                if heartbeats.lost is not None:
+                    return self._lost(op, [], heartbeats.lost)
                 sleep(0.02)
         words = _shorten_gloo_error(str(error))
         if heartbeats.broken is not None:

@@ -24,15 +24,14 @@ import torch
 from torch import Tensor
 
 from mirror.comm.nccl import libnccl
-from mirror.comm.nccl.calls import all_reduce_calls
 from mirror.comm.nccl.clique import Clique
 from mirror.comm.nccl.communicators import RankRange, new_identifier
+from mirror.comm.nccl.libnccl import all_reduce_calls
 from mirror.comm.nccl.nccl_backend import NcclCommunicator, seconds_to_get_ready
 from mirror.comm.workers.monitored_wait import TIMED_OUT
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.device.events import Event, record_event
 from mirror.device.host import facts_of_gpu
-from mirror.device.streams import SideStream
+from mirror.device.streams import Event, SideStream, record_event
 
 _PAUSE_SECONDS = 50e-6
 

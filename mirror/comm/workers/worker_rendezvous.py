@@ -62,6 +62,15 @@ _SLICE = timedelta(seconds=0.5)
 _GRACE_SECONDS = 20.0
 # At most one; it is replaced if there is another default process group.
 _heartbeat_stores: list[tuple[Store, HeartbeatStore]] = []
+_given: list[HeartbeatStore] = []  # at most one, of an elastic training
+
+
+def use_heartbeats(heartbeats: HeartbeatStore | None) -> None:
+    """Sets the workers that ``join_rendezvous`` returns, instead of the default process group's.
+
+    A default process group cannot be replaced while a thread may be waiting in it.
+    """
+    _given[:] = [] if heartbeats is None else [heartbeats]
 
 
 def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
@@ -70,6 +79,9 @@ def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
     Raises:
         WorkerLostError: a worker has not joined.
     """
+    if _given:
+        _given[0].line_of = line_of
+        return _given[0]
     if not dist.is_initialized():
         call = BackgroundCall(lambda: _init_process_group(seconds))
         deadline = monotonic() + seconds + _GRACE_SECONDS

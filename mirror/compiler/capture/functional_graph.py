@@ -1,10 +1,9 @@
-"""Graphs: what a trace saw, made free of side effects but for the writes at its end.
+"""The graph of a step, free of side effects except the writes at its end.
 
-[Note: Two passes]
-The first pass follows the step with autograd, and writes in place as the step does. The second one
-goes over the graph of the first, without autograd, and turns every write into a new value, so that
-only what depends on what is left, and the graph can be cut anywhere: cut.py. What an input is at
-the end is written to it there.
+The first pass follows the step with autograd, and writes in place as the step does. The second
+pass runs the graph of the first without autograd, and turns every write into a new value. After it
+each value depends on its inputs only, and ``lowering/partitioner.py`` can cut the graph anywhere.
+The last value of an input is written to it at the end.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Draws: the random numbers of a traced step, from seeds that are its inputs.
+"""Random numbers of a traced step, from seeds that are its inputs.
 
-[Note: Seeds]
-A compiled step that drew from a generator would do so when and where its program runs, on threads
-in any order. So a step has one seed per replica and call, drawn from the CPU's generator in
-replica order, and every place in the step that draws has a number: what it draws depends on both,
-and on nothing else. The same seed of ``torch.manual_seed`` and the same number of replicas give
-the same numbers; they are others than an uncompiled step's.
+If a compiled step drew from a generator, its numbers would depend on the thread and the time of
+its program. So each replica gets one seed per call, drawn from the CPU's generator in replica
+order. Every draw in the step has a number, and its values depend on the seed and this number only.
+The same ``torch.manual_seed`` and the same number of replicas give the same values. An uncompiled
+step draws others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stand-ins: what a trace has in place of all that a step finds outside of itself."""
+"""Placeholders: the fake tensors of a trace, one for each tensor that a step finds outside."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.compiler.state_tensors import StateTensor
-from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.compiler.step_inputs import InputKind, StateTensor, StepInput
 from mirror.compiler.torch_internals import IS_PARAMETER, fake_mode, faked
 
 _MOVED = (InputKind.STATE, InputKind.RATE, InputKind.NUMBER, InputKind.OWN_NUMBER)
 
 
 class Placeholders:
-    """The inputs of a step that is being traced, made as the step asks for them.
+    """The inputs of a traced step, created when the step first uses them.
 
     Args:
         places: the strategy's parameters and buffers.
-        grads: the gradients that a step before has left.
+        grads: the gradients that an earlier step has left.
         num_replicas: of all workers.
 
     Attributes:
-        mode: that of the fake tensors.
-        inputs: all there are.
-        assigned: what buffers are at the end of the step, by ``id`` of the record.
+        mode: the mode of the fake tensors.
+        inputs: all inputs so far.
+        assigned: by ``id`` of the record, the values of buffers at the end of the step.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class Placeholders:
         dynamic: Sequence[int] = (),
         batched: bool = False,
     ) -> Tensor:
-        """Returns what stands for a tensor; the same for the same one.
+        """Returns the placeholder of a tensor; the same for the same tensor.
 
         Args:
             dynamic: dimensions of any size.
-            batched: whether the first dimension is that of the batch.
+            batched: whether the first dimension is the batch dimension.
         """
         known = self._by_place.get((kind, of, key))
         if known is None:
@@ -77,24 +76,31 @@ class Placeholders:
             self.inputs.append(known)
         return known.fake
 
+    def add_found(self, tensor: Tensor) -> Tensor:
+        """Returns the placeholder of a tensor outside of the step, which it may write."""
+        with torch.no_grad():
+            fake = faked(self.mode, tensor)
+        self.inputs.append(StepInput(InputKind.SHARED, fake, value=tensor))
+        return fake
+
     def only(self, kind: InputKind) -> Tensor:
-        """Returns what stands for the only input of a kind."""
+        """Returns the placeholder of the only input of a kind."""
         return self._by_place[kind, None, None].fake
 
     @property
     def device(self) -> torch.device:
-        """Where the trace takes place."""
+        """The device of the trace."""
         return self.only(InputKind.COUNT).device
 
     def entering(self, place: StateTensor) -> Tensor | None:
-        """Returns what stands for the gradient that a step before has left; ``None``: none."""
+        """Returns the placeholder of the gradient of an earlier step; ``None``: there is none."""
         grad = self._grads.get(place)
         return None if grad is None else self.add(InputKind.GRADIENT, grad, place)
 
     # While a step is traced
 
     def make_leaves(self) -> dict[StateTensor, Tensor]:
-        """Makes what stands for each parameter in the step, as autograd's leaf."""
+        """Creates the placeholder of each parameter, a leaf of autograd."""
         for place in self._places:
             if place.is_parameter:
                 leaf = self._by_place[InputKind.PARAMETER, place, None].fake.detach()
@@ -105,22 +111,22 @@ class Placeholders:
         return dict(self._leaves)
 
     def placeholder_of(self, place: StateTensor) -> Tensor:
-        """Returns what the step has in place of a parameter or a buffer."""
+        """Returns the placeholder of a parameter or a buffer."""
         if place.is_parameter:
             return self._leaves[place]
         return self._by_place[InputKind.BUFFER, place, None].fake
 
     def by_id(self) -> dict[int, Tensor]:
-        """Returns what stands for each object that is a parameter or a buffer to a program."""
+        """Returns the placeholders by the ``id`` of each object that stands for a parameter."""
         return {key: self.placeholder_of(place) for place in self._places for key in place.ids()}
 
     def place_of(self, parameter: Tensor) -> StateTensor | None:
-        """Returns the place that an object stands for."""
+        """Returns the StateTensor of an object that stands for a parameter or buffer."""
         return self._by_object.get(id(parameter))
 
     @contextmanager
     def in_place(self, gradients: Any) -> Iterator[None]:
-        """Has mirrored parameters and buffers resolve to what stands for them."""
+        """Within the block, mirrored parameters and buffers resolve to their placeholders."""
         kept: list[tuple[Any, dict[str, Any]]] = []
         try:
             for place in self._places:

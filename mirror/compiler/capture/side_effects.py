@@ -1,24 +1,20 @@
-"""Attributes that a step sets on modules while it is traced: put back, or refused.
-
-Effects: what a step changes of what is around it as it is traced. See [Note: Side effects].
-
-Unchanged: what a step does in Python is done at the trace alone; so it must leave nothing.
+"""Side effects of a step while it is traced: they are undone, or refused.
 
 [Note: Side effects]
-A trace runs the step's Python code once; the programs never. What that code changes outside the
-graph is put back, also when the trace fails, and refused if calls would be missing it:
+A trace runs the step's Python code once; the programs never do. Changes outside of the graph are
+undone, also if the trace fails, and raise CompileError if later calls would lack them:
 
-    an attribute of a module        refused, unless the step leaves it as it was, or torch itself
-                                    keeps a tensor there, as ``weight_norm`` does
-    train(), eval()                 kept: every call leaves the modes that the step leaves
-    a group of an optimizer         refused: schedulers step outside
-    an optimizer's state            tensors are; a number that is counted is refused
-    group["lr"], read in the step   a constant: another rate is another trace
-    a tensor kept around the step   refused: in a list, a dict, a variable, a field
-    a number around the step        warned of if the step only changes it, as a count of traces;
-                                    refused if it uses it besides, as in ``if count % 4``
-    numpy's, Python's generators    refused if they have drawn
-    a file, anything else           cannot be seen; docs/compiled-steps.md says so
+    attribute of a module            refused, unless the step restores it, or torch itself keeps
+                                     a tensor there, as ``weight_norm`` does
+    train(), eval()                  kept: every call leaves the same modes
+    parameter group of an optimizer  refused: schedulers step outside
+    state of an optimizer            tensors are written; a number that is counted is refused
+    group["lr"], read in the step    a constant: another rate causes a retrace
+    tensor stored outside the step   refused: in a list, a dict, a variable, an attribute
+    number outside the step          a warning if the step only changes it, such as a count of
+                                     traces; refused if it also uses it, as in ``if count % 4``
+    NumPy's, Python's generators     refused if they have drawn
+    files and the rest               not detected; docs/compiled-steps.md says so
 """
 
 from __future__ import annotations
@@ -41,15 +37,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.compiler.capture.option_guards import OptionGuards
-from mirror.compiler.capture.traced_swap import raw_state
-from mirror.compiler.comparable import PLAIN
-from mirror.compiler.free_variables import FreeVariables
+from mirror.compiler.capture.traced_swap import OptionGuards, raw_state
+from mirror.compiler.free_variables import PLAIN, FreeVariables
+from mirror.compiler.step_errors import is_torchs, line_here
 from mirror.compiler.torch_internals import MODULE_HOOKS, is_fake
-from mirror.compiler.user_lines import is_torchs, line_here
 from mirror.errors import CompileError
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, current
 from mirror.replica.modules.module_dicts import ReplicaDict, WatchedDict
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 
@@ -61,12 +54,12 @@ _HELD = ("_parameters", "_buffers", "_modules")
 
 @dataclass(eq=False, slots=True)
 class _Change:
-    """What has become of one attribute.
+    """The change of one attribute.
 
     Attributes:
-        before: what the module had in its ``__dict__``.
-        now: what was set last.
-        line: where.
+        before: the value in the module's ``__dict__``.
+        now: the value that was set last.
+        line: the user's line that set it.
         is_torchs: whether code of torch has set it, as a parametrization does.
     """
 
@@ -79,16 +72,16 @@ class _Change:
 
 
 class SetAttributes:
-    """Sees attributes of modules that are set or deleted.
+    """Records attributes of modules that are set or deleted.
 
-    Not those of modules that the step itself makes, as a loss where it is used: they go with it.
+    Modules that the step itself creates, such as a loss function, are left out.
 
     Args:
-        is_traced: whether the thread follows the step.
+        is_traced: whether the current thread traces the step.
 
     Attributes:
-        modes: of each module that the step has set a mode of, the one that it is left with.
-        buffers: by ``id`` of an only replica's buffer, what has taken its place.
+        modes: the modules that get another mode in the step, with that mode.
+        buffers: by ``id`` of a buffer of a single replica, the tensor that replaces it.
     """
 
     def __init__(self, is_traced: Callable[[], bool]) -> None:
@@ -101,7 +94,7 @@ class SetAttributes:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within it they are seen; afterwards modules have what they had."""
+        """Records within the block; afterwards the modules have their former attributes."""
         kind: Any = nn.Module
         originals = kind.__init__, kind.__setattr__, kind.__delattr__
 
@@ -137,7 +130,7 @@ class SetAttributes:
             self._note_held(module, name, value)
             return
         if isinstance(value, (nn.Parameter, nn.Module)):
-            raise _refusal(f"attribute {name!r} of {type(module).__name__} is made anew")
+            raise _refusal(f"attribute {name!r} of {type(module).__name__} is created in the step")
         known = self._changes.get((id(module), name))
         if known is None:
             before = module.__dict__.get(name, _MISSING)
@@ -173,10 +166,10 @@ class SetAttributes:
                 change.module.__dict__[change.name] = change.before
 
     def check(self) -> None:
-        """Notes modes.
+        """Collects the modes.
 
         Raises:
-            CompileError: an attribute would be another after a call.
+            CompileError: the step changes an attribute.
         """
         for change in self._changes.values():
             if _are_alike(change.before, change.now):
@@ -208,7 +201,7 @@ def _refusal(what: str, line: str = "") -> CompileError:
 logger = logging.getLogger(__name__)
 
 _ADDING = {"append", "appendleft", "extend", "add", "update", "setdefault", "insert"}
-# What a line does besides that changes a value only by itself.
+# Other operations in a line that changes a value by itself.
 _USES = (
     "CALL",
     "PRECALL",
@@ -226,11 +219,11 @@ _warned: set[tuple[CodeType, str]] = set()
 
 
 class SideEffects:
-    """Sees what has changed around a step, and puts it back where the step is not compiled.
+    """Finds changes outside of a step, and undoes them if the step is not compiled.
 
     Args:
         step: the user's function.
-        optimizers: those that it may look into.
+        optimizers: the optimizers that it may read.
     """
 
     def __init__(self, step: Callable[..., Any], optimizers: Sequence[Optimizer] = ()) -> None:
@@ -246,7 +239,7 @@ class SideEffects:
         self._generators = [(one, _state(one)) for one in (*values, random, np.random)]
 
     def put_back(self) -> None:
-        """Makes all as it was before the step."""
+        """Undoes all changes of the step."""
         for _, container, content in self._contents:
             if len(container) != len(content):
                 container.clear()
@@ -264,13 +257,13 @@ class SideEffects:
                     held.update(before)
 
     def check(self, modules: Sequence[nn.Module]) -> None:
-        """Looks at what the step has left.
+        """Compares the surroundings with those before the step.
 
         Args:
-            modules: those that it has called.
+            modules: the modules that it has called.
 
         Raises:
-            CompileError: what calls would be missing.
+            CompileError: later calls would lack a change.
         """
         codes = [code for one in self._around.codes for code in _with_inner(one)]
         for generator, state in self._generators:
@@ -339,7 +332,7 @@ class SideEffects:
 
 
 def _entries(optimizer: Optimizer) -> list[dict[Any, Any]]:
-    """Returns what an optimizer holds of each parameter."""
+    """Returns an optimizer's entry of state for each parameter."""
     return [entry for entry in raw_state(optimizer.state).values() if isinstance(entry, dict)]
 
 
@@ -354,7 +347,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 def _state(generator: Any) -> Any:
-    """Returns the state of what draws random numbers for Python or numpy; ``None``: it is none."""
+    """Returns the state of a generator of Python or NumPy; ``None`` for another object."""
     if isinstance(generator, random.Random) or generator is random:
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -392,7 +385,7 @@ def _by_line(code: CodeType) -> dict[int, list[dis.Instruction]]:
 
 
 def _line_that_reads(code: CodeType, key: Any, *, is_added: bool) -> int | None:
-    """Returns a line that does more with a value than to change it by itself."""
+    """Returns a line that uses a value, instead of only changing it by itself."""
     for line, instructions in _by_line(code).items():
         if not any(_loads(one, key) for one in instructions):
             continue
@@ -414,7 +407,7 @@ def _loads(instruction: dis.Instruction, key: Any) -> bool:
 
 
 def _line_about(codes: Sequence[CodeType], keys: Sequence[Any]) -> str:
-    """Returns the line that stores something by one of these names, or else that has one."""
+    """Returns a line that stores under one of these names, or else a line that has one."""
     for kinds in (("STORE_",), ("LOAD_", "STORE_")):
         for code in codes:
             for line, instructions in _by_line(code).items():
@@ -436,11 +429,11 @@ _warned_steps: set[CodeType] = set()
 
 
 class UnchangedSurroundings:
-    """Notes what a step changes in modules and optimizers, and puts it back.
+    """Records the changes of a step in modules and optimizers, and undoes them.
 
     Args:
         step: the user's function.
-        tracer: who follows it.
+        tracer: the tracer of the step.
     """
 
     def __init__(self, step: Callable[..., Any], tracer: Any, replicas: Replicas) -> None:
@@ -476,22 +469,22 @@ class UnchangedSurroundings:
 
     @property
     def modes(self) -> list[tuple[nn.Module, bool]]:
-        """The modules whose modes the step changes, and to what."""
+        """The modules that get another mode in the step, with that mode."""
         return self._attributes.modes
 
     @property
     def buffers(self) -> dict[int, Any]:
-        """By ``id`` of an only replica's buffer, what the step has put in its place."""
+        """By ``id`` of a buffer of a single replica, the tensor that replaces it."""
         return self._attributes.buffers
 
     @property
     def rates_read(self) -> list[Optimizer]:
-        """The optimizers whose learning rates the step has read as numbers."""
+        """The optimizers with learning rates that the step has read as numbers."""
         return self._options.read
 
 
 def _optimizers(step: Callable[..., Any], replicas: Replicas) -> list[Optimizer]:
-    """Returns the optimizers that a step may look at, as far as can be known before it does."""
+    """Returns the optimizers that a step may use, as far as its names show."""
     found = optimizers_of(replicas).optimizers()
     for value in _around(step):
         if isinstance(value, Optimizer):
@@ -500,7 +493,7 @@ def _optimizers(step: Callable[..., Any], replicas: Replicas) -> list[Optimizer]
 
 
 def _around(step: Callable[..., Any]) -> Iterator[Any]:
-    """Yields what a function finds around itself."""
+    """Yields the values of a function's attributes, closure and globals."""
     owner = step.__self__ if isinstance(step, MethodType) else step
     yield from vars(owner).values() if hasattr(owner, "__dict__") else ()
     function = inspect.unwrap(getattr(step, "__func__", step))
@@ -510,7 +503,7 @@ def _around(step: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _warn_of_names(step: Callable[..., Any]) -> None:
-    """Says once which names around it a step sets."""
+    """Warns once of the outer names that a step sets."""
     code = getattr(getattr(step, "__func__", step), "__code__", None)
     if not isinstance(code, CodeType) or code in _warned_steps:
         return

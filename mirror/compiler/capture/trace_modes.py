@@ -1,9 +1,8 @@
-"""Watching: sees all that a step does while it is traced; refuses what a trace would freeze.
+"""Torch modes that see each operation of a traced step; they refuse what a trace would freeze.
 
-[Note: What a trace freezes]
-A trace has no values. What a step decides in Python by a value, or keeps of one as a number, would
-be what it was at the trace for ever. So whatever asks a tensor for its value raises, and names the
-line. Random numbers are drawn by seeds that are inputs: [Note: Seeds].
+A trace has no values. A branch of Python on a value, or a number taken from a tensor, would be
+that of the trace forever. So an operation that asks a tensor for its value raises CompileError
+with the line. Random numbers come from seeds that are inputs: ``functional_rng.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from mirror.base.torch_private import PASS, current_autograd_node
-from mirror.compiler.capture.asking_layers import asking_layer
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.traced_numbers import TracedNumbers, has_traced
+from mirror.compiler.step_errors import asking_layer, is_called_by, line_here
 from mirror.compiler.torch_internals import (
     ITEM,
     UNIQUE,
@@ -30,7 +29,6 @@ from mirror.compiler.torch_internals import (
     is_fake,
     schema_of,
 )
-from mirror.compiler.user_lines import is_called_by, line_here
 from mirror.errors import CompileError
 
 aten = torch.ops.aten
@@ -38,8 +36,8 @@ aten = torch.ops.aten
 _BY_VALUE = "decides, or keeps a number, by a value that is known only while the step runs"
 _BY_SIZE = "makes a tensor whose size depends on values"
 _LATER = (
-    "do it after the step, which may return the tensor, use torch.where in place of a branch, or "
-    "pass fallback='eager'"
+    "return the tensor from the step and read it after the call, use torch.where in place of a "
+    "branch, or pass fallback='eager'"
 )
 
 _VALIDATED = (
@@ -88,7 +86,7 @@ _RAW = {
 
 
 def refusal(what: str, why: str, remedy: str = _LATER) -> CompileError:
-    """Returns the error for what a step does in the line that is being run."""
+    """Returns the error for an operation in the line that is being run."""
     return CompileError(f"the step cannot be compiled: {line_here()}: {what} {why}; {remedy}")
 
 
@@ -96,7 +94,7 @@ class Operations(DispatchMode):
     """Sees the operations below autograd.
 
     Args:
-        weight: what stands for the replica's weight.
+        weight: the placeholder of the replica's weight.
 
     Attributes:
         captured: the tensors used that are neither inputs nor made in the step, by ``id``.
@@ -174,12 +172,12 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 class Functions(TorchFunctionMode):
-    """Sees torch's functions: puts what is traced in place of parameters, and keeps gradients.
+    """Sees torch's functions: replaces parameters by placeholders, and keeps gradients.
 
     Args:
-        stand_ins: by ``id`` of a parameter, what stands for it.
-        read: returns a stand-in's gradient.
-        write: sets a stand-in's gradient.
+        stand_ins: by ``id`` of a parameter, its placeholder.
+        read: returns the gradient of a placeholder.
+        write: sets the gradient of a placeholder.
         numbers: the numbers of Python that are inputs.
     """
 
@@ -218,11 +216,11 @@ class Functions(TorchFunctionMode):
 
     @contextmanager
     def everywhere(self, is_traced: Callable[[], bool]) -> Iterator[None]:
-        """Within it, custom functions and backward passes have the stand-ins, too.
+        """Within the block, custom functions and backward passes get the placeholders, too.
 
-        ``Function.apply`` asks no mode for torch's functions; and none is on while ``backward``
-        runs, which one has seen, so that activations computed again would find the parameters.
-        An only replica's modules have these themselves, and no copies.
+        ``Function.apply`` calls no mode, and no mode is active while ``backward`` runs. Without
+        this, activations computed again would use the parameters: the modules of a single
+        replica have these themselves, and no copies.
         """
         kind: Any = Function
         passes: Any = torch.autograd

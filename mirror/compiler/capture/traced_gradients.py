@@ -1,17 +1,20 @@
-"""The gradients of a traced step: reduced where the step first looks at them."""
+"""The gradients of a traced step: reduced where the step first reads one, cleared unread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mirror.base.torch_private import has_post_accumulate_hooks, hooks_of, queue_callback
 from mirror.compiler.capture.trace_modes import SPARSE
-from mirror.compiler.state_tensors import StateTensor
+from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import CompileError
+from mirror.execution.replicas import current
 from mirror.replica.gradients.ready_grads import local_grad, set_local_grad
 from mirror.replica.params.replicated_param import through_hooks
 
@@ -20,20 +23,21 @@ Meet = Callable[[Sequence[StateTensor], list[Tensor]], list[Tensor]]
 
 
 class TracedGradients:
-    """What stands for the gradients of parameters while a step is traced.
+    """The placeholders of gradients while a step is traced.
 
-    As in a run, local gradients gather until somebody looks at one; then all are reduced at once,
-    and added to those that are there. It is what mirrored parameters ask in place of ``Access``.
+    As in a run, local gradients gather until one is read. Then all are reduced at once, and added
+    to those that are there. Mirrored parameters use it in place of their ``GradientAccess``.
 
     Args:
-        leaves: what stands for each parameter.
-        entering: returns what stands for a gradient that a step before has left; ``None``: none.
+        leaves: the placeholder of each parameter.
+        entering: returns the placeholder of the gradient of an earlier step; ``None``: none.
         meet: returns local gradients reduced over the replicas.
-        refusal: makes the error for what cannot be followed.
+        refusal: creates the error for code that cannot be traced.
 
     Attributes:
-        left: the gradients as they are now, of parameters whose gradient is another than before.
-        looked_at: the parameters whose gradient the step found; by whether there was one.
+        left: the gradients of now, of parameters with another gradient than before the step.
+        looked_at: the parameters with a gradient of before that the step has read; whether there
+            was one.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class TracedGradients:
         self._is_settling = False  # then torch's functions see the slots themselves
 
     def _take_hooks(self, place: StateTensor, leaf: Tensor) -> None:
-        """Has a parameter's hooks called as in any backward pass; see ``replicated_param.py``."""
+        """Calls a parameter's hooks as any backward pass does; see ``replicated_param.py``."""
         if place.record is not None:
             if place.record.hooks and leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(lambda _: queue_callback(self.settle))
@@ -88,7 +92,7 @@ class TracedGradients:
         self.left[place] = value
 
     def clear(self, places: Sequence[StateTensor]) -> None:
-        """Drops the gradients of parameters, unseen."""
+        """Drops the gradients of parameters, without reading them."""
         self._is_settling = True
         try:
             for place in places:
@@ -114,7 +118,7 @@ class TracedGradients:
         return lent
 
     def take_copies_back(self, lent: dict[StateTensor, tuple[bool, Tensor, Tensor]]) -> None:
-        """Puts back the gradients in whose place the step has set no others."""
+        """Puts the gradients back, except where the step has set another one."""
         for place, (was_left, grad, copy) in lent.items():
             if self.left.get(place) is not copy:
                 continue
@@ -124,7 +128,7 @@ class TracedGradients:
                 del self.left[place]
 
     def settle(self) -> None:
-        """Reduces what backward passes have brought since this was last called."""
+        """Reduces the local gradients of all backward passes since the last call."""
         self._is_settling = True
         try:
             arrived, local = self._take()
@@ -162,7 +166,7 @@ class TracedGradients:
 
     @property
     def unreduced(self) -> Any:
-        """Says that there is always something to ask about."""
+        """Reports unreduced gradients at any time, so that each read calls ``read``."""
         return _ALWAYS
 
     def read(self, variable: Any, replica_id: int | None) -> Tensor | None:
@@ -188,7 +192,7 @@ class TracedGradients:
 
 
 class _Always:
-    """Unreduced gradients, always: whoever asks must call ``read``."""
+    """Unreduced gradients at any time."""
 
     pending = unsettled = ([True],)
     deferred: tuple[object, ...] = ()
@@ -197,3 +201,40 @@ class _Always:
 
 
 _ALWAYS = _Always()
+
+
+@contextmanager
+def zero_grad_unconditionally(
+    tracing: object, clear: Callable[[Iterable[Tensor]], bool]
+) -> Iterator[None]:
+    """Makes ``zero_grad`` of optimizers and modules clear gradients unread, in a traced step.
+
+    Torch's own reads whether each gradient is there. A trace would take that for granted, and
+    every call would have to check it, for gradients that are dropped anyway.
+
+    Args:
+        tracing: the tracer of the step.
+        clear: drops the gradients of parameters; returns whether it could.
+    """
+    kinds: Any = (Optimizer, nn.Module)
+    originals: list[Any] = [kind.zero_grad for kind in kinds]
+
+    def is_traced() -> bool:
+        return current.replica is not None and current.replica.tracing is tracing
+
+    def of_optimizer(self: Any, set_to_none: bool = True) -> None:
+        held = (p for group in self.param_groups for p in group["params"])
+        if not (set_to_none and is_traced() and clear(held)):
+            originals[0](self, set_to_none)
+
+    def of_module(self: Any, set_to_none: bool = True) -> None:
+        if not (set_to_none and is_traced() and clear(self.parameters())):
+            originals[1](self, set_to_none)
+
+    try:
+        for kind, function in zip(kinds, (of_optimizer, of_module), strict=True):
+            kind.zero_grad = function
+        yield
+    finally:
+        for kind, function in zip(kinds, originals, strict=True):
+            kind.zero_grad = function

@@ -1,15 +1,15 @@
 """Numbers of Python that change from call to call, as inputs of a trace.
 
 [Note: Traced numbers]
-A trace keeps a number of Python as a constant, until the number changes: an option of an optimizer
+A trace keeps a number of Python as a constant until the number changes: an option of an optimizer
 (momentum, betas, weight decay, eps), or an argument of the step. From then on the trace has a
 ``TracedNumber`` in its place, which is a number to Python code and an input to the graph:
 
     arithmetic with numbers    another TracedNumber; the host computes it before each call, in
                                double precision, as an uncompiled step does
     arithmetic with tensors    an operation of the graph; the number is an input, a 0-d tensor
-    comparisons                a bool of Python, and a guard: it must have the same outcome
-    anything else              the number as it is, and a guard: it must be the same number
+    comparisons                a bool of Python, and a guard: the outcome must be the same
+    any other use              the number itself, and a guard: the number must be the same
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -51,13 +51,30 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
+_SIGNS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+}
 _FUNCTIONS = {**_ARITHMETIC, **_UNARY, **_COMPARISONS}
 _HALF = (torch.float16, torch.bfloat16)
+_WITH_ALPHA, _WITH_VALUE = ("add", "sub", "subtract", "rsub"), ("addcmul", "addcdiv")
+_SCALING = (*_WITH_ALPHA, *_WITH_VALUE)
 
 
 @dataclass(frozen=True, slots=True)
 class NumberSource:
-    """Where a number is found in every call.
+    """The place of a number, the same in every call.
 
     Attributes:
         optimizer: the number of the optimizer among those of the trace; ``None``: an argument.
@@ -75,6 +92,14 @@ class NumberSource:
     is_own: bool
     kind: type
 
+    def describe(self, argument_names: Sequence[str]) -> str:
+        """Returns its name for messages."""
+        if self.optimizer is None:
+            known = self.name < len(argument_names)
+            return argument_names[self.name] if known else "an argument"
+        index = "" if self.index is None else f"[{self.index}]"
+        return f"option {self.name!r}{index} of {type(self.optimizer).__name__}"
+
     def among_options(self) -> Any:
         """Returns the option of the optimizer now."""
         value = self.optimizer.param_groups[self.group].get(self.name)
@@ -85,13 +110,14 @@ class TracedNumbers:
     """The numbers of one trace that are inputs. See [Note: Traced numbers].
 
     Args:
-        add: returns what stands for an input of a kind, made of a tensor and its expression.
+        add: adds an input of a kind, with a tensor and its expression; returns its placeholder.
         options: the options that have changed: of optimizer, group and name.
         arguments: the numbers of the leaves that have changed.
 
     Attributes:
-        sources: where they are found.
-        guards: comparisons, and their outcomes.
+        sources: the places of the numbers.
+        values_then: their values in the trace.
+        guards: comparisons, with their outcomes.
     """
 
     def __init__(
@@ -102,12 +128,13 @@ class TracedNumbers:
     ) -> None:
         self._add, self._is_option, self._is_argument = add, options, arguments
         self.sources: list[NumberSource] = []
+        self.values_then: list[Any] = []
         self.guards: dict[Expression, Any] = {}
 
     def option(
         self, optimizer: Any, group: int, name: str, value: Any, *, always: bool = False
     ) -> Any:
-        """Returns what a step has in place of an option: the value itself, or what stands for it.
+        """Returns the value of an option in the step: the number itself, or a traced one.
 
         Args:
             always: whether it is an input even if it has never changed.
@@ -124,16 +151,17 @@ class TracedNumbers:
         return value
 
     def argument(self, leaf: int, value: Any, *, is_own: bool) -> Any:
-        """Returns what a step has in place of a number among its arguments."""
+        """Returns the value of a number among the step's arguments."""
         if not _is_plain_number(value) or not self._is_argument(leaf):
             return value
         kind = int if isinstance(value, int) else float
         return self._found(NumberSource(None, 0, leaf, None, is_own, kind), value)
 
     def _found(self, source: NumberSource, value: Any) -> Any:
+        value = source.kind(value)
         if source not in self.sources:
             self.sources.append(source)
-        value = source.kind(value)
+            self.values_then.append(value)
         made = _INT if isinstance(value, int) else _FLOAT
         return made(self, value, ("source", self.sources.index(source)))
 
@@ -147,16 +175,18 @@ class TracedNumbers:
         return found if found.dtype == dtype else found.to(dtype)
 
     def note(self, expression: Expression, outcome: Any) -> None:
-        """Notes what must be so in every call."""
+        """Adds a guard: an expression, and its value in every call."""
         self.guards[expression] = outcome
 
     # Functions of torch that are called with numbers
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls a function of torch some of whose arguments are traced numbers."""
+        """Calls a function of torch that has traced numbers among its arguments."""
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_"):
             return self._each(name, args, kwargs)
+        if name.strip("_") in _SCALING and any(is_half(arg) for arg in args):
+            return self._in_single(name, args, kwargs)
         args, kwargs = self._scaled(name, list(args), dict(kwargs))
         if not has_traced((args, kwargs)):
             return func(*args, **kwargs)
@@ -172,10 +202,20 @@ class TracedNumbers:
         except Exception:  # it takes no tensors there: the number itself, then
             return func(*_as_numbers(args), **_as_numbers(kwargs))
 
+    def _in_single(self, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Calls a function of half tensors in single precision, as their kernels compute."""
+        start = args[0]
+        wide = [arg.float() if is_half(arg) else arg for arg in args]
+        found: Tensor = self.call_any(getattr(torch, name.strip("_")), wide, kwargs)
+        if name.endswith("_"):
+            return cast("Tensor", start.copy_(found))
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        return found.to(reduce(torch.promote_types, [tensor.dtype for tensor in tensors]))
+
     def _scaled(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Multiplies by what ``alpha=`` and ``value=`` stand for, which must be no tensors."""
+        """Multiplies by ``alpha=`` or ``value=``, which torch does not take as tensors."""
         bare = name.strip("_")
-        if bare in ("add", "sub", "subtract", "rsub") and is_traced_number(kwargs.get("alpha")):
+        if bare in _WITH_ALPHA and is_traced_number(kwargs.get("alpha")):
             alpha = kwargs.pop("alpha")
             at, other = (1, args[1]) if len(args) > 1 else ("other", kwargs.get("other"))
             scaled = self._product(other, alpha)
@@ -183,7 +223,7 @@ class TracedNumbers:
                 args[1] = scaled
             else:
                 kwargs["other"] = scaled
-        if bare in ("addcmul", "addcdiv") and is_traced_number(kwargs.get("value")):
+        if bare in _WITH_VALUE and is_traced_number(kwargs.get("value")):
             args[1] = self._product(args[1], kwargs.pop("value"))
         return args, kwargs
 
@@ -224,7 +264,7 @@ class TracedNumbers:
         return func(*args, **kwargs)
 
     def _beside(self, number: Any, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns what a number is beside tensors: of their dtype, as torch takes numbers."""
+        """Returns a number as a 0-d tensor of the dtype that torch gives numbers there."""
         if not tensors:
             is_int = number.is_int
             return self.tensor(number, torch.int64 if is_int else torch.get_default_dtype())
@@ -252,6 +292,23 @@ class TracedNumbers:
             evaluated(expression, values) == outcome for expression, outcome in self.guards.items()
         )
 
+    def changed(self, values: Sequence[Any], argument_names: Sequence[str]) -> str | None:
+        """Returns which comparison has another outcome than in the trace, in words."""
+        names = [source.describe(argument_names) for source in self.sources]
+        told = [
+            f"{name} was {then!r} and is {now!r}"
+            for name, then, now in zip(names, self.values_then, values, strict=True)
+        ]
+        for text, source, value in zip(told, self.sources, values, strict=True):
+            if type(value) is not source.kind:
+                return text
+        for expression, outcome in self.guards.items():
+            now = evaluated(expression, values)
+            if now != outcome:
+                used = ", ".join(told[i] for i in dict.fromkeys(_sources_in(expression)))
+                return f"`{_as_text(expression, names)}` was {outcome} and is {now} ({used})"
+        return None
+
 
 def evaluated(expression: Expression, values: Sequence[Any]) -> Any:
     """Returns the number that an expression is, given what the sources are."""
@@ -261,6 +318,21 @@ def evaluated(expression: Expression, values: Sequence[Any]) -> Any:
     if kind == "number":
         return expression[1]
     return _FUNCTIONS[kind](*[evaluated(one, values) for one in expression[1:]])
+
+
+def _as_text(expression: Expression, names: Sequence[str]) -> str:
+    """Returns an expression as Python, in which the sources have these names."""
+    kind, *parts = expression
+    if kind == "source":
+        return names[parts[0]]
+    if kind == "number":
+        return repr(parts[0])
+    texts = [_as_text(part, names) for part in parts]
+    if kind in _SIGNS:
+        return f" {_SIGNS[kind]} ".join(
+            f"({text})" if len(part) > 2 else text for part, text in zip(parts, texts, strict=True)
+        )
+    return f"{kind}({texts[0]})"
 
 
 def _sources_in(expression: Expression) -> Iterator[int]:
@@ -279,8 +351,8 @@ class _TracedNumber:
     """A number of Python that is an input of the graph. See [Note: Traced numbers].
 
     Attributes:
-        value: what it is in the call that is traced.
-        expression: what it is made of.
+        value: its value in the traced call.
+        expression: its computation from the sources.
     """
 
     is_int: ClassVar[bool]
@@ -289,7 +361,7 @@ class _TracedNumber:
         self.numbers, self.value, self.expression = numbers, value, expression
 
     def known(self) -> Any:
-        """Returns the number itself, which every call must then have."""
+        """Returns the number itself, and guards that it is the same in every call."""
         self.numbers.note(("eq", self.expression, ("number", self.value)), True)
         return self.value
 
@@ -380,6 +452,11 @@ def is_traced_number(value: Any) -> bool:
     return isinstance(value, _TracedNumber)
 
 
+def is_half(value: Any) -> bool:
+    """Whether a value is a tensor of a half type, with dimensions."""
+    return isinstance(value, Tensor) and value.dtype in _HALF and value.dim() > 0
+
+
 def has_traced(tree: Any) -> bool:
     """Whether a traced number is among arguments."""
     return any(map(is_traced_number, _flat(tree)))
@@ -423,7 +500,7 @@ def _row(value: Any, i: int) -> Any:
 
 
 def values_of(sources: Iterable[NumberSource], arguments: Mapping[int, Any]) -> list[Any]:
-    """Returns what the sources are now; ``None`` for what is no number any more.
+    """Returns the values of the sources; ``None`` for one that is no number any more.
 
     Args:
         arguments: one replica's leaves that are no tensors, by their number.

@@ -1,32 +1,33 @@
-"""Leases: optimizers that a traced step has stepped, over what stands for their parameters."""
+"""Optimizers in a trace: they step over placeholders, and their options are guarded."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.compiler.capture.option_guards import is_as_before, options_changed
 from mirror.compiler.capture.placeholders import Placeholders
 from mirror.compiler.capture.traced_numbers import TracedNumbers
-from mirror.compiler.comparable import StateMissing
+from mirror.compiler.step_errors import StateMissing
 from mirror.compiler.step_inputs import InputKind
 from mirror.errors import CompileError
 
 
 class TracedSwap:
-    """One optimizer, and what it is while a trace follows its step.
+    """One optimizer, with the groups and the state that it has during the trace.
 
     Attributes:
         groups, state: its own.
-        options_then: what the groups were in the trace.
-        lent, lent_state: what it has of both in the trace.
-        were_lent, were_state: what it had of both before the step.
-        widened: counts of steps that are lent in double precision, with what stands for them.
+        options_then: copies of the groups at the time of the trace.
+        lent, lent_state: the groups and the state during the trace.
+        were_lent, were_state: copies of both before the step.
+        widened: placeholders of counts of steps, with their copies in double precision.
     """
 
     def __init__(self, optimizer: Optimizer, number: int) -> None:
@@ -43,13 +44,13 @@ class TracedSwap:
 
 
 class TracedSwaps:
-    """Lends optimizers to a trace. Their state is made before: the first call is not compiled.
+    """Swaps placeholders into optimizers. Their state exists: the first call is not compiled.
 
     Args:
-        refusal: makes the error for what cannot be followed.
+        refusal: creates the error for code that cannot be traced.
         numbers: the numbers of Python that are inputs.
-        rates: what learning rates are: "tensors"; "numbers", for steps that ask for their values,
-            see [Note: Traced numbers]; "constants", which are those of the trace.
+        rates: the form of learning rates: "tensors"; "numbers", for steps that use their values,
+            see [Note: Traced numbers]; "constants", the rates of the trace.
 
     Attributes:
         all: by ``id`` of the optimizer.
@@ -73,10 +74,10 @@ class TracedSwaps:
         return any(lease.is_lent for lease in self.all.values())
 
     def begin(self, optimizer: Optimizer) -> bool:
-        """Puts stand-ins into an optimizer's groups and state, before its step.
+        """Puts placeholders into an optimizer's groups and state, before its step.
 
         Returns:
-            Whether the step begins here: not if a subclass's step has called its base's.
+            Whether the step begins here: False if a subclass's step calls that of its base.
         """
         lease = self.all.get(id(optimizer))
         if lease is not None and lease.is_lent:
@@ -108,7 +109,7 @@ class TracedSwaps:
         return True
 
     def rewritten(self, optimizer: Optimizer) -> list[Tensor]:
-        """Returns the parameters that are stepped by lists here, and one by one in ``run``.
+        """Returns the parameters that step as lists here, and one by one in ``run``.
 
         Steps by lists may write into the gradients (SGD's with ``nesterov``, Rprop's); those
         parameter by parameter do not. By default torch steps by lists on accelerators alone.
@@ -125,10 +126,10 @@ class TracedSwaps:
         ]
 
     def _swapped(self, lease: TracedSwap, place: Any, name: str, value: Tensor) -> Tensor:
-        """Returns what stands for a tensor of the state.
+        """Returns the placeholder of a tensor of the state.
 
-        Of a count, of which powers are taken, in double precision where the parameter has it: an
-        uncompiled step takes them of a number of Python.
+        A count of steps is in double precision if the parameter is: an uncompiled step computes
+        powers with a number of Python.
         """
         stands = self._stand_ins.add(InputKind.STATE, value, lease.number, (place, name))
         is_double = place.owner.dtype in (torch.float64, torch.complex128)
@@ -176,8 +177,31 @@ class TracedSwaps:
             lent["foreach"] = self.rates == "tensors"
         return lent
 
+    def snapshot(self, optimizer: Optimizer) -> list[Any]:
+        """Returns copies of the parameters and the state of an optimizer that is lent."""
+        lease = self.all[id(optimizer)]
+        with torch.no_grad():
+            params = [(p, p.clone()) for group in lease.lent for p in group["params"]]
+            entries = [
+                (entry, name, value.clone())
+                for entry in lease.lent_state.values()
+                if isinstance(entry, dict)
+                for name, value in entry.items()
+                if isinstance(value, Tensor)
+            ]
+        return [params, entries]
+
+    def keep_where(self, optimizer: Optimizer, kept: Tensor, before: list[Any]) -> None:
+        """Puts back what an optimizer has changed where ``kept`` is true."""
+        params, entries = before
+        with torch.no_grad():
+            for tensor, old in params:
+                tensor.copy_(torch.where(kept, old, tensor))
+            for entry, name, old in entries:
+                entry[name].copy_(torch.where(kept, old, entry[name]))
+
     def swap_out(self, optimizer: Optimizer) -> None:
-        """Takes the stand-ins out after a step."""
+        """Takes the placeholders out after a step."""
         lease = self.all.get(id(optimizer))
         if lease is None or not lease.is_lent:
             return
@@ -186,11 +210,11 @@ class TracedSwaps:
         optimizer.state = lease.state
 
     def check(self) -> None:
-        """Looks at what the steps have left of state and options.
+        """Checks the state and the options that the steps have left.
 
         Raises:
-            StateMissing: they have made state.
-            CompileError: they have changed what is no tensor.
+            StateMissing: they have created state.
+            CompileError: they have changed a value that is not a tensor.
         """
         for lease in self.all.values():
             kind = type(lease.optimizer).__name__
@@ -207,7 +231,7 @@ class TracedSwaps:
                     stands.copy_(wide)
 
     def end(self) -> None:
-        """Gives all back, after an error too."""
+        """Swaps all optimizers out, also after an error."""
         for lease in self.all.values():
             self.swap_out(lease.optimizer)
 
@@ -221,7 +245,7 @@ def _check_entry(kind: str, known: dict[str, Any], entry: dict[str, Any]) -> Non
             if value.shape != before.shape or value.dtype != before.dtype:
                 raise StateMissing
             with torch.no_grad():
-                before.copy_(value)  # state that is made anew in every step
+                before.copy_(value)  # state that each step creates again
         elif name not in known or isinstance(value, Tensor) or before is None:
             raise StateMissing
         elif not is_as_before(before, value):
@@ -233,6 +257,120 @@ def _check_entry(kind: str, known: dict[str, Any], entry: dict[str, Any]) -> Non
 
 
 def raw_state(state: Any) -> dict[Any, Any]:
-    """Returns an optimizer's state by what it is kept under, without asking whose turn it is."""
+    """Returns an optimizer's state by its keys, whichever replica steps."""
     raw = getattr(state, "raw_items", None)
     return dict(state.items() if raw is None else raw())
+
+
+_PLAIN = (bool, int, float, str, bytes, complex, type(None), tuple)
+
+
+class _Group(dict[str, Any]):
+    """A copy of a group, which records that its learning rate is read.
+
+    Attributes:
+        traced: returns the value of an option in the step, a number or a traced one.
+    """
+
+    is_rate_read = False
+    traced: Callable[[str, Any], Any] = staticmethod(lambda key, value: value)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._seen(key, super().__getitem__(key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._seen(key, super().get(key, default))
+
+    def _seen(self, key: str, value: Any) -> Any:
+        stands = self.traced(key, value)
+        self.is_rate_read |= key == "lr" and stands is value
+        return stands
+
+    def items(self) -> Any:
+        self.is_rate_read = True
+        return super().items()
+
+    def values(self) -> Any:
+        self.is_rate_read = True
+        return super().values()
+
+
+class OptionGuards:
+    """The groups of optimizers that a step may read, and must not change.
+
+    Args:
+        traced: returns the value of an option in the step, of optimizer, group, name and value.
+
+    Attributes:
+        read: the optimizers with learning rates that the step has read as numbers.
+    """
+
+    def __init__(
+        self, optimizers: Iterable[Optimizer], traced: Callable[[Any, int, str, Any], Any]
+    ) -> None:
+        self._optimizers, self._traced = list(optimizers), traced
+        self.read: list[Optimizer] = []
+        self._changed: list[tuple[Optimizer, str]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block, the optimizers have copies of their groups."""
+        own = [optimizer.param_groups for optimizer in self._optimizers]
+        copies: list[list[_Group]] = [[_Group(group) for group in groups] for groups in own]
+        for optimizer, groups in zip(self._optimizers, copies, strict=True):
+            for i, group in enumerate(groups):
+                group.traced = partial(self._traced, optimizer, i)
+            optimizer.param_groups = groups  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for optimizer, before in zip(self._optimizers, own, strict=True):
+                after = optimizer.param_groups
+                optimizer.param_groups = before
+                if any(getattr(group, "is_rate_read", True) for group in after):
+                    self.read.append(optimizer)
+                changed = _difference(before, after)
+                if changed is not None:
+                    self._changed.append((optimizer, changed))
+
+    def check(self) -> None:
+        """Checks that the step has changed no group.
+
+        Raises:
+            CompileError: a group has other options, or there are other groups.
+        """
+        for optimizer, what in self._changed:
+            raise options_changed(type(optimizer).__name__, what)
+
+
+def _difference(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str | None:
+    """Returns the first difference between groups, in words."""
+    if len(before) != len(after):
+        return "its groups"
+    for old, new in zip(before, after, strict=True):
+        for name in {**old, **new}:
+            if name not in old or name not in new:
+                return f"option {name!r}"
+            if not is_as_before(dict.get(old, name), dict.get(new, name)):  # unseen
+                return f"option {name!r}"
+    return None
+
+
+def is_as_before(old: Any, new: Any) -> bool:
+    """Whether a value is unchanged, as far as a comparison shows."""
+    if old is new:
+        return True
+    if isinstance(old, Tensor) or isinstance(new, Tensor):
+        return False
+    if isinstance(old, _PLAIN) or isinstance(new, _PLAIN):
+        return type(old) is type(new) and bool(old == new)
+    return True
+
+
+def options_changed(kind: str, what: str) -> CompileError:
+    """Returns the error for a step that changes an optimizer's options."""
+    return CompileError(
+        f"the step cannot be compiled: it changes {what} of {kind}, which a compiled step would "
+        "do once and never again; do it after the step (learning rates may change from call to "
+        "call), or pass fallback='eager'"
+    )

@@ -1,17 +1,16 @@
-"""Tracing: a step's function, followed once for all replicas, below autograd.
+"""Tracing: one call of a step's function stands for all replicas, below autograd.
 
 [Note: One trace]
-The step is called once more than the user expects, as a replica would call it, on tensors that
-have shapes and no values. What happens below autograd, backward passes and optimizer steps too, is
-one graph. What mirror itself would do there is left out, and put in between the programs that the
-graph is cut into:
+The step is called once more than the user expects, on tensors that have shapes and no values. The
+operations below autograd, those of backward passes and optimizer steps too, are one graph. The
+graph has no code of mirror's own; that happens between the programs that it is cut into:
 
-    parameters, buffers   a leaf that stands for all copies is put into the Variable's place
-    p.grad                the first look at one meets the others: an operation in the graph
-    collectives           another one
-    optimizer.step()      runs over the leaves, on stand-ins of its state; rates are tensors
-    random numbers        [Note: Seeds] in draws.py
-    values, branches      refused: [Note: What a trace freezes] in watching.py
+    parameters, buffers   a leaf that stands for all copies takes the place of the parameter
+    p.grad                the first read is a collective point: an operation in the graph
+    collectives           each is a collective point, too
+    optimizer.step()      uses the leaves, and placeholders of its state; rates are tensors
+    random numbers        come from seeds: ``functional_rng.py``
+    values, branches      raise CompileError: ``trace_modes.py``
 """
 
 from __future__ import annotations
@@ -33,38 +32,38 @@ from torch.utils.hooks import RemovableHandle
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.placeholders import Placeholders
 from mirror.compiler.capture.trace_modes import Functions, Operations, refusal
-from mirror.compiler.capture.traced_gradients import TracedGradients
+from mirror.compiler.capture.traced_gradients import TracedGradients, zero_grad_unconditionally
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwaps
-from mirror.compiler.capture.zero_grad import zero_grad_unconditionally
 from mirror.compiler.custom_ops import define
-from mirror.compiler.state_tensors import StateTensor
-from mirror.compiler.step_inputs import InputKind
+from mirror.compiler.step_errors import RunsUncompiled, StateMissing
+from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.compiler.torch_internals import compiling
 from mirror.errors import CompileError
-from mirror.execution.current_replica import current, push_context, save_context
-from mirror.execution.replicas import Replicas
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replicas, Run, current, push_context, save_context
 from mirror.replica.collectives.reduce_ops import reduce_op
 from mirror.threads.lockstep import NullLockstep
 
 
 class CollectivePoint:
-    """What the replicas do where a trace has them meet.
+    """A collective point of a trace: what the replicas reduce there.
 
     Attributes:
-        op: how tensors are reduced; ``None``: they are local gradients of ``places``.
-        lie: of each place, in which tensor that is brought, from where on, and the shape.
+        op: the reduction of the tensors; ``None``: they are local gradients of ``places``.
+        lie: for each place, the number of its tensor, its offset in it, and its shape.
+        is_weighed: whether the graph multiplies local gradients by their shares.
     """
 
-    def __init__(self, op: str | None, places: Sequence[StateTensor] = ()) -> None:
-        self.op = op
+    def __init__(
+        self, op: str | None, places: Sequence[StateTensor] = (), *, is_weighed: bool = False
+    ) -> None:
+        self.op, self.is_weighed = op, is_weighed
         self.places = tuple(places)
         self.lie: list[tuple[int, int, tuple[int, ...]]] = []
 
 
 class TracedRun(Run):
-    """The run that a step is traced in: of one replica that stands for all, and meets nobody."""
+    """The run of a traced step: one replica stands for all, and none of them merges."""
 
     __slots__ = ()
 
@@ -75,22 +74,24 @@ class TracedRun(Run):
 
 
 class Tracer:
-    """Follows a step; it is what its replica asks (``Tracing``).
+    """Traces a step; implements ``Tracing`` for the code of mirror that the step calls.
 
     Args:
-        replicas: whose step it is.
-        stand_ins: what stands for everything outside of the step.
-        meets_alone: whether gradients are met where there is one replica, too.
+        replicas: the replicas that run the step.
+        stand_ins: the placeholders of everything outside of the step.
+        meets_alone: whether gradients have a collective point even with one replica.
         numbers: the numbers of Python that are inputs.
-        rates: what learning rates are to the step; see ``TracedSwaps``.
+        rates: the form of learning rates in the step; see ``TracedSwaps``.
 
     Attributes:
-        meetings: where the replicas meet, in the order of the step.
+        meetings: the collective points, in the order of the step.
         modules: the modules that the step has called.
-        gradients: what it does with them.
-        leases: the optimizers it has stepped.
-        draws: how often it draws.
-        failed_in_optimizer: whether what could not be followed was an optimizer's.
+        gradients: the gradients of the parameters.
+        leases: the optimizers that the step has stepped.
+        draws: the random numbers that it draws.
+        failed_in_optimizer: whether an optimizer's step could not be traced.
+        weight: the replica's weight, if the step sets it.
+        scalers: the gradient scalers that it uses.
     """
 
     def __init__(
@@ -114,23 +115,28 @@ class Tracer:
         self.gradients: TracedGradients | None = None
         self.draws = FunctionalRng(stand_ins.only(InputKind.SEED), refusal)
         self.failed_in_optimizer = False
+        self.weight: Tensor | None = None
+        self._share: Tensor | None = None
+        self.scalers: list[Any] = []
+        self._skips: dict[int, Tensor] = {}  # by id of the optimizer
+        self._before: dict[int, list[Any]] = {}
 
     def trace(self, call: Callable[[], Any]) -> Any:
         """Calls the step; returns what it returns.
 
         Raises:
-            CompileError: it does what no trace can follow.
+            CompileError: it cannot be traced.
         """
         leaves = self._stand_ins.make_leaves()
         self.gradients = TracedGradients(leaves, self._stand_ins.entering, self._reduced, refusal)
+        self._by_id = self._stand_ins.by_id()
         functions = Functions(
-            self._stand_ins.by_id(),
+            self._by_id,
             self.gradients.read_leaf,
             self.gradients.write_leaf,
             self.numbers,
         )
-        run = TracedRun(self._replicas, NullLockstep(), (0,))
-        replica = run.members[0]
+        replica = self._replica = TracedRun(self._replicas, NullLockstep(), (0,)).members[0]
         replica.tracing = self
         replica.weight = self._stand_ins.only(InputKind.WEIGHT)  # type: ignore[assignment]
         before = save_context()
@@ -156,14 +162,18 @@ class Tracer:
                 result = call()
                 self.gradients.settle()
                 self.leases.check()
+                if False in [scaler.end_trace() for scaler in self.scalers]:
+                    raise _no_update()
             finally:
+                for scaler in self.scalers:
+                    scaler.end_trace()
                 current.replica, current.strategy, current.below = before
         return result
 
-    # As a replica asks: see Tracing
+    # The interface of Tracing
 
     def all_reduce(self, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns what stands for tensors reduced over the replicas; differentiable."""
+        """Returns placeholders of tensors reduced over the replicas; differentiable."""
         op = reduce_op(op)
         exact = op == "mean"
         dtype = torch.get_default_dtype()
@@ -175,22 +185,60 @@ class Tracer:
         return list(results)
 
     def own_row(self, row: Tensor) -> Tensor:
-        """Returns a table of zeros with a row for each replica, of which its own is this."""
+        """Returns a table of zeros with one row per replica, in which ``row`` is its own."""
         is_own = self._stand_ins.only(InputKind.PLACE).unsqueeze(1)
         return torch.where(is_own, row, torch.zeros_like(row))
 
+    def set_weight(self, value: Any) -> None:
+        """Sets the replica's weight, for later backward passes; see ``ReplicaContext.weight``."""
+        assert self.gradients is not None
+        self.gradients.settle()  # those of earlier passes have the weight of their time
+        dtype, device = torch.float64, self._stand_ins.device
+        with torch.no_grad():
+            if isinstance(value, Tensor):
+                own = value.detach().reshape(()).to(device=device, dtype=dtype)
+            else:
+                own = torch.scalar_tensor(value, device=device, dtype=dtype)
+            if self._replicas.weighted and self._replicas.mirrors:
+                (total,) = self.meet(CollectivePoint("sum"), [own])
+                # As ``shares_of`` has it: without any weight all replicas count the same.
+                self._share = torch.where(total == 0, 1 / self.count, own / total)
+        self.weight = self._replica.weight = own  # type: ignore[assignment]
+
+    def use_scaler(self, scaler: Any, tensors: Sequence[Tensor | None]) -> None:
+        """Makes tensors of a gradient scaler inputs, which the step may write.
+
+        Raises:
+            StateMissing: the scaler has not made them yet.
+        """
+        if any(scaler is known for known in self.scalers):
+            return
+        for tensor in tensors:
+            if tensor is None:
+                raise StateMissing
+            self._by_id[id(tensor)] = self._stand_ins.add_found(tensor)
+        self.scalers.append(scaler)
+
+    def skip_step_if(self, skipped: Tensor, optimizer: Optimizer) -> None:
+        """Makes the optimizer's next step change nothing where ``skipped`` is true."""
+        self._skips[id(optimizer)] = skipped
+
+    def run_uncompiled(self) -> NoReturn:
+        """Has calls with these sizes run uncompiled: a value must be checked."""
+        raise RunsUncompiled
+
     def refuse(self, what: str, remedy: str) -> NoReturn:
-        """Raises the error for what no trace can follow."""
+        """Raises the error for code that cannot be traced."""
         raise refusal(
             what,
             "cannot be followed by one trace for all replicas",
             " or ".join(filter(None, (remedy, "pass fallback='eager'"))),
         )
 
-    # What the graph has in place of what mirror does
+    # Operations in place of mirror's own
 
     def meet(self, meeting: CollectivePoint, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Has the replicas meet here, with contiguous tensors, as communicators want them."""
+        """Adds a collective point; communicators take contiguous tensors."""
         number = len(self.meetings)
         self.meetings.append(meeting)
         met: list[Tensor] = torch.ops.mirror.meet([t.contiguous() for t in tensors], number)
@@ -198,24 +246,32 @@ class Tracer:
 
     def weighted_sum(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
-        own = self._stand_ins.only(InputKind.WEIGHT)
         if not self._replicas.weighted:
             return self.meet(CollectivePoint("sum"), grads)
+        own: Any = self._replica.weight
         weighed = [grad * own.to(grad.dtype) for grad in grads]
         return [t / own.to(t.dtype) for t in self.meet(CollectivePoint("sum"), weighed)]
 
     @property
     def count(self) -> Tensor:
-        """How many replicas take part."""
+        """The number of replicas that take part, a 0-d tensor in double precision."""
         return self._stand_ins.only(InputKind.COUNT)
 
     def _reduced(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
         if not self._replicas.mirrors and not self._meets_alone:
             return local
-        return self.meet(CollectivePoint(None, places), local)
+        if self._share is None:
+            return self.meet(CollectivePoint(None, places), local)
+        share = self._share
+        zero = torch.zeros_like(share)  # what counts nothing may be NaN
+        weighed = [
+            torch.where(share == 0, zero.to(grad.dtype), grad * share.to(grad.dtype))
+            for grad in local
+        ]
+        return self.meet(CollectivePoint(None, places, is_weighed=True), weighed)
 
     def _clear(self, parameters: Iterable[Tensor]) -> bool:
-        """Drops gradients; returns whether all are of what the trace has stand-ins for."""
+        """Drops gradients; returns whether the trace has placeholders for all parameters."""
         assert self.gradients is not None
         places = [self._stand_ins.place_of(parameter) for parameter in parameters]
         if any(place is None for place in places):
@@ -227,10 +283,10 @@ class Tracer:
         self.failed_in_optimizer = self.leases.is_stepping
 
     def _is_followed(self) -> bool:
-        """Whether this thread follows the step."""
+        """Whether this thread traces the step."""
         return current.replica is not None and current.replica.tracing is self
 
-    # What torch tells
+    # Hooks of torch
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
@@ -242,6 +298,8 @@ class Tracer:
             hooks: Any = last.hooks_dict_ref()
             hooks.move_to_end(last.id, last=False)
             self._next_to_steps[id(optimizer)] = first, last
+            if id(optimizer) in self._skips:
+                self._before[id(optimizer)] = self.leases.snapshot(optimizer)
 
     def _lend_grads(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
@@ -256,6 +314,9 @@ class Tracer:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._remove_hooks(optimizer)
+        before = self._before.pop(id(optimizer), None)
+        if before is not None:
+            self.leases.keep_where(optimizer, self._skips.pop(id(optimizer)), before)
         self.leases.swap_out(optimizer)
 
     def _remove_hooks(self, *optimizers: Optimizer) -> None:
@@ -286,6 +347,13 @@ class _AllReduce(torch.autograd.Function):
         if ctx.op == "mean":
             summed = [grad / ctx.tracer.count.to(grad.dtype) for grad in summed]
         return (None, None, *summed)
+
+
+def _no_update() -> CompileError:
+    return CompileError(
+        "the step cannot be compiled: it calls step() or unscale_() of a GradScaler, and not "
+        "update(); call scaler.update() at the end of the step, or pass fallback='eager'"
+    )
 
 
 def _floats(tensor: Tensor) -> bool:

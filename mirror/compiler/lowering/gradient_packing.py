@@ -1,7 +1,7 @@
-"""Packing: local gradients leave a program as one flat tensor, but for large ones.
+"""Packs local gradients into one flat tensor per dtype, except large ones.
 
-A tensor per gradient costs a call each wherever they are handled in Python. What is above
-``LARGE_BYTES`` stays apart: to copy 25 MB into one takes longer than all calls that it saves.
+A tensor per gradient costs a call wherever Python handles it. Gradients above ``LARGE_BYTES`` stay
+tensors of their own: copying 25 MB takes longer than all the calls that it saves.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _getitem = operator.getitem
 
 
 def pack_gradients(module: fx.GraphModule, are_gradients: Sequence[bool]) -> list[list[Lie]]:
-    """Has the small gradients of every meeting of gradients joined, in a graph of values.
+    """Joins the small gradients of each collective point, in a functional graph.
 
     Args:
-        are_gradients: of each meeting, whether gradients are what is brought.
+        are_gradients: for each collective point, whether it reduces gradients.
 
     Returns:
-        Of each meeting, where each gradient lies in what is brought.
+        For each collective point, the ``lie`` of its gradients; see ``CollectivePoint``.
     """
     graph = module.graph
     lies: list[list[Lie]] = [[] for _ in are_gradients]
@@ -44,7 +44,7 @@ def pack_gradients(module: fx.GraphModule, are_gradients: Sequence[bool]) -> lis
 
 
 def _bring_own(graph: fx.Graph, meet: fx.Node) -> None:
-    """Has a meeting, which may reduce in place, get tensors that are nobody else's."""
+    """Copies inputs of a collective point that have another use: it may reduce in place."""
     brought: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]
     known: set[fx.Node] = set()
     for i, node in enumerate(brought):
@@ -58,7 +58,7 @@ def _bring_own(graph: fx.Graph, meet: fx.Node) -> None:
 
 
 def _pack(graph: fx.Graph, meet: fx.Node) -> list[Lie]:
-    """Joins the small gradients of a meeting; returns where each lies in what is brought."""
+    """Joins the small gradients of a collective point; returns their ``lie``."""
     aten = torch.ops.aten
     grads: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]
     by_dtype: dict[torch.dtype, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Builder: makes the graph of one program out of nodes of a step's graph."""
+"""Builder: creates the graph of one program from nodes of a step's graph."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Builder:
 
     Args:
         module: that of the whole step.
-        slot_of: of a value that the program takes, where it finds it.
+        slot_of: returns the slot of a value that the program takes.
 
     Attributes:
-        reads: slots of what it takes.
+        reads: slots of the inputs.
     """
 
     def __init__(self, module: fx.GraphModule, slot_of: Callable[[fx.Node], int]) -> None:
@@ -26,7 +26,7 @@ class Builder:
         self.reads: list[int] = []
 
     def read(self, node: fx.Node) -> fx.Node:
-        """Returns what stands for a value that the program takes."""
+        """Returns the placeholder of a value that the program takes."""
         if node not in self._made:
             holder = self._made[node] = self._graph.placeholder(f"in_{len(self.reads)}")
             holder.meta = dict(node.meta)
@@ -44,12 +44,12 @@ class Builder:
         """Returns the program.
 
         Args:
-            body: what it computes, in order.
-            given: what it returns of that.
-            old: inputs of which it returns copies besides, as they are before its writes.
-            writes: by input, what is written to it.
-            changing: inputs that some program writes to. A view of one is no value that may be
-                given to others.
+            body: the nodes that it computes, in order.
+            given: the values of these that it returns.
+            old: inputs that it also returns, as copies from before its writes.
+            writes: by input, the value that is written to it.
+            changing: inputs that some program writes to. Views of them are copied before other
+                programs get them.
         """
         inside = set(body)
         for node in body:
@@ -82,7 +82,7 @@ class Builder:
 
 
 def seen_through(node: fx.Node) -> fx.Node:
-    """Returns what a node is a view of, itself if it is none."""
+    """Returns the base of a view, or the node itself."""
     while node.all_input_nodes:
         schema = getattr(node.target, "_schema", None)
         is_view = schema is not None and any(r.alias_info is not None for r in schema.returns)

@@ -1,18 +1,18 @@
-"""Cutting: a step's graph taken apart where the replicas meet.
+"""Cuts a step's graph at its collective points into programs.
 
 [Note: Levels]
-What depends on no meeting is of level 0, what depends on the results of the meetings of level L is
-of level L + 1. In every level two programs may run, in this order:
+A node that depends on no collective point is of level 0. A node that depends on results of level L
+is of level L + 1. Each level has up to two programs, which run in this order:
 
-    shared   once per device: what is alike on all replicas and changes what they have in common,
-             parameters and optimizer state; most steps have one, behind the reduction
-    own      once per replica: all else, up to what the replicas bring to the level's meetings
+    shared   once per device: values that are the same on all replicas, and that change what the
+             replicas have in common, parameters and optimizer state
+    own      once per replica: everything else, up to the tensors for the level's collective points
 
-The usual step is: own of level 0 (forward, backward), the gradients' meeting, shared of level 1
-(clipping, update). Nodes go where their level says, whatever the order in the step was: the graph
-has no side effects. Writes are the last thing of a program; if what they overwrite is used later,
-it is copied before. What is alike on all replicas, and used where nothing shared runs, every
-replica computes for itself.
+The usual step is: own of level 0 (forward, backward), the reduction of gradients, shared of level
+1 (clipping, update). A node's place depends on its level only, not on its position in the step,
+because the graph has no side effects. Writes are last in a program. If a later program uses a
+value that is overwritten, it is copied before. A value that is the same on all replicas, and used
+in a level without a shared program, is computed by every replica for itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,21 @@ from torch import fx
 from mirror.compiler.capture.functional_graph import FunctionalGraph, functional
 from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.custom_ops import MEET
-from mirror.compiler.lowering.cost_model import estimate_work
 from mirror.compiler.lowering.gradient_packing import Lie, pack_gradients
 from mirror.compiler.lowering.graph_builder import Builder
-from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan
+from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan, estimate_work
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.errors import CompileError
+
+_NUMBERS = (
+    InputKind.RATE,
+    InputKind.NUMBER,
+    InputKind.OWN_NUMBER,
+    InputKind.COUNT,
+    InputKind.WEIGHT,
+    InputKind.PLACE,
+    InputKind.SEED,
+)
 
 
 def pieces_of(
@@ -40,21 +49,29 @@ def pieces_of(
     meetings: Sequence[CollectivePoint],
     num_replicas: int,
 ) -> StepPlan:
-    """Returns the pieces of a step that was followed: its graph of values, packed and cut.
+    """Returns the pieces of a traced step: its functional graph, with packed gradients, cut.
 
     Raises:
-        CompileError: a replica alone determines what all have in common.
+        CompileError: the step writes different values to a parameter on the replicas, or changes
+            an option of an optimizer in place.
     """
     pure = functional(graph, inputs, mode)
+    for one in pure.writes:
+        if one.kind in _NUMBERS:
+            raise CompileError(
+                f"the step cannot be compiled: it, or a hook, changes a {one.kind.value} in "
+                "place, which an uncompiled step would not see; change it after the step, or pass "
+                "fallback='eager'"
+            )
     lies = pack_gradients(pure.module, [meeting.op is None for meeting in meetings])
     return cut(pure, num_replicas, lies)
 
 
 def cut(graph: FunctionalGraph, num_replicas: int, lies: Sequence[list[Lie]] = ()) -> StepPlan:
-    """Cuts a step's graph into levels.
+    """Cuts a functional graph into levels.
 
     Raises:
-        CompileError: a replica alone determines what all have in common.
+        CompileError: the step writes different values to a parameter on the replicas.
     """
     return _Cutter(graph, num_replicas).cut(lies)
 
@@ -94,7 +111,7 @@ class _Cutter:
         written = [self._slots[self._holder_of[id(one)]] for one in self._writes]
         return StepPlan(levels, len(self._slots), results, written, list(lies))
 
-    # Where what belongs
+    # The place of each node
 
     def _place(self) -> None:
         """Finds the level of every node, whether it is a replica's own, and of every write."""
@@ -131,7 +148,7 @@ class _Cutter:
         }
 
     def _is_shared(self, node: fx.Node) -> bool:
-        """Whether a value is computed once per device: it is alike, and in an updating level."""
+        """Whether a value is computed once per device: in a level with a shared program."""
         return (
             not self._is_own[node]
             and self._level[node] in self._updates
@@ -140,7 +157,7 @@ class _Cutter:
         )
 
     def _sinks(self) -> tuple[list[list[fx.Node]], list[list[fx.Node]]]:
-        """Returns, by level, what own and shared programs are run for."""
+        """Returns, by level, the values that own and shared programs must compute."""
         own: list[list[fx.Node]] = [[] for _ in range(self._num_levels)]
         shared: list[list[fx.Node]] = [[] for _ in range(self._num_levels)]
         for node in self._meets:
@@ -193,10 +210,10 @@ class _Cutter:
             known |= shared[level]
         return own, shared
 
-    # What programs hand to each other
+    # Values between programs
 
     def _save(self, own: list[set[fx.Node]], shared: list[set[fx.Node]]) -> None:
-        """Gives a slot to what one program computes and another one, or the caller, uses."""
+        """Gives a slot to each value that another program, or the caller, uses."""
         self._by: dict[tuple[int, bool], set[fx.Node]] = {}
         self._old: dict[tuple[int, bool], set[fx.Node]] = {}
         self._own_nodes, self._shared_nodes = own, shared
@@ -217,7 +234,7 @@ class _Cutter:
             self._use(value, self._num_levels, True, set())
 
     def _use(self, value: fx.Node, level: int, is_own: bool, here: set[fx.Node]) -> None:
-        """Notes that a program uses a value, which it does not compute itself."""
+        """Records that a program uses a value of another program."""
         if value in here or _is_result(value):
             return
         if value.op == "placeholder":
@@ -281,7 +298,7 @@ class _Cutter:
         return self._write_level[one], one.kind.is_own or self._alone
 
     def _is_overwritten(self, node: fx.Node, level: int, is_own: bool) -> bool:
-        """Whether a program that uses a value finds another one in its place."""
+        """Whether another program has overwritten an input before a program uses it."""
         one = self._inputs.get(node)
         # Shared programs of a level run before own ones.
         return one in self._writes and self._writer(one) < (level, is_own)
@@ -292,13 +309,13 @@ def _is_meet(node: fx.Node) -> bool:
 
 
 def _brought(meet: fx.Node) -> list[fx.Node]:
-    """Returns what a replica brings to a meeting."""
+    """Returns the tensors that a replica contributes at a collective point."""
     brought: Any = meet.args[0]
     return list(brought)
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether a node is one tensor of what a meeting returns."""
+    """Whether a node is one of the tensors that a collective point returns."""
     return any(_is_meet(before) for before in node.all_input_nodes)
 
 

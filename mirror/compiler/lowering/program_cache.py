@@ -1,35 +1,208 @@
-"""Kept: finished programs on disk, for the processes that follow. See [Note: Kept programs]."""
+"""Finished programs on disk, for later processes, by a key of all that they depend on.
+
+A second process traces the step as the first one did, because only the trace tells what its Python
+code does. The rest takes longer, and depends on the graph and on how it is compiled. So programs
+are looked up by a digest of:
+
+    the graph      every operation, with its arguments; sizes, strides, types, devices of inputs
+    the sizes      the dynamic ones, the guards on them, and their values in the trace
+    the meetings   the reductions at collective points, and the number of replicas
+    settings       of torch and inductor, and the environment variables that set them
+    the makers     mirror's own code, torch, Python, the compiler by its name, the processor
+
+Operations of other libraries may change under the same name: steps with any are not kept.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
+import os
 import pickle
+import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import BuiltinFunctionType
+from typing import Any
 
 import torch
+from torch import Tensor, fx
 
-from mirror.base.private_folder import private_folder, read_private
+from mirror.base.safe_files import private_folder, read_private
+from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.lowering.programs import CallableProgram
 from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan
-from mirror.compiler.torch_internals import Sizes, cache_folder, library_of, program_of_library
+from mirror.compiler.step_inputs import StepInput
+from mirror.compiler.torch_internals import (
+    Sizes,
+    cache_folder,
+    compiler_settings,
+    is_operation,
+    known_of_sizes,
+    library_of,
+    program_of_library,
+)
 
 logger = logging.getLogger(__name__)
 
 Ready = tuple["CallableProgram | None", "CallableProgram | None"]
 _CPU = torch.device("cpu")
 _INDEX = "step.pickle"
+_OURS_AND_TORCHS = ("aten", "prims", "mirror", "profiler")
+_ENVIRONMENT = ("TORCHINDUCTOR_", "TORCH_", "ATEN_")
+_COMPILERS = ("CXX", "CC", "CXXFLAGS", "CPPFLAGS", "CFLAGS", "LDFLAGS", "CPATH", "LIBRARY_PATH")
+_NO_SETTINGS = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_HOME")
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (bool, int, float, str, complex, bytes, type(None), *_NAMED)
+
+
+class _UnknownError(Exception):
+    """A value has no description that changes when the value does."""
+
+
+def program_key(
+    graph: fx.GraphModule,
+    inputs: Sequence[StepInput],
+    mode: Any,
+    meetings: Sequence[CollectivePoint],
+    num_replicas: int,
+    device: torch.device,
+) -> str | None:
+    """Returns a digest of all that a step's programs depend on; ``None`` if it is not known."""
+    try:
+        described = [
+            *_graph(graph),
+            *[_input(one) for one in inputs],
+            known_of_sizes(mode),
+            *[_meeting(meeting, inputs) for meeting in meetings],
+            f"{num_replicas} replicas, traced on {device}",
+            *settings(),
+            *makers(),
+        ]
+    except _UnknownError:
+        return None
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()
+
+
+def _graph(graph: fx.GraphModule) -> list[str]:
+    numbers: dict[fx.Node, int] = {}
+    lines = []
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise _UnknownError(node.op)
+        target = _target(node.target) if node.op == "call_function" else ""
+        arguments = "" if node.op == "placeholder" else _value([node.args, node.kwargs], numbers)
+        numbers[node] = len(numbers)
+        lines.append(f"{node.op} {target} {arguments}")
+    return lines
+
+
+def _target(target: Any) -> str:
+    if is_operation(target):
+        if target.namespace not in _OURS_AND_TORCHS:
+            raise _UnknownError(target)
+        return str(target)
+    module = getattr(target, "__module__", None) or ""
+    is_pythons = isinstance(target, BuiltinFunctionType) or module in ("_operator", "math")
+    if is_pythons or module.partition(".")[0] == "torch":
+        return f"{module}.{target.__qualname__}"
+    raise _UnknownError(target)
+
+
+def _value(value: Any, numbers: dict[fx.Node, int]) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{numbers[value]}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_value(entry, numbers) for entry in value)}]"
+    if isinstance(value, dict):
+        return _value([entry for item in value.items() for entry in item], numbers)
+    if isinstance(value, slice):
+        return _value(["slice", value.start, value.stop, value.step], numbers)
+    if isinstance(value, _PLAIN):
+        return f"{type(value).__name__} {value!r}"
+    raise _UnknownError(value)
+
+
+def _input(one: StepInput) -> str:
+    fake: Tensor = one.fake
+    layout = [fake.dtype, fake.device, fake.layout, fake.requires_grad, fake.is_conj()]
+    return f"{one.kind.value} {tuple(fake.shape)} {fake.stride()} {fake.storage_offset()} {layout}"
+
+
+def _meeting(meeting: CollectivePoint, inputs: Sequence[StepInput]) -> str:
+    slots = {id(one.of): i for i, one in enumerate(inputs)}
+    return f"meeting {meeting.op} {[slots.get(id(place)) for place in meeting.places]}"
+
+
+def settings() -> list[str]:
+    """Returns the settings of torch and of the environment that programs depend on.
+
+    Raises:
+        _UnknownError: a setting has no description of its own.
+    """
+    deterministic = torch.utils.deterministic
+    found = [
+        ("default dtype", torch.get_default_dtype()),
+        ("default device", torch.get_default_device()),
+        ("deterministic", torch.are_deterministic_algorithms_enabled()),
+        ("warn only", torch.is_deterministic_algorithms_warn_only_enabled()),
+        ("filled", deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
+        ("matmul precision", torch.get_float32_matmul_precision()),
+        ("mkldnn", torch.backends.mkldnn.enabled),
+        ("openmp", torch.backends.openmp.is_available()),
+    ]
+    of_environment = [
+        (name, value)
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(_ENVIRONMENT) or name in _COMPILERS) and name not in _NO_SETTINGS
+    ]
+    of_inductor = compiler_settings()
+    if " at 0x" in of_inductor:
+        raise _UnknownError(of_inductor)
+    return [*[f"{name}={value}" for name, value in (*found, *of_environment)], of_inductor]
+
+
+@functools.cache
+def makers() -> list[str]:
+    """Returns the versions of all that makes programs, and the processor."""
+    return [
+        f"mirror {_digest_of_sources(Path(__file__).parents[2])}",
+        f"torch {torch.__version__} {torch.version.git_version}",
+        f"python {sys.version} {sys.implementation.cache_tag}",
+        f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        _processor(),
+    ]
+
+
+def _digest_of_sources(folder: Path) -> str:
+    """Returns a digest of the source code in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    """Returns the features of the processor, for which programs are compiled."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part", "isa")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
 def store_program(key: str, pieces: StepPlan, levels: Sequence[Ready], sizes: Sizes) -> bool:
-    """Keeps programs that inductor has made for the CPU; returns whether they can be kept.
+    """Stores programs that inductor has compiled for the CPU; returns whether that was possible.
 
-    A process that is ended while it writes leaves nothing that another one would find.
+    A process that is killed while it writes leaves nothing that another one would load.
     """
     root = _root()
     if root is None:
@@ -90,7 +263,7 @@ def _without_graph(piece: ProgramPiece | None) -> ProgramPiece | None:
 
 
 def load_program(key: str) -> tuple[StepPlan, list[Ready], Sizes] | None:
-    """Returns what was kept by this key, ready to be called; ``None``: nothing, or no longer."""
+    """Returns the programs of a key, ready to be called; ``None`` if there are none."""
     root = _root()
     if root is None or not (root / key / _INDEX).exists():
         return None
@@ -107,8 +280,8 @@ def load_program(key: str) -> tuple[StepPlan, list[Ready], Sizes] | None:
             (_called(level.shared, of_shared, folder), _called(level.own, of_own, folder))
             for level, (of_shared, of_own) in zip(pieces.levels, numbers, strict=True)
         ]
-    except Exception as error:  # whatever lies there: it can be made anew
-        logger.info("programs of a compiled step are made anew: %s", error)
+    except Exception as error:  # a damaged file: the step is compiled again
+        logger.info("programs of a compiled step are compiled again: %s", error)
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)
         return None

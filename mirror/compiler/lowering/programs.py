@@ -1,18 +1,23 @@
-"""Programs: the pieces of a step as something to call, made of kernels of torch or compiled."""
+"""Programs: the pieces of a step as functions for each device, compiled or of torch's kernels.
+
+A step is traced once, on the first replica's device. Tensors that it creates there (zeros, masks,
+ranges) name that device, and so do copies to it. For another device ``retarget`` changes this name
+only. Tensors that the step keeps on the host stay there.
+"""
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mirror.compiler.custom_ops import DRAW
-from mirror.compiler.lowering.retarget import retarget, retarget_again
 from mirror.compiler.lowering.step_plan import ProgramPiece
-from mirror.compiler.torch_internals import Program, inductor_compiled
+from mirror.compiler.torch_internals import Program, inductor_compiled, traced
 
 Taking = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -21,14 +26,13 @@ class CallableProgram:
     """A piece of a step that is ready to be called.
 
     Args:
-        programs: by device, what takes the list of what the piece reads, and returns what it
-            gives.
+        programs: by device, a function of the list of inputs that returns the outputs.
 
     Attributes:
-        take: picks what it reads out of a replica's values.
-        gives: where what it gives belongs.
-        is_raw: whether it writes without a new version of what it writes.
-        work: about how much it has to do, in multiplications.
+        take: returns the inputs out of a replica's values.
+        gives: slots of the outputs.
+        is_raw: whether its writes leave the version of a tensor as it is.
+        work: its approximate number of multiplications.
     """
 
     __slots__ = ("gives", "is_own", "is_raw", "programs", "reads", "take", "work", "writes")
@@ -44,14 +48,14 @@ class CallableProgram:
         self.work = piece.work
 
     def run(self, values: list[Any], device: torch.device) -> None:
-        """Runs the piece on a replica's values, and keeps there what it gives."""
+        """Runs the piece on a replica's values, and stores its outputs there."""
         found = self.programs[device](list(self.take(values)))
         for slot, value in zip(self.gives, found, strict=True):
             values[slot] = value
 
 
 def taking(slots: list[int]) -> Taking:
-    """Returns what picks values out of their slots, several of them without Python."""
+    """Returns a function that picks values out of their slots, without Python if several."""
     if len(slots) > 1:
         return operator.itemgetter(*slots)
     return lambda values: [values[slot] for slot in slots]
@@ -60,7 +64,7 @@ def taking(slots: list[int]) -> Taking:
 def interpret_piece(
     piece: ProgramPiece, traced_on: torch.device, devices: Sequence[torch.device]
 ) -> CallableProgram:
-    """Returns a piece that calls torch's kernels one by one, as the step itself does."""
+    """Returns a program that calls torch's kernels one by one, as the step itself does."""
     assert piece.graph is not None
     graph = piece.graph
 
@@ -79,9 +83,9 @@ def interpret_piece(
 def compile_piece(
     piece: ProgramPiece, mode: Any, traced_on: torch.device, devices: Sequence[torch.device]
 ) -> CallableProgram:
-    """Returns a piece that is compiled: C++ on the CPU, Triton's kernels on GPUs.
+    """Returns a compiled program: C++ on the CPU, Triton's kernels on GPUs.
 
-    They name their device; those of the second one come from the compiler's cache.
+    Kernels name their device; those of a second device come from the compiler's cache.
     """
     assert piece.graph is not None
     graph = fx.GraphModule(piece.graph, fx.Graph())
@@ -117,7 +121,7 @@ def scatters_into_images(piece: ProgramPiece) -> bool:
 
 
 def _draw_by_kernel(graph: fx.GraphModule) -> None:
-    """Has what the step draws drawn by inductor, whose kernels fuse it with what uses it."""
+    """Replaces draws by inductor's own, which its kernels fuse with the use of the numbers."""
     prims = torch.ops.prims
     for node in list(graph.graph.nodes):
         if str(node.target) != DRAW:
@@ -131,3 +135,49 @@ def _draw_by_kernel(graph: fx.GraphModule) -> None:
         node.replace_all_uses_with(drawn)
         graph.graph.erase_node(node)
     graph.recompile()
+
+
+def retarget(
+    graph: fx.GraphModule, traced_on: torch.device, device: torch.device
+) -> fx.GraphModule:
+    """Returns a graph that creates tensors on ``device`` instead of ``traced_on``."""
+    if device == traced_on:
+        return graph
+    own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in own.graph.nodes:
+        if node.op == "call_function":
+            node.args = _move_constant(node.args, traced_on, device)
+            node.kwargs = _move_constant(node.kwargs, traced_on, device)
+    own.recompile()
+    return own
+
+
+def retarget_again(
+    graph: fx.GraphModule, mode: Any, traced_on: torch.device, device: torch.device
+) -> fx.GraphModule:
+    """Returns the same, with a fake value for every node: a compiler reads its device."""
+    if device == traced_on:
+        return graph
+    fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    with mode:
+        there = [
+            fake.to(device) if isinstance(fake, Tensor) and fake.device == traced_on else fake
+            for fake in fakes
+        ]
+    own = retarget(graph, traced_on, device)
+
+    def function(*inputs: Any) -> Any:
+        return own(*inputs)
+
+    return traced(function, mode, there)
+
+
+def _move_constant(arguments: Any, before: torch.device, after: torch.device) -> Any:
+    if isinstance(arguments, torch.device):
+        is_named = arguments.type == before.type and arguments.index in (None, before.index)
+        return after if is_named else arguments
+    if isinstance(arguments, dict):
+        return {name: _move_constant(value, before, after) for name, value in arguments.items()}
+    if isinstance(arguments, (list, tuple)):
+        return type(arguments)([_move_constant(value, before, after) for value in arguments])
+    return arguments

@@ -1,4 +1,4 @@
-"""Trace: one trace of a step, and what its inputs and results mean."""
+"""One trace of a step, with the meaning of its inputs and results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from mirror.compiler.capture.side_effects import UnchangedSurroundings
 from mirror.compiler.capture.traced_numbers import TracedNumbers, is_traced_number
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.capture.tracer import CollectivePoint, Tracer
-from mirror.compiler.comparable import StateMissing
-from mirror.compiler.state_tensors import StateTensor
-from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.compiler.step_errors import RunsUncompiled, StateMissing
+from mirror.compiler.step_inputs import InputKind, StateTensor, StepInput
 from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
@@ -28,22 +27,25 @@ from mirror.values import leaves_of, map_structure, rebuild_structure
 
 @dataclass(eq=False, slots=True)
 class StepTrace:
-    """A step, traced.
+    """A traced step.
 
     Attributes:
-        graph: what it does, as it does it: with writes in place.
-        device: what in the graph names the device of whoever runs it.
-        inputs: what it reads and writes; the first slots of its pieces.
-        fakes: what stood for the tensors among the arguments' leaves.
-        structure: what the step returns, with leaves in place of tensors.
-        leaves: those that are no tensors; of tensors that are to be numbers, their type.
-        is_tensor: of each leaf, whether it comes from a slot.
-        grads: what gradient each parameter is left with: a position in the results, or ``None``.
-        draws: how many places draw random numbers.
-        modes: the modes that the step leaves modules with, where it changes them.
-        rates_read: the optimizers whose learning rates are those of the trace.
+        graph: the operations of the step, with writes in place.
+        device: the device of the trace, which the graph names.
+        inputs: the tensors that it reads and writes; the first slots of its pieces.
+        fakes: the placeholders of the tensors among the arguments' leaves.
+        structure: the structure that the step returns.
+        leaves: the leaves of it that are not tensors; for a tensor that becomes a number, the
+            type of the number.
+        is_tensor: for each leaf, whether it comes from a slot.
+        grads: for each parameter, the position of its gradient in the results, or ``None``.
+        draws: the number of draws of random numbers.
+        modes: the modules that get another mode in the step, with that mode.
+        rates_read: the optimizers with learning rates that are constants of the trace.
         numbers: the numbers of Python that are inputs.
         traced_leaves: the numbers among the arguments' leaves that are inputs.
+        sets_weight: whether the last result is the weight that the step gives a replica.
+        scalers: the gradient scalers that it uses.
     """
 
     graph: fx.GraphModule
@@ -66,6 +68,8 @@ class StepTrace:
     rates_read: list[Optimizer]
     numbers: TracedNumbers
     traced_leaves: frozenset[int]
+    sets_weight: bool
+    scalers: list[Any]
 
 
 def trace_step(
@@ -88,15 +92,16 @@ def trace_step(
 
     Args:
         call: calls the step with these leaves of its arguments.
-        leaves: one replica's; its tensors are what the trace is made for.
-        own: of each leaf, whether every replica has one of its own.
-        grads: those that parameters have.
-        varying: what is an input, because it has changed between calls.
-        meets_alone: whether gradients are met where there is one replica, too: to be looked at.
+        leaves: the leaves of one replica, for which the trace is made.
+        own: for each leaf, whether every replica has its own.
+        grads: the gradients that parameters have.
+        varying: the values that are inputs, because they have changed between calls.
+        meets_alone: whether gradients have a collective point even with one replica.
 
     Raises:
-        CompileError: it does what no trace can follow.
-        StateMissing: it makes optimizer state.
+        CompileError: it cannot be traced.
+        StateMissing: it creates optimizer state.
+        RunsUncompiled: it checks a value where arguments have these sizes.
     """
 
     def tried(rates: str, inputs: VaryingInputs) -> _Try:
@@ -109,7 +114,7 @@ def trace_step(
     first = tried("tensors", varying)
     try:
         return first.traced(leaves, own)
-    except StateMissing:
+    except (RunsUncompiled, StateMissing):
         raise
     except Exception as error:
         others: list[tuple[str, VaryingInputs]] = []
@@ -133,10 +138,10 @@ def trace_step(
 
 
 class _Try:
-    """One try to follow a step, with stand-ins of its own.
+    """One attempt to trace a step, with placeholders of its own.
 
     Attributes:
-        tracer: what follows it.
+        tracer: the tracer of this attempt.
     """
 
     def __init__(
@@ -155,7 +160,7 @@ class _Try:
         self._left: dict[StateTensor, Tensor | None] = {}
 
     def traced(self, leaves: Sequence[Any], own: Sequence[bool]) -> StepTrace:
-        """Follows the step, called with these leaves; see ``trace_step``."""
+        """Traces the step, called with these leaves; see ``trace_step``."""
         stand_ins, tracer = self._stand_ins, self.tracer
         args = [self._stood_for(i, *one) for i, one in enumerate(zip(leaves, own, strict=True))]
         graph, inputs = trace_functional(
@@ -190,10 +195,12 @@ class _Try:
             traced_leaves=frozenset(
                 source.name for source in tracer.numbers.sources if source.optimizer is None
             ),
+            sets_weight=tracer.weight is not None,
+            scalers=list(tracer.scalers),
         )
 
     def _stood_for(self, index: int, leaf: Any, is_own: bool) -> Any:
-        """Returns what the step gets in place of a leaf of its arguments."""
+        """Returns the placeholder of a leaf of the arguments."""
         if not isinstance(leaf, Tensor):
             return self.tracer.numbers.argument(index, leaf, is_own=is_own)
         kind = InputKind.PART if is_own else InputKind.SHARED
@@ -201,7 +208,7 @@ class _Try:
         return self._stand_ins.add(kind, leaf, index, dynamic=dynamic, batched=is_own)
 
     def _followed(self, args: Sequence[Any]) -> Sequence[Tensor]:
-        """Calls the step; returns all that it leaves: results, then gradients."""
+        """Calls the step; returns results, gradients, and the weight if the step sets one."""
         with self._unchanged:
             result = self.tracer.trace(lambda: self._call(args))
         self._numbers = list(map(_number, leaves_of(result)))
@@ -230,19 +237,20 @@ class _Try:
             before.copy_(after)
         tensors = [leaf for leaf in leaves_of(self._result) if isinstance(leaf, Tensor)]
         tensors += [grad for grad in self._left.values() if grad is not None]
+        tensors += [] if self.tracer.weight is None else [self.tracer.weight]
         return [by_id.get(id(t), t).detach() for t in tensors]
 
 
 def _positions(
     left: dict[StateTensor, Tensor | None], first: int
 ) -> dict[StateTensor, int | None]:
-    """Returns where the gradients are that are left, numbered from ``first`` on."""
+    """Returns the positions of gradients in the results, from ``first`` on."""
     numbers = count(first)
     return {place: None if grad is None else next(numbers) for place, grad in left.items()}
 
 
 def _number(leaf: Any) -> type | None:
-    """Returns what a number that depends on inputs is outside of a trace."""
+    """Returns the type of a number that depends on inputs; ``None`` for other leaves."""
     if isinstance(leaf, torch.SymInt):
         return int
     return float if isinstance(leaf, torch.SymFloat) else None
@@ -259,5 +267,5 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def layout(tensor: Tensor) -> tuple[bool, bool]:
-    """Returns what of a tensor's layout programs are made for."""
+    """Returns the properties of a tensor that programs depend on."""
     return tensor.is_contiguous(), tensor.requires_grad

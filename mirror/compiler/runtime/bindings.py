@@ -1,4 +1,4 @@
-"""Bindings: the tensors that the inputs of a traced step are, on each replica."""
+"""Bindings: the tensors of a trace's inputs on each replica, found before every call."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mirror.compiler.capture.traced_numbers import evaluated, values_of
 from mirror.compiler.lowering.step_plan import StepPlan
 from mirror.compiler.lowering.step_trace import StepTrace
-from mirror.compiler.runtime.held_states import HeldStates
 from mirror.compiler.runtime.step_arguments import StepArguments
-from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.compiler.step_inputs import InputKind, StateTensor, StepInput
 from mirror.execution.replicas import Replicas
-from mirror.values import ABSENT
+from mirror.values import ABSENT, are_identical
 
 
 class Bindings:
-    """Finds the tensors of a trace's inputs; what it does in every call is little, and in C.
+    """Finds the tensors of a trace's inputs, with few Python operations in each call.
 
-    Parameters and optimizer state are those of the first replica on each device: the others of a
-    device read them, too.
+    Parameters and optimizer state are those of the first replica on each device. The other
+    replicas of the device read them, too.
 
     Attributes:
-        homes: of each device, the first replica.
+        homes: the first replica of each device.
     """
 
     def __init__(self, replicas: Replicas, trace: StepTrace, pieces: StepPlan) -> None:
         self._replicas, self._trace = replicas, trace
-        self._writes = [trace.inputs[i] for i in pieces.written]
         inputs = trace.inputs
+        self._written_own = [i for i in pieces.written if inputs[i].kind.is_own]
+        self._written_shared = [i for i in pieces.written if not inputs[i].kind.is_own]
         devices = list(replicas.devices)
         self.homes = tuple(devices.index(device) for device in dict.fromkeys(devices))
         self._home_of = [devices.index(device) for device in devices]
@@ -80,7 +81,7 @@ class Bindings:
         self._bind()
 
     def _bind(self) -> None:
-        """Finds all that stays from call to call."""
+        """Finds the tensors that are the same in each call."""
         inputs = self._trace.inputs
         self._bound = [held.tensors for _, states in self._state_slots for held in states]
         self._last_rates: list[Any] = [None] * len(self._rates)
@@ -101,14 +102,13 @@ class Bindings:
                 ]
             templates.append(template)
         self._templates = [[*template, *self._spare] for template in templates]
-        slot_of = {id(one): i for i, one in enumerate(inputs)}
-        self._written = [
-            templates[home][slot_of[id(one)]]
-            for one in self._writes
-            if not one.kind.is_own
+        self._copied = [
+            (one.value, templates[home][i])
+            for i, one in enumerate(inputs)
+            if one.value is not None
             for home in self.homes
+            if one.value.device != self._replicas.devices[home]
         ]
-        self._written_buffers = [one.of for one in self._writes if one.kind is InputKind.BUFFER]
 
     def _find(self, one: StepInput, r: int) -> Any:
         kind, device = one.kind, self._replicas.devices[r]
@@ -121,7 +121,7 @@ class Bindings:
         return self._own[r].get(kind)
 
     def hold(self) -> bool:
-        """Whether there is all that the trace found; takes what has been replaced."""
+        """Whether gradients and state are as in the trace; binds tensors that were replaced."""
         for place, was_there in self._trace.entering.items():
             if (_grad(place, 0) is not None) is not was_there:
                 return False
@@ -138,8 +138,33 @@ class Bindings:
             self._bind()
         return True
 
+    def changed(self) -> str | None:
+        """Returns which gradient or state is not as the trace found it, in words."""
+        for place, was_there in self._trace.entering.items():
+            is_there = _grad(place, 0) is not None
+            if is_there is not was_there:
+                then, now = [("None", "a tensor")[there] for there in (was_there, is_there)]
+                return f"the gradient of {place.name!r} was {then} and is {now}"
+        for slot, place in self._left:
+            grad, fake = _grad(place, 0), self._trace.inputs[slot].fake
+            if grad is not None and grad.stride() != fake.stride():
+                return (
+                    f"the gradient of {place.name!r} had strides {fake.stride()} and has "
+                    f"{grad.stride()}"
+                )
+        for lease, (_, states) in zip(self._trace.leases, self._state_slots, strict=True):
+            if not all(held.are_as_before() for held in states):
+                return f"the state of {type(lease.optimizer).__name__} has other tensors"
+        return None
+
+    def numbers_changed(self, arguments: StepArguments) -> str | None:
+        """Returns which comparison of numbers has another outcome, in words."""
+        numbers, names = self._trace.numbers, arguments.names()
+        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain()]
+        return next(filter(None, (numbers.changed(values, names) for values in found)), None)
+
     def take_numbers(self, arguments: StepArguments) -> bool:
-        """Finds the numbers that are inputs; returns whether they compare as in the trace."""
+        """Finds the numbers that are inputs; returns whether comparisons have the same outcome."""
         numbers = self._trace.numbers
         if not numbers.sources:
             return True
@@ -151,7 +176,7 @@ class Bindings:
         return True
 
     def _fill_numbers(self, active: tuple[int, ...]) -> None:
-        """Computes the numbers that are inputs, where what they are made of has changed."""
+        """Computes the numbers that are inputs, if their sources have changed."""
         now = [[r, *values] for r, values in zip(active, self._last_numbers or (), strict=False)]
         if not self._numbers or now == self._filled:
             return
@@ -169,13 +194,15 @@ class Bindings:
     def values(
         self, parts: dict[int, list[Any]], weights: Sequence[float] | None, count: int
     ) -> dict[int, list[Any]]:
-        """Returns the values that a call begins with, of each replica that takes part.
+        """Returns the values at the start of a call, of each replica that takes part.
 
         Args:
-            count: how many take part, of all workers'.
+            count: the number of replicas that take part, on all workers.
         """
         self._fill(tuple(parts), weights, count)
         self._fill_numbers(tuple(parts))
+        for found, copy in self._copied:  # the program may have changed what was found
+            copy.copy_(found)
         if self._trace.draws:
             seeds = torch.empty(len(parts), dtype=torch.int64, device="cpu").random_(0, 2**62)
             for r, seed in zip(parts, seeds.tolist(), strict=True):
@@ -195,7 +222,7 @@ class Bindings:
         return values
 
     def _fill(self, active: tuple[int, ...], weights: Sequence[float] | None, count: int) -> None:
-        """Fills in the numbers that are inputs: rates, weights, how many take part."""
+        """Writes rates, weights and the number of replicas into their tensors."""
         for i, (slot, optimizer, group) in enumerate(self._rates):
             rate = optimizer.param_groups[group]["lr"]
             if isinstance(rate, Tensor) or rate != self._last_rates[i]:
@@ -210,7 +237,7 @@ class Bindings:
                 self._own[r][InputKind.WEIGHT].fill_(1.0 if weights is None else weights[r])
 
     def idle(self, home: int) -> list[Any]:
-        """Returns the values of a device's first replica that takes no part itself."""
+        """Returns the values of a device's first replica if it is idle."""
         mine = self._templates[home].copy()
         for slot, place in self._left:
             mine[slot] = _grad(place, home)
@@ -219,20 +246,91 @@ class Bindings:
     def hand_on(
         self, home: int, values: list[Any], own: dict[int, list[Any]], slots: Sequence[int]
     ) -> None:
-        """Gives what a shared program has left to the device's other replicas."""
+        """Gives the outputs of a shared program to the other replicas of the device."""
         if slots:
             for r, mine in own.items():
                 if self._home_of[r] == home and r != home:
                     for slot in slots:
                         mine[slot] = values[slot]
 
-    def written(self, active: Sequence[int]) -> list[Tensor]:
-        """Returns the tensors that a call has changed."""
-        buffers = [place.on_replica(r) for place in self._written_buffers for r in active]
-        return [*self._written, *buffers]
+    def written(self, shared: dict[int, list[Any]], own: dict[int, list[Any]]) -> list[Tensor]:
+        """Returns the tensors that a call has changed, of devices and of replicas."""
+        found = [values[slot] for values in shared.values() for slot in self._written_shared]
+        return found + [values[slot] for values in own.values() for slot in self._written_own]
 
 
 def _grad(place: Any, home: int) -> Tensor | None:
     holder = place.owner if place.record is None else place.record.targets[home]
     grad: Tensor | None = holder.grad
     return grad
+
+
+class HeldStates:
+    """An optimizer's state tensors on one replica, in the order of a trace's inputs.
+
+    Args:
+        wanted: for each input, the parameter, and the name in its entry.
+        replica_id: the first replica on its device.
+
+    Raises:
+        KeyError: there is no such state.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, wanted: Sequence[tuple[StateTensor, Any]], replica_id: int
+    ) -> None:
+        self._optimizer, self._replica_id = optimizer, replica_id
+        self._wanted = list(wanted)
+        self._mirror: Any = vars(optimizer).get("_mirror") if replica_id else None
+        self._state: Any = None
+        self._entries: list[Any] = []
+        self._places: list[tuple[dict[Any, Any], Any]] = []
+        self.tensors = self.now()
+
+    def now(self) -> list[Tensor]:
+        """Returns the tensors of now.
+
+        Raises:
+            KeyError: one is missing.
+        """
+        mirror: Any = self._mirror
+        state = (
+            self._optimizer.state if mirror is None else mirror.states.state_of(self._replica_id)
+        )
+        # Past what the state of mirrored parameters does when it is looked into.
+        entries = [*dict.values(state)]
+        if state is not self._state or not are_identical(entries, self._entries):
+            self._places = self._find(state)
+            self._state, self._entries = state, entries
+        return [entry[name] for entry, name in self._places]
+
+    def _find(self, state: Any) -> list[tuple[dict[Any, Any], Any]]:
+        by_id = {id(key): entry for key, entry in dict.items(state)}
+        places = []
+        for place, name in self._wanted:
+            key = place.owner if self._mirror is None else place.on_replica(self._replica_id)
+            entry, device = by_id[id(key)], place.on_replica(self._replica_id).device
+            # Programs of GPUs count there: what the host counts, a CUDA graph would not see.
+            if not entry[name].dim() and entry[name].device != device:
+                entry[name] = entry[name].to(device)
+            places.append((entry, name))
+        return places
+
+    def are_as_before(self) -> bool:
+        """Whether the tensors are the same, or have the same layout; keeps the new ones."""
+        try:
+            tensors = self.now()
+        except KeyError:
+            return False
+        if are_identical(tensors, self.tensors):
+            return True
+        alike = all(
+            isinstance(now, Tensor)
+            and now.shape == then.shape
+            and now.dtype == then.dtype
+            and now.stride() == then.stride()
+            for now, then in zip(tensors, self.tensors, strict=True)
+        )
+        if alike:
+            self.tensors = tensors
+        return alike

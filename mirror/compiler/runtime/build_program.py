@@ -1,4 +1,4 @@
-"""Maker: makes a step's programs of a trace, and what tells when they hold no more."""
+"""ProgramBuilder: traces a step, and creates its programs and guards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from mirror.compiler.lowering.partitioner import pieces_of
-from mirror.compiler.lowering.program_cache import Ready, load_program, store_program
-from mirror.compiler.lowering.program_key import program_key
+from mirror.compiler.lowering.program_cache import Ready, load_program, program_key, store_program
 from mirror.compiler.lowering.programs import (
     CallableProgram,
     compile_piece,
@@ -28,17 +27,16 @@ from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.step_program import StepProgram
 from mirror.compiler.runtime.step_reductions import StepReductions
 from mirror.compiler.runtime.trace_guards import TraceGuards
-from mirror.compiler.state_tensors import state_tensors
-from mirror.compiler.step_inputs import InputKind
+from mirror.compiler.step_errors import first_line
+from mirror.compiler.step_inputs import InputKind, state_tensors
 from mirror.compiler.torch_internals import Sizes, sizes_of
-from mirror.compiler.user_lines import first_line
 from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.device.cuda_graph import CudaGraph, has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck
-from mirror.replica.modules.recording import suspend_recording
+from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.params.replicated_params import MirroredTensors
 
 logger = logging.getLogger(__name__)
@@ -47,7 +45,7 @@ _MAX_MESSAGE = 2000
 
 
 class ProgramBuilder:
-    """Makes the programs of one strategy's steps.
+    """Builds the programs of one strategy's steps.
 
     Args:
         mode: ``"inductor"``, ``"trace"``, or ``"auto"``: the former where there is a compiler.
@@ -71,9 +69,9 @@ class ProgramBuilder:
     def build(
         self, step: Callable[..., Any], arguments: StepArguments, varying: VaryingInputs
     ) -> tuple[TraceGuards, StepProgram]:
-        """Traces a step, called with these arguments, and makes its programs.
+        """Traces a step, called with these arguments, and builds its programs.
 
-        An open scope does not record the modules that the tracer and the compiler make.
+        An open scope does not record the modules that the tracer and the compiler create.
         """
         with suspend_recording():
             return self._build(step, arguments, varying)
@@ -107,7 +105,13 @@ class ProgramBuilder:
             meeting.lie = lie
         used = [one.of for one in traced.inputs if one.kind is InputKind.PARAMETER]
         assumptions = TraceGuards(
-            step, traced.modules, used, traced.leases, traced.rates_read, traced.numbers
+            step,
+            traced.modules,
+            used,
+            traced.leases,
+            traced.rates_read,
+            traced.numbers,
+            traced.scalers,
         )
         program = StepProgram(
             self._replicas,
@@ -125,7 +129,7 @@ class ProgramBuilder:
         return assumptions, program
 
     def _finish(self, trace_step: StepTrace) -> tuple[StepPlan, list[Ready], Sizes]:
-        """Returns the programs of a step: those that were kept, or new ones."""
+        """Returns the programs of a step, from the disk if they are there."""
         num_replicas = self._replicas.workers.num_replicas
         step = (
             trace_step.graph,
@@ -171,7 +175,7 @@ class ProgramBuilder:
             return interpret_piece(piece, trace_step.device, devices)
 
     def _launcher(self, trace_step: StepTrace) -> ParallelLaunch | CapturedPieces:
-        """Returns what runs the programs: as graphs where there are any, and they are wanted."""
+        """Returns the launcher of the programs: CUDA graphs where the device has them."""
         devices = self._replicas.devices
         if self._mode == "trace" or not has_graphs(devices[0]):
             return ParallelLaunch(self._replicas)

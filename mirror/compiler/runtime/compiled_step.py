@@ -1,11 +1,10 @@
-"""CompiledStep: what ``strategy.compile(step)`` returns; called with a distributed batch.
+"""CompiledStep: the function that ``strategy.compile(step)`` returns; takes a distributed batch.
 
-[Note: Errors in a trace]
-An error that stops a trace may be the user's own, as shapes that do not fit. Its text is then
-another one than that of an uncompiled step, because a trace has no values. So what is no refusal,
-and is not raised by torch's tracer itself, has the call run uncompiled: an error of the user's is
-raised there, as it would be without compiling. If there is none, the trace is at fault, and the
-call ends in a CompileError that says that it was made.
+An error in a trace may be the user's own, such as shapes that do not fit. Its text is then not
+that of an uncompiled step, because a trace has no values. So an error that is neither a refusal
+nor raised by torch's tracer itself makes the call run uncompiled, which raises the user's error.
+If that call succeeds, the trace was at fault, and the call ends in a CompileError that says that
+the step was executed.
 """
 
 from __future__ import annotations
@@ -18,11 +17,16 @@ from typing import Any, Protocol
 
 from mirror.base.dynamo import TRACERS
 from mirror.base.timeline import COMPILED, CROSS
-from mirror.compiler.comparable import ProgramFailed, StateMissing
 from mirror.compiler.runtime.param_sync import ParamSync
 from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares, WorkerConsensus
-from mirror.compiler.user_lines import first_line, line_of
+from mirror.compiler.step_errors import (
+    ProgramFailed,
+    RunsUncompiled,
+    StateMissing,
+    first_line,
+    line_of,
+)
 from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.errors import CompileError
 from mirror.values import ABSENT, PerReplica, is_number, rebuild_structure
@@ -42,18 +46,18 @@ Part = Callable[[int, Sequence[Any], Any], tuple[Sequence[int], Sequence[float] 
 
 
 class StepProgramProtocol(Protocol):
-    """A step's programs of one trace: a StepProgram, which is not imported before it is made."""
+    """The programs of one trace: a StepProgram, which is imported when the first is built."""
 
     trace: Any
     meets: HasCollectives
-
     structure: Any
+    weights: dict[int, float] | None
 
     def fits(self, part: Sequence[Any]) -> bool: ...
 
     def numbers_hold(self, arguments: StepArguments) -> bool: ...
 
-    def changed(self, part: Sequence[Any], names: Sequence[str]) -> str | None: ...
+    def what_changed(self, arguments: StepArguments, part: Sequence[Any] | None) -> str | None: ...
 
     def can_run(self) -> bool: ...
 
@@ -65,9 +69,9 @@ class StepProgramProtocol(Protocol):
 class CompiledStep:
     """A training step, run on all replicas as compiled programs.
 
-    Called as ``strategy.run(step, args, kwargs)`` calls it: ``compiled(batch)``. The first call is
-    not compiled, the second one traces; what a trace took for granted is compared before every
-    call, and a change traces anew. See [Note: Assumptions].
+    It takes the arguments of ``strategy.run(step, args, kwargs)``: ``compiled(batch)``. The first
+    call is not compiled, and the second one traces. Guards of the trace are compared before every
+    call, and a change causes a retrace. See [Note: Assumptions].
 
     Attributes:
         num_traces: how often the step has been traced.
@@ -98,10 +102,15 @@ class CompiledStep:
         self._fixes_sizes = False  # whether the step is another one for every size of a batch
         self._traced_at: deque[int] = deque(maxlen=MAX_TRACES)
         self._varying = VaryingInputs()
+        self._untraceable: set[Any] = set()  # signatures of arguments that run uncompiled
         self.num_traces = 0
 
+    def clear(self) -> None:
+        """Drops all programs, and what they keep alive; the next call traces again."""
+        self._programs.clear()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the step on all replicas; returns what ``strategy.run`` returns.
+        """Executes the step on all replicas; returns what ``strategy.run`` returns.
 
         Raises:
             CompileError: the step does what no trace can follow.
@@ -125,13 +134,13 @@ class CompiledStep:
         return result
 
     def _observe_first(self, args: Any, kwargs: Any) -> None:
-        """Notes what the first call is called with: what is another in the second one, varies."""
+        """Records the arguments of the first call: what differs in the second call varies."""
         active, _ = self._taking_part(self._coherence.num_replicas, args, kwargs)
         arguments = StepArguments(args, kwargs, active)
         self._varying.observe_arguments(arguments.structure, arguments.columns, arguments.own)
 
     def _run_uncompiled(self, args: Any, kwargs: Any) -> Any:
-        """Makes a call that has no program; see [Note: Errors in a trace]."""
+        """Runs a call that has no program; raises if only its trace has failed."""
         refused, self._refused = self._refused, None
         result = self._run(self._step, args, kwargs)
         if refused is not None:
@@ -139,7 +148,7 @@ class CompiledStep:
         return result
 
     def _refuse(self, refused: CompileError) -> None:
-        """Has a step that no trace can follow run uncompiled from now on, or raises."""
+        """Makes a step that cannot be traced run uncompiled from now on, or raises."""
         if not self._falls_back:
             raise refused
         logger.warning("%s; it runs uncompiled", refused)
@@ -148,9 +157,9 @@ class CompiledStep:
     def _call(
         self, args: Any, kwargs: Any, active: Sequence[int], weights: Any
     ) -> tuple[Any, bool] | None:
-        """Makes the step; returns the result, and whether an optimizer has stepped.
+        """Executes the step; returns the result, and whether an optimizer has stepped.
 
-        Returns ``None`` if it is not to be compiled.
+        Returns ``None`` if the call is to run uncompiled.
         """
         timeline = self._coherence.timeline
         timeline.use()
@@ -184,11 +193,15 @@ class CompiledStep:
         except ProgramFailed as failed:
             self._give_up_program(failed)
             return None
-        self._coherence.end(weighing.local)
+        local = weighing.local
+        if program.weights is not None:
+            weights = [program.weights.get(r, 0.0) for r in range(self._coherence.num_replicas)]
+            local = sum(weights)
+        self._coherence.end(local)
         return self._join(program, results, weights), bool(program.trace.leases)
 
     def _give_up_program(self, failed: ProgramFailed) -> None:
-        """Has the step run uncompiled from now on, because a program has failed; or raises."""
+        """Makes the step run uncompiled from now on, after a program has failed; or raises."""
         cause = failed.__cause__
         said = f"its program failed ({type(cause).__name__}: {str(cause)[:_MAX_MESSAGE]})"
         if failed.has_changed or self._coherence.has_other_workers:
@@ -227,14 +240,13 @@ class CompiledStep:
         return None
 
     def _must_not_trace(self, arguments: StepArguments) -> bool:
-        """Whether a batch is to run uncompiled: one of single examples, among larger ones.
+        """Whether a call must run uncompiled: with parts of one example among larger ones.
 
-        To a trace, a size of one is another program. A batch that is the last of its epoch is not
-        worth one; where such batches come one after the other, and all parts are alike, it is.
-        Nor is a batch without examples, which a worker has where there are too few for all: torch
-        divides by the number of examples while it traces a mean.
+        A size of one needs a program of its own. The last batch of an epoch is not worth one.
+        Several such batches in a row are, if the parts of all replicas have the same sizes. A
+        batch without examples is never traced: torch divides by their number in a mean.
         """
-        if arguments.has_empty():
+        if arguments.has_empty() or not self._untraceable.isdisjoint(arguments.signatures):
             return True
         are_mixed = len(set(arguments.signatures)) > 1
         if are_mixed and (self._fixes_sizes or arguments.is_odd()):
@@ -248,7 +260,7 @@ class CompiledStep:
         """Traces the step; returns ``None`` if this call is to run uncompiled."""
         if self._programs:
             why = self._what_changed(arguments)
-            logger.info("the compiled step %s is traced anew: %s", _name(self._step), why)
+            logger.info("the compiled step %s is traced again: %s", _name(self._step), why)
         if self._maker is None:
             self._maker = self._make_maker()
         self._observe(arguments)
@@ -256,6 +268,9 @@ class CompiledStep:
             program: StepProgramProtocol
             with self._coherence.timeline.compiling():
                 assumptions, program = self._maker.build(self._step, arguments, self._varying)
+        except RunsUncompiled:
+            self._untraceable.update(arguments.signatures)
+            return None
         except StateMissing:
             self._waits += 1
             if self._waits > MAX_TRACES:
@@ -294,18 +309,17 @@ class CompiledStep:
         return program if program.numbers_hold(arguments) else None
 
     def _what_changed(self, arguments: StepArguments) -> str:
-        """Returns why the last trace does not hold, in words."""
+        """Returns the reason why the last trace is not valid, in words."""
         assumptions, program, known = self._programs[0]
         if program.structure != arguments.structure:
             return "the arguments have another structure"
         unfit = [s for s in arguments.signatures if not known.get(s)]
-        changed = assumptions.changed()
-        if changed is None and unfit:
-            changed = program.changed(arguments.leaves(unfit[0]), arguments.names())
-        return changed or "gradients or optimizer state are others than they were"
+        part = arguments.leaves(unfit[0]) if unfit else None
+        changed = assumptions.changed() or program.what_changed(arguments, part)
+        return changed or "optimizer state or sizes are not those of the trace"
 
     def _observe(self, arguments: StepArguments) -> None:
-        """Finds what has changed since the last trace, and is an input of the next one."""
+        """Finds the values that have changed since the last trace: inputs of the next one."""
         varying = self._varying
         varying.observe_arguments(arguments.structure, arguments.columns, arguments.own)
         leases = [lease for _, program, _ in self._programs for lease in program.trace.leases]

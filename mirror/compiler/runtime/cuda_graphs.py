@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from mirror.compiler.lowering.programs import CallableProgram
+from mirror.compiler.step_errors import first_line
 from mirror.compiler.torch_internals import DispatchMode
-from mirror.compiler.user_lines import first_line
 from mirror.device.cuda_graph import DeviceGraph
 from mirror.values import are_identical
 

@@ -1,13 +1,11 @@
-"""Launches the replicas' programs on threads at once, where they are long enough to gain.
+"""Launches the programs of the replicas on several threads at once, where that pays.
 
-[Note: At once]
-A compiled program lets go of Python's lock, so those of simulated devices can run side by side,
-each with its share of the caller's intra-op threads. Small programs are over before a thread has
-woken up: they run in turn, each in one thread, because a team of threads that meets after each
-small kernel takes twice the time of one (1.0 and 2.4 ms for a step of an MLP of eight layers of 64
-on two replicas and two cores). What is run how must not depend on a clock, because a product of
-matrices by two threads may differ from that by one in the last bit: it is decided by how much the
-program has to do, which its graph tells.
+A compiled program releases the GIL, so the programs of simulated devices can run side by side,
+each with its share of the caller's intra-op threads. Small programs end before a thread has woken
+up. They run in turn, each in one thread: a team of threads that synchronizes after each small
+kernel takes twice as long as one thread (1.0 and 2.4 ms for a step of an MLP of eight layers of 64
+on two replicas and two cores). The choice must not depend on a clock, because two threads may
+round a matrix product differently from one. It depends on the amount of work in the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.base.at_fork import reinit_after_fork
+from mirror.base.process_bound import reinit_after_fork
 from mirror.compiler.lowering.programs import CallableProgram
 from mirror.execution.replicas import Replicas
 
@@ -34,10 +32,10 @@ class ParallelLaunch:
     """Runs a program on all replicas, in turn or at once.
 
     Args:
-        replicas: who they are; on GPUs one thread launches all programs.
+        replicas: the replicas; on GPUs one thread launches all programs.
 
     Attributes:
-        is_raw: whether it writes, whatever it runs, without a new version of what it writes.
+        is_raw: whether its writes leave the version of a tensor as it is, for every program.
     """
 
     is_raw = False
@@ -88,7 +86,7 @@ class ParallelLaunch:
     def remaining(
         self, results: dict[int, Sequence[Tensor]], grads: dict[Any, Tensor | None]
     ) -> tuple[dict[int, Sequence[Tensor]], dict[Any, Tensor | None]]:
-        """Returns what a step gives and leaves: nobody writes to it again."""
+        """Returns results and gradients as they are: no later call writes to them."""
         return results, grads
 
     def _threads(self, num: int) -> ThreadPoolExecutor:

@@ -1,10 +1,10 @@
-"""Coherence: a compiled step beside all else that a program does with a strategy.
+"""ParamSync: keeps parameters, gradients and state equal between compiled steps and other code.
 
 [Note: Compiled steps and copies]
-To everybody else a compiled step is a change of the first copies in the cross-replica context: of
-parameters, optimizer state, and gradients. Replicas that share a device read one copy; the others
-are behind until something that is not compiled needs them. Buffers are every replica's own, as in
-a run.
+To the rest of the strategy a compiled step looks like a write to the first copies in the
+cross-replica context: of parameters, optimizer state, and gradients. Replicas that share a device
+read one copy. The other copies are stale until uncompiled code needs them. Buffers are every
+replica's own, as in a run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.compiler.state_tensors import StateTensor
-from mirror.execution.lifecycle import AllLifecycleHooks
+from mirror.compiler.step_inputs import StateTensor
+from mirror.execution.lifecycle import AllLifecycleHooks, step_ends
 from mirror.execution.replica_rng import with_rng_of
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced
@@ -33,11 +32,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StateChanges:
-    """What a step changes of what others see.
+    """The changes of a step that the rest of the strategy sees.
 
     Attributes:
-        variables, buffers: records of mirrored ones.
-        optimizers: those that it steps.
+        variables, buffers: the records of parameters and buffers.
+        optimizers: the optimizers that it steps.
     """
 
     variables: list[Any]
@@ -46,13 +45,13 @@ class StateChanges:
 
 
 class ParamSync:
-    """Keeps what compiled steps change equal to what all else sees.
+    """Synchronizes the state of compiled steps and of the rest of the strategy.
 
     Args:
-        parts: those to be told before a compiled step: all but values and gradients.
+        parts: the hooks to call before a compiled step: all except values and gradients.
 
     Attributes:
-        timeline: where the time of the replicas' steps goes.
+        timeline: the times of the replicas' steps.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ParamSync:
         return optimizers_of(self._replicas).optimizers()
 
     def alone(self, call: Callable[[], T]) -> T:
-        """Calls ``call`` while no run is going on, and none can begin."""
+        """Calls ``call`` while no run is active, and none can begin."""
         workers = self._replicas.workers
         if workers.is_multi_process:
             drawing = partial(with_rng_of, workers, call)
@@ -83,11 +82,11 @@ class ParamSync:
         return self._runner.exclusive(call, "a compiled step")
 
     def begin(self) -> None:
-        """Notes that replicas may differ: what does not end is put right at the next use."""
+        """Records that replicas may differ: if the step fails, the next use repairs them."""
         self._runner.unfinished = True
 
     def cancel(self) -> None:
-        """Notes that a step has ended before it changed anything."""
+        """Records that a step has ended before it changed anything."""
         self._runner.unfinished = False
 
     @property
@@ -96,7 +95,7 @@ class ParamSync:
         return self._replicas.workers.is_multi_process
 
     def end(self, weight: float) -> None:
-        """Notes that a step has ended well, in which this worker's replicas counted so much."""
+        """Records that a step has succeeded, with this weight of the worker's replicas."""
         workers = self._replicas.workers
         if workers.is_multi_process:  # to them it is an outermost run
             workers.run_weights.clear()
@@ -105,11 +104,11 @@ class ParamSync:
         self._runner.unfinished = False
 
     def wants_eager(self) -> bool:
-        """Whether what is going on around a call is nothing for a compiled one."""
+        """Whether the context of a call makes it run uncompiled."""
         return torch.is_inference_mode_enabled() or self._access.unreduced.deferring
 
     def prepare(self) -> None:
-        """Makes the first copies what the cross-replica context left."""
+        """Brings the changes of the cross-replica context to the first copies."""
         if self._runner.unfinished and self._runner.running is None:
             self._runner.recover()
         self._parts.prepare()
@@ -118,18 +117,18 @@ class ParamSync:
             self._variables.sync_changed()
 
     def _reduce_waiting(self) -> None:
-        """Reduces what waits, as ``no_sync`` leaves it: a step must find it in ``p.grad``."""
+        """Reduces deferred gradients: a step must find them in ``p.grad``."""
         unreduced = self._access.unreduced
         if unreduced.deferred or unreduced.have_arrived():
             self._access.distribute_common()
             unreduced.flush()
 
     def end_step(self) -> None:
-        """Tells whoever hears of the ends of steps that a compiled one has ended."""
+        """Notifies the listeners of ends of steps."""
         step_ends.notify(self.timeline)
 
     def gradients(self, places: Sequence[StateTensor]) -> dict[StateTensor, Tensor]:
-        """Returns the gradients that there are."""
+        """Returns the gradients of parameters that have one."""
         self._access.distribute_common()
         found = {}
         for place in places:
@@ -140,7 +139,7 @@ class ParamSync:
         return found
 
     def take_gradients(self) -> None:
-        """Gives the replicas the gradients that the last compiled step left."""
+        """Gives the replicas the gradients of the last compiled step."""
         self._access.distribute_common()
 
     def stepped(
@@ -149,7 +148,7 @@ class ParamSync:
         grads: dict[StateTensor, Tensor | None],
         active: tuple[int, ...],
     ) -> None:
-        """Notes what a compiled step has changed, and the gradients that it leaves."""
+        """Records the changes of a compiled step, and the gradients that it leaves."""
         if changes.optimizers:
             self._replicas.workers.num_steps += 1
         for buffer in changes.buffers:

@@ -1,4 +1,4 @@
-"""Arguments: what a compiled step is called with, by leaf and by replica."""
+"""StepArguments: the arguments of a compiled call, by leaf and by replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.compiler.comparable import comparable
+from mirror.compiler.free_variables import comparable
 from mirror.values import (
     PerReplica,
     children_of,
@@ -21,14 +21,14 @@ _LEAVES = (Tensor, PerReplica, int, float, str, type(None))
 
 
 class StepArguments:
-    """The arguments of one call. What is done per replica is done by the interpreter's C.
+    """The arguments of one call; work per replica is in list operations of the interpreter.
 
     Attributes:
         active: the replicas that take part.
-        own: of each leaf, whether every replica has one of its own.
-        signatures: of each replica's leaves, what a program may have been made for.
-        tensors: of each replica, the tensors among its leaves.
-        columns: of each leaf, its value on each replica that takes part.
+        own: for each leaf, whether every replica has its own.
+        signatures: for each replica, the properties of its leaves that a program depends on.
+        tensors: for each replica, the tensors among its leaves.
+        columns: for each leaf, its value on each replica that takes part.
     """
 
     def __init__(self, args: Any, kwargs: Any, active: Sequence[int]) -> None:
@@ -73,21 +73,21 @@ class StepArguments:
 
     @property
     def structure(self) -> Any:
-        """What holds the leaves: those of one structure are not those of another one."""
+        """A key for the structure around the leaves."""
         args, kwargs = self._tree
         if not kwargs and all(isinstance(arg, _LEAVES) for arg in args) and not self._structures:
             return len(args)
         return describe_structure(self._tree), *self._structures
 
     def names(self) -> list[str]:
-        """Returns, for each leaf, what an error calls it."""
+        """Returns a name for each leaf, for messages."""
         args, kwargs = self._tree
         named = [*((f"argument {i}", arg) for i, arg in enumerate(args))]
         named += [(f"argument {name!r}", value) for name, value in kwargs.items()]
         return [leaf for name, value in named for leaf in _named_leaves(name, value)]
 
     def plain(self) -> list[dict[int, Any]]:
-        """Returns, for each replica that takes part, its leaves that are no tensors."""
+        """Returns, for each replica that takes part, its leaves that are not tensors."""
         found = [(i, c) for i, c in enumerate(self.columns) if not isinstance(c[0], Tensor)]
         return [{i: c[row] for i, c in found} for row in range(len(self.active))]
 
@@ -107,7 +107,7 @@ class StepArguments:
         )
 
     def caller(self, step: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
-        """Returns what calls ``step`` with given leaves in place of a replica's."""
+        """Returns a function that calls ``step`` with given leaves instead of a replica's."""
         tree = self._tree
 
         def call(leaves: Sequence[Any]) -> Any:
@@ -138,7 +138,7 @@ def _take(leaf: Any, found: Iterator[Any]) -> Any:
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """Returns a tensor laid out in a way that a program may have been made for."""
+    """Returns a tensor in a layout that programs take: contiguous, or channels last."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor
     return tensor.contiguous()

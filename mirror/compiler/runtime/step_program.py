@@ -1,4 +1,4 @@
-"""StepProgram: one trace of a step, made ready, and run on all replicas."""
+"""StepProgram: the programs of one trace of a step, run on all replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mirror.base.timeline import CROSS, PROGRAMS, REDUCTION, SHARED_PROGRAMS
-from mirror.compiler.comparable import PLAIN, ProgramFailed
+from mirror.compiler.free_variables import PLAIN
 from mirror.compiler.lowering.programs import CallableProgram, Taking, taking
 from mirror.compiler.lowering.step_plan import StepPlan
 from mirror.compiler.lowering.step_trace import StepTrace, layout
@@ -21,10 +21,10 @@ from mirror.compiler.runtime.param_sync import ParamSync, StateChanges
 from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.step_reductions import StepReductions
 from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares
-from mirror.compiler.state_tensors import StateTensor
-from mirror.compiler.step_inputs import InputKind
+from mirror.compiler.step_errors import ProgramFailed
+from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.compiler.torch_internals import Sizes
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, check_weight
 from mirror.replica.collectives.collectives import all_reduce_payloads
 from mirror.replica.collectives.over_workers import Participants
 from mirror.values import ABSENT
@@ -34,19 +34,19 @@ class StepProgram:
     """A traced step on all replicas.
 
     Args:
-        replicas: who they are.
-        pieces: what it is cut into.
-        levels: of each level the programs that are run, shared and own.
-        sizes: for which sizes of its arguments they hold.
-        leaves: the leaves of one replica's arguments that the trace was made for; no tensor of
-            them has memory.
-        structure: what holds them.
-        bindings: finds the tensors that the trace's inputs are.
+        replicas: the replicas.
+        pieces: the plan of the step.
+        levels: for each level, its shared and its own program.
+        sizes: the sizes of arguments for which they are valid.
+        leaves: one replica's leaves of the arguments in the trace; its tensors have no memory.
+        structure: the structure of the arguments.
+        bindings: finds the tensors of the trace's inputs.
         reductions: reduces local gradients.
         launcher: runs programs of all replicas.
 
     Attributes:
-        meets: what they meet for.
+        meets: the collective points.
+        weights: by replica, the weights that the last call has set; ``None`` if it sets none.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class StepProgram:
         self.meets = HasCollectives(
             [(one.op, _names(one.places), one.lie) for one in trace.meetings]
         )
+        self.weights: dict[int, float] | None = None
         self._has_run = self._may_have_changed = False
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._before: Tensor | None = None  # the state of the generator that gives seeds
@@ -84,9 +85,9 @@ class StepProgram:
         )
 
     def fits(self, part: Sequence[Any]) -> bool:
-        """Whether the trace holds for these leaves of a replica's arguments.
+        """Whether the trace is valid for these leaves of a replica's arguments.
 
-        What it has as inputs of numbers among them is looked at by ``numbers_hold``.
+        ``numbers_hold`` checks the numbers among them that are inputs.
         """
         tensors = [leaf for leaf in part if isinstance(leaf, Tensor)]
         trace = self.trace
@@ -97,7 +98,7 @@ class StepProgram:
         )
 
     def _plain(self, part: Sequence[Any]) -> list[Any]:
-        """Returns the leaves that the trace has as constants, and of which type they are."""
+        """Returns the leaves that are constants of the trace, with their types."""
         traced = self.trace.traced_leaves
         return [
             (type(leaf), leaf)
@@ -106,14 +107,20 @@ class StepProgram:
         ]
 
     def numbers_hold(self, arguments: StepArguments) -> bool:
-        """Whether the numbers that are inputs compare as they did in the trace."""
+        """Whether comparisons of numbers have the same outcomes as in the trace."""
         return self._bindings.take_numbers(arguments)
 
-    def changed(self, part: Sequence[Any], names: Sequence[str]) -> str | None:
-        """Returns which of a replica's leaves is another than in the trace, in words."""
+    def what_changed(self, arguments: StepArguments, part: Sequence[Any] | None) -> str | None:
+        """Returns a difference to the trace in words: of a leaf, a number, or state."""
+        found = None if part is None else self._leaf_changed(part, arguments.names())
+        return found or self._bindings.numbers_changed(arguments) or self._bindings.changed()
+
+    def _leaf_changed(self, part: Sequence[Any], names: Sequence[str]) -> str | None:
         if len(part) != len(self._leaves):
             return f"there are {len(part)} arguments, and were {len(self._leaves)}"
-        for name, then, now in zip(names, self._leaves, part, strict=True):
+        for i, (name, then, now) in enumerate(zip(names, self._leaves, part, strict=True)):
+            if i in self.trace.traced_leaves:
+                continue
             if isinstance(then, Tensor) and isinstance(now, Tensor):
                 before, after = _described(then), _described(now)
                 if before != after:
@@ -123,7 +130,7 @@ class StepProgram:
         return None
 
     def can_run(self) -> bool:
-        """Whether what the step found outside of itself is there: state, gradients."""
+        """Whether the state and the gradients that the trace uses are there."""
         if self.trace.entering:
             self._coherence.take_gradients()
         return self._bindings.hold()
@@ -132,12 +139,12 @@ class StepProgram:
     def run(
         self, parts: dict[int, list[Any]], weights: Sequence[float] | None, weighing: HasShares
     ) -> dict[int, Sequence[Tensor]]:
-        """Runs the step; returns what it gives, by replica that takes part.
+        """Runs the step; returns its results, by replica that takes part.
 
         Args:
             parts: by replica that takes part, the tensors among its leaves.
-            weights: by replica, what it counts for; ``None``: all the same.
-            weighing: what they count for among those of all workers.
+            weights: the weights of the replicas; ``None`` if all are equal.
+            weighing: the weights of the replicas of all workers.
 
         Raises:
             ProgramFailed: a program has raised an error.
@@ -167,7 +174,7 @@ class StepProgram:
         self._has_run = True
         self._undo.clear()
         if self._is_raw:
-            increment_version(bindings.written(active))
+            increment_version(bindings.written(shared, own))
         for module, mode in self.trace.modes:
             module.training = mode
         slots = self.pieces.results
@@ -182,6 +189,8 @@ class StepProgram:
                 if at is not None and grads[place] is ABSENT:
                     grads[place] = first[slots[at]].to(self._replicas.devices[home])
         results = {r: self._results(values) for r, values in own.items()}
+        if self.trace.sets_weight:
+            self.weights = {r: check_weight(values[slots[-1]]) for r, values in own.items()}
         results, grads = self._launcher.remaining(results, grads)
         self._coherence.stepped(self._changes, grads, active)
         return results
@@ -189,7 +198,7 @@ class StepProgram:
     def _launch(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
         """Runs a program on the values of some replicas.
 
-        What programs change is copied before their first run, and is put back if one fails.
+        Before the first run, the tensors that it writes are copied. They are restored if it fails.
 
         Raises:
             ProgramFailed: the program has raised an error.
@@ -218,11 +227,12 @@ class StepProgram:
         shared: dict[int, list[Any]],
         shares: dict[int, float],
     ) -> None:
-        """Has the replicas meet: reduces what they bring, and gives each the result."""
+        """Reduces the tensors of all replicas at a collective point; gives each the result."""
         meeting = self.trace.meetings[number]
         payloads = {r: list(brought(values)) for r, values in own.items()}
         if meeting.op is None:
             self._replicas.timeline.begin(CROSS, REDUCTION, "gradients")
+            shares = dict.fromkeys(shares, 1.0) if meeting.is_weighed else shares
             reduced = self._reductions.reduce(payloads, shares, meeting)
             self._replicas.timeline.end(CROSS, REDUCTION)
         else:
@@ -247,12 +257,12 @@ def _shown(value: Any) -> str:
 
 
 def _names(places: Sequence[StateTensor]) -> list[str]:
-    """Returns the names of parameters as they were registered: paths are searched for."""
+    """Returns the names of parameters in their records; to find paths would take a search."""
     return [getattr(place.record, "name", "?") for place in places]
 
 
 def _changes(trace: StepTrace, pieces: StepPlan) -> StateChanges:
-    """Returns what a step changes of what others see."""
+    """Returns the changes of a step that the rest of the strategy sees."""
     changed = [(trace.inputs[i].kind, trace.inputs[i].of) for i in pieces.written]
 
     def records(wanted: InputKind) -> list[Any]:

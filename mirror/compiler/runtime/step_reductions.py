@@ -1,4 +1,4 @@
-"""Reductions: the local gradients of a compiled step, reduced over the replicas."""
+"""StepReductions: reduces the local gradients of compiled steps over the replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.compiler.capture.tracer import CollectivePoint
-from mirror.compiler.state_tensors import StateTensor
+from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import GradientError
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduce_ops import MovedTensors, Reducer
@@ -19,11 +19,11 @@ _WHAT = "gradients of a compiled step"
 
 
 class StepReductions:
-    """Reduces what compiled programs leave of gradients, by the rules of every other reduction.
+    """Reduces the local gradients of compiled programs, by the rules of uncompiled steps.
 
     Args:
         reducer: sums over the replicas.
-        finite: what looks whether gradients are, before they are reduced.
+        finite: checks that gradients are finite before they are reduced; ``None``: no check.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class StepReductions:
         """Returns the weighted sums of all workers, on each replica that takes part, and device.
 
         Raises:
-            GradientError: one is not finite, on any worker, and that is looked at.
-            WorkerLostError: a worker is gone.
+            GradientError: a gradient on any worker is not finite, and the check is on.
+            WorkerLostError: a worker has exited.
         """
         if self._finite is not None:
             try:
@@ -98,7 +98,7 @@ class StepReductions:
                     tensor.copy_(flat.view(tensor.shape))
 
     def _flat(self, tensor: Tensor) -> Tensor:
-        """Returns what travels of a tensor: itself, where it can."""
+        """Returns a tensor as it is sent, flat and in the wire dtype."""
         wire = self._reducer.wire_dtype
         return tensor.reshape(-1) if wire is None else tensor.reshape(-1).to(wire)
 
@@ -131,7 +131,7 @@ def _weigh(grads: list[Tensor], share: float) -> None:
 
 
 class _NamedGradient:
-    """A parameter, as errors name it."""
+    """A parameter with its name for errors."""
 
     def __init__(self, place: StateTensor) -> None:
         self._tensor = place.owner

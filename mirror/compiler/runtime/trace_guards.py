@@ -1,21 +1,20 @@
-"""Assumptions: what a trace took for granted; told apart what has changed since, in microseconds.
+"""TraceGuards: facts that a trace takes for granted, compared before every call in microseconds.
 
 [Note: Assumptions]
-A program is right as long as the step's Python code would do what it did at the trace. What that
-depends on is compared before every call, as a few lists in the interpreter's C:
+A program is right as long as the step's Python code would do the same as in the trace. The values
+that this depends on are compared before every call, as a few lists in the interpreter's C:
 
     thread      grad mode, autocast, default dtype
-    modules     those called: modes, numbers and strings among the attributes, submodules, hooks
-    parameters  that they are the same, where they lie, whether they require gradients
+    modules     of those called: modes, numbers and strings among attributes, submodules, hooks
+    parameters  their identity, their memory, whether they require gradients
     optimizers  groups: their parameters and options, but for learning rates and options that
                 have changed before, which are inputs
-    around      plain values of globals, closure cells, defaults and ``self`` of the step's
-                function, and of the user's functions that it names, and what is in the objects,
-                dicts and lists there; which objects there are: [Note: Around a step]
+    names       values of globals, closure cells, defaults and ``self`` of the step, and of the
+                user's functions that it names: see ``FreeVariables``
     arguments   sizes, dtypes, plain values: see ``StepProgram.fits``
 
-What a change of another kind does (a file, an entry of a container of thousands) a program does
-not see: pass such values as arguments.
+Other changes (a file, an entry of a container of thousands) are not detected: pass such values
+as arguments.
 """
 
 from __future__ import annotations
@@ -31,19 +30,23 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import hooks_of, step_hooks
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
-from mirror.compiler.comparable import PLAIN, SameObject, comparable
-from mirror.compiler.free_variables import FreeVariables
-from mirror.compiler.state_tensors import StateTensor
+from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, comparable
+from mirror.compiler.step_inputs import StateTensor
 from mirror.compiler.torch_internals import MODULE_HOOKS
 from mirror.replica.modules.module_dicts import ReplicaDict
 
+_SCALER = [
+    *["enabled, growth_factor, backoff_factor or growth_interval of a GradScaler"] * 4,
+    *["the tensors of a GradScaler"] * 2,
+]
+
 
 class GuardedValue:
-    """One list of things to compare.
+    """One list of values to compare.
 
     Args:
-        names: says what entry ``i`` is.
-        look: returns what there is now.
+        names: the description of each value.
+        look: returns the values of now.
     """
 
     __slots__ = ("_look", "_names", "_then")
@@ -53,11 +56,11 @@ class GuardedValue:
         self._then = look()
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Whether all values are those of the trace."""
         return self._look() == self._then
 
     def changed(self) -> str | None:
-        """Returns what has changed, in words; ``None``: nothing."""
+        """Returns the first change in words; ``None`` if there is none."""
         now = self._look()
         if now == self._then:
             return None
@@ -74,10 +77,10 @@ def _shown(value: Any) -> str:
 
 
 class _NamedValue(Sequence[str]):
-    """What is watched of parameters; their names, for which all objects are searched, when asked.
+    """Descriptions of values of parameters; paths are searched for only when one is used.
 
     Args:
-        what: is watched of each.
+        what: the kind of value.
     """
 
     def __init__(self, what: str, places: Sequence[StateTensor]) -> None:
@@ -91,15 +94,16 @@ class _NamedValue(Sequence[str]):
 
 
 class TraceGuards:
-    """What a trace took for granted. See [Note: Assumptions].
+    """The guards of a trace. See [Note: Assumptions].
 
     Args:
         step: the user's function.
-        modules: those that it has called.
+        modules: the modules that it has called.
         places: the parameters that it uses.
         leases: the optimizers that it steps.
-        rates_read: the optimizers whose learning rates it has read as numbers.
+        rates_read: the optimizers with learning rates that it has read as numbers.
         numbers: the options that are inputs, which may change.
+        scalers: the gradient scalers that it uses.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class TraceGuards:
         leases: Sequence[TracedSwap],
         rates_read: Sequence[Optimizer],
         numbers: TracedNumbers,
+        scalers: Sequence[Any] = (),
     ) -> None:
         self._watched = [
             thread_state(),
@@ -117,20 +122,21 @@ class TraceGuards:
             *_of_parameters(places),
             *[_of_optimizer(lease, numbers) for lease in leases],
             *[_of_rates(optimizer) for optimizer in rates_read],
+            *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
             _of_what_is_around(step, modules),
         ]
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
+        """Whether all values are those of the trace."""
         return all(watched.holds() for watched in self._watched)
 
     def changed(self) -> str | None:
-        """Returns what has changed, in words; ``None``: nothing."""
+        """Returns the first change in words; ``None`` if there is none."""
         return next(filter(None, (watched.changed() for watched in self._watched)), None)
 
 
 def thread_state() -> GuardedValue:
-    """Watches what torch is told by the thread."""
+    """Guards the modes of torch in this thread."""
     kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
 
     def look() -> list[Any]:
@@ -248,7 +254,7 @@ def _of_optimizer(lease: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
 
 
 def _of_rates(optimizer: Optimizer) -> GuardedValue:
-    """Watches learning rates that a step has read as numbers."""
+    """Guards learning rates that a step has read as numbers."""
 
     def look() -> list[Any]:
         return [comparable(group.get("lr")) for group in optimizer.param_groups]

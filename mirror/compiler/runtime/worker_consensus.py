@@ -1,14 +1,14 @@
-"""Agreement: all workers make a call of a step compiled, or none does.
+"""WorkerConsensus: all workers run a call of a step compiled, or none does.
 
 [Note: Compiled steps of workers]
-Whether a call is compiled is found by each worker: sizes, state and assumptions are its own. But a
-compiled step meets the others elsewhere than an uncompiled one. So ahead of each call the workers
-say, in one exchange of a few bytes, what they have, and what their examples count for:
+Each worker decides whether it has a program for a call: sizes, state and guards are its own. But a
+compiled step has other collectives than an uncompiled one. So before each call the workers
+exchange a few bytes: whether they have a program, and the weights of their examples.
 
-    all have programs            these run; gradients count ``w_r / W``, W of all workers
-    some have none               the call is uncompiled on all
-    some will never have any     so are all calls from now on
-    programs that meet unlike    a DivergenceError
+    all have programs               these run; a gradient's share is ``w_r / W``, W of all workers
+    one has none                    the call is uncompiled on all workers
+    one will never have any         all calls are uncompiled from now on
+    programs differ in collectives  DivergenceError
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.execution.run_state import shares_of
+from mirror.execution.replicas import shares_of
 
 _CALL = "a compiled step"
 _SAID = struct.Struct("<??qd8s")
@@ -27,12 +27,12 @@ _SAID = struct.Struct("<??qd8s")
 
 @dataclass(frozen=True, slots=True)
 class HasShares:
-    """What the replicas of a call count for.
+    """The weights of the replicas of a call.
 
     Attributes:
-        count: how many take part, of all workers'.
-        total: what these count for, together.
-        local: the same of this worker's.
+        count: the number of replicas that take part, on all workers.
+        total: the sum of their weights.
+        local: the sum of the weights on this worker.
     """
 
     count: int
@@ -42,21 +42,21 @@ class HasShares:
     def shares(
         self, active: Sequence[int], weights: Sequence[float] | None, *, weighted: bool
     ) -> dict[int, float]:
-        """Returns what the gradient of each of these replicas counts for. See [Note: Shares]."""
+        """Returns the share of the gradient of each replica. See [Note: Shares]."""
         counting = {r: 1.0 if weights is None else float(weights[r]) for r in active}
         return shares_of(counting, weighted=weighted, count=self.count, total=self.total)
 
 
 class HasCollectives:
-    """What the replicas of a program meet for: alike on all workers.
+    """The collective points of a program, which must be the same on all workers.
 
     Attributes:
-        digest: of all of it, 8 bytes.
-        words: what it is, in short.
+        digest: a digest of them, 8 bytes.
+        words: a short description.
     """
 
     def __init__(self, meetings: Sequence[tuple[str | None, Sequence[str], object]]) -> None:
-        """Takes of each meeting its reduction, or the parameters of gradients, and their lie."""
+        """Takes of each point its reduction, or the parameters of gradients, and their lie."""
         self.digest = hashlib.blake2b(repr(meetings).encode(), digest_size=8).digest()
         self.words = ", ".join(
             op or f"gradients of {len(parameters)} parameters" for op, parameters, _ in meetings
@@ -64,7 +64,7 @@ class HasCollectives:
 
 
 class WorkerConsensus:
-    """What the workers of a strategy say ahead of a call.
+    """The exchange of the workers before each call.
 
     Attributes:
         is_final: whether no call is compiled from now on.
@@ -77,14 +77,14 @@ class WorkerConsensus:
     def meet(
         self, meets: HasCollectives | None, active: Sequence[int], weights: Sequence[float] | None
     ) -> HasShares | None:
-        """Returns what the replicas count for; ``None`` if the call is to be uncompiled.
+        """Returns the weights of the replicas; ``None`` if the call is to run uncompiled.
 
         Args:
-            meets: what this worker's programs meet for; ``None``: it has none.
+            meets: the collective points of this worker's programs; ``None``: it has none.
 
         Raises:
-            DivergenceError: the workers are at different operations, or their programs meet for
-                different things.
+            DivergenceError: the workers are at different operations, or their programs have
+                different collectives.
         """
         count = len(active)
         local = float(count) if weights is None else float(sum(weights[r] for r in active))
@@ -100,5 +100,7 @@ class WorkerConsensus:
         assert meets is not None
         if len(set(digests)) > 1:
             # Raises: not all say the same.
-            self._workers.exchange(f"{_CALL} that meets for {meets.words} ({meets.digest.hex()})")
+            self._workers.exchange(
+                f"{_CALL} with the collectives {meets.words} ({meets.digest.hex()})"
+            )
         return HasShares(sum(counts), sum(weighed), local)

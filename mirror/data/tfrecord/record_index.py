@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mirror.base.atomic_file import replace_atomically
+from mirror.base.safe_files import replace_atomically
 from mirror.data.tfrecord.record_reader import RecordReader, masked_crc32c, read_record
 from mirror.errors import RecordError
 

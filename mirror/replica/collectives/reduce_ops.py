@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from mirror.comm.host.host_backend import HostCommunicator
-from mirror.comm.host.host_library import missing_reason
+from mirror.comm.host.host_backend import HostCommunicator, missing_reason
 from mirror.comm.packing import move_into_flats
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import short_repr

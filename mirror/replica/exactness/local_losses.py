@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from mirror.data.split_batch import GivenWeights, counts_of
-from mirror.execution.replicas import RunView
+from mirror.execution.replicas import Run
 from mirror.replica.exactness.batch_dim_rules import batch_dim_uses, products_below
 from mirror.replica.exactness.loss_graph import (
     Term,
@@ -39,6 +39,12 @@ from mirror.replica.exactness.loss_graph import (
     views_below,
 )
 from mirror.replica.exactness.loss_reduction import Mixed, NotReducible, weights_of_terms
+from mirror.replica.exactness.mixing_forward import (
+    Use,
+    mixing_operation,
+    uses_below,
+    warn_of_mixing,
+)
 from mirror.threads.user_frames import warn_user
 from mirror.values import PerReplica
 
@@ -65,19 +71,20 @@ _REMEDY = (
 
 
 Terms = list[Term]
+_OfReplicas = dict[int, tuple[Terms, list[Use]]]  # what the graphs of their losses show
 
 
 class LocalLosses:
     """The losses of one strategy's replicas, from which active runs have started passes."""
 
     def __init__(self) -> None:
-        self._of_runs: weakref.WeakKeyDictionary[RunView, dict[Hashable, dict[int, Terms]]] = (
+        self._of_runs: weakref.WeakKeyDictionary[Run, dict[Hashable, _OfReplicas]] = (
             weakref.WeakKeyDictionary()
         )
         self._warned = set[Hashable]()
 
     def record(
-        self, run: RunView, replica_id: int, call_site: Hashable, nth: int, outputs: Sequence[Any]
+        self, run: Run, replica_id: int, call_site: Hashable, nth: int, outputs: Sequence[Any]
     ) -> None:
         """Records a replica's losses before its ``nth`` pass from a line of the program.
 
@@ -92,13 +99,16 @@ class LocalLosses:
         ):
             return
         of_pass = self._of_runs.setdefault(run, {}).setdefault((call_site, nth), {})
-        of_pass[replica_id] = [term for output in outputs for term in _read(output)]
+        counts = [run.counts[r] for r in run.active]
+        of_pass[replica_id] = (
+            [term for output in outputs for term in _read(output)],
+            _uses(counts, outputs),
+        )
         for output in outputs:
             setattr(output, _CHECKED, True)
         if len(of_pass) < len(run.active):
             return
-        terms_by_replica = [of_pass[r] for r in run.active]
-        counts = [run.counts[r] for r in run.active]
+        terms_by_replica = [of_pass[r][0] for r in run.active]
         if not all(counts):  # a worker without examples: its losses count nothing
             return
         is_weighed = run.replicas.weighted and not run.is_given
@@ -106,8 +116,13 @@ class LocalLosses:
         what = why_inexact(
             terms_by_replica, counts, None if shares is None else [shares[r] for r in run.active]
         )
-        if what is not None and call_site not in self._warned and _reach_parameters(outputs):
-            self._warned.add(call_site)
+        mixing = mixing_operation([of_pass[r][1] for r in run.active], counts)
+        if (what or mixing) is None or call_site in self._warned or not _reach_parameters(outputs):
+            return
+        self._warned.add(call_site)
+        if what is None:
+            warn_of_mixing(f"{mixing} in what computes the loss of this backward pass")
+        else:
             warn_user(
                 f"the loss of this backward pass inside run is {what}: the replicas' gradients "
                 f"{_describe_shares(run.shares())}, so they differ from one device's. {_REMEDY}; "
@@ -147,13 +162,25 @@ class ReducedLosses:
         shares = {r: weights[r] / total for r in losses}
         terms_by_replica = [_read(loss) for loss in losses.values()]
         what = why_inexact(terms_by_replica, counted, None if is_given else list(shares.values()))
-        if what is not None and _reach_parameters(list(losses.values())):
-            self._num_checks[call_site] = _MAX_CHECKS
+        mixing = mixing_operation([_uses(counted, [loss]) for loss in losses.values()], counted)
+        if (what or mixing) is None or not _reach_parameters(list(losses.values())):
+            return
+        self._num_checks[call_site] = _MAX_CHECKS
+        if what is None:
+            warn_of_mixing(f'{mixing} in what computes the losses in reduce("mean", losses)')
+        else:
             warn_user(
                 f'the losses in reduce("mean", losses) are each {what}: they '
                 f"{_describe_shares(shares)}, so they differ from one device's. {_REMEDY}; for "
                 'sums use reduce("sum", losses)'
             )
+
+
+def _uses(counts: Sequence[float], losses: Sequence[Any]) -> list[Use]:
+    """Returns the operations below a replica's losses that may combine examples."""
+    if len(set(counts)) < 2:
+        return []
+    return uses_below([loss.grad_fn for loss in losses], of_loss=True)
 
 
 def why_inexact(

@@ -1,6 +1,5 @@
 """Finds the weights by which the replicas' 0-d outputs add up to the whole batch's value.
 
-[Note: Scalar outputs]
 A 0-d output is usually a loss, and the right weights depend on how it was computed. The 0-d nodes
 on top of its autograd graph show that: they are sums, differences and multiples of terms.
 

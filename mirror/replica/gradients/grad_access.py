@@ -37,16 +37,14 @@ from torch.utils.hooks import RemovableHandle
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass, compile_context, queue_callback
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current, replica_of
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replica, Replicas, RunView
+from mirror.execution.replicas import Replica, Replicas, Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.ready_grads import local_grad, plus, set_local_grad
-from mirror.replica.params.mirrored_tensor import share_storage
+from mirror.replica.params.mirrored_tensor import same_kind, share_storage
 from mirror.replica.params.replicated_param import GradientHook, ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
-from mirror.replica.params.subclasses import same_kind
 
 _MAX_GPU_COMPARISONS = 64  # of gradients that replicas have set; each one waits for the GPU
 
@@ -204,7 +202,7 @@ class GradAccess:
 
     # Keeping them equal
 
-    def refuse_unequal(self, run: RunView) -> None:
+    def refuse_unequal(self, run: Run) -> None:
         """Compares the gradients that the replicas of a run have set, before a step.
 
         On GPUs only the first comparisons of a process are made, as each waits for the device.

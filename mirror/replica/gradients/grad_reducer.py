@@ -37,8 +37,7 @@ from torch import Tensor
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replica, Replicas, RunView
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replica, Replicas, Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.buckets import Buckets
@@ -205,7 +204,7 @@ class GradReducer:
         finally:
             self.deferring = outer
 
-    def shares_in(self, run: RunView) -> Mapping[int, float]:
+    def shares_in(self, run: Run) -> Mapping[int, float]:
         """Returns the shares of backward passes inside a run."""
         return run.shares()
 

@@ -26,21 +26,20 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.func import debug_unwrap
 
-from mirror.base.at_fork import reinit_after_fork
 from mirror.base.dynamo import disable_dynamo
+from mirror.base.process_bound import reinit_after_fork
 from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest
 from mirror.base.torch_private import (
     PASS,
     current_graph_task_id,
     transforms_of,
-    without_transforms,
     wrap_once,
 )
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current, renaming
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad
@@ -394,7 +393,7 @@ def _refuse_transformed(outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
     if any("vmap" in transforms_of(output) for output in outputs):
         return
     for transformed in inputs:
-        variable = param_of(without_transforms(transformed))
+        variable = param_of(debug_unwrap(transformed))
         if variable is not None and variable.replicas.workers.is_multi_process:
             raise StrategyError(
                 f"torch.func differentiates by the mirrored parameter {variable.name!r} outside "

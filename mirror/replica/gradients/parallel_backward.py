@@ -59,8 +59,8 @@ from mirror.base.torch_private import (
     num_dispatch_modes,
 )
 from mirror.base.torch_private import hooks_of as hooks_of_tensor
-from mirror.execution.current_replica import current, push_context, save_context
 from mirror.execution.replica_thread import ThreadState
+from mirror.execution.replicas import current, push_context, save_context
 from mirror.execution.runner import Runner
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter

@@ -26,17 +26,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
+from mirror.base.process_bound import WeakRegistry
 from mirror.base.torch_private import ACCUMULATES
-from mirror.base.weak_registry import WeakRegistry
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replicas, RunView, WeakReplicaMap
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replicas, Run, WeakReplicaMap, current
 from mirror.execution.runner import runner_of
 from mirror.replica.exactness.local_losses import LocalLosses
+from mirror.replica.modules.module_owner import PendingModules
 from mirror.replica.params.mirrored_tensor import MirroredTensor
-from mirror.replica.params.pending_modules import PendingModules
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.params.replicated_params import MirroredTensors
 from mirror.threads.user_frames import warn_user
@@ -65,9 +63,7 @@ class UnmirroredParams:
         self._registry, self._recorded = registry, recorded
         self.passes: dict[tuple[CodeType, int, int], int] = {}
         self.losses = LocalLosses()
-        self.leaves: weakref.WeakKeyDictionary[RunView, UnmirroredLeaves] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.leaves: weakref.WeakKeyDictionary[Run, UnmirroredLeaves] = weakref.WeakKeyDictionary()
         self._unused = [replicas]  # until their first use
         self._has_warned = False
         _by_replicas.put(replicas, self)
@@ -94,7 +90,7 @@ class UnmirroredParams:
         """Whether warnings for this strategy end: it is closed, or has mirrored something."""
         return runner_of(self.replicas).is_closed or self._registry.has_owned
 
-    def leaves_in(self, run: RunView) -> UnmirroredLeaves:
+    def leaves_in(self, run: Run) -> UnmirroredLeaves:
         """Returns the unmirrored leaves that the replicas of a run have trained."""
         return self.leaves.setdefault(run, UnmirroredLeaves())
 
@@ -161,7 +157,7 @@ class UnmirroredLeaves:
         )
 
 
-def check_pass(run: RunView, replica_id: int, args: Sequence[Any]) -> None:
+def check_pass(run: Run, replica_id: int, args: Sequence[Any]) -> None:
     """Checks the loss of a replica's backward pass, and the leaves that it accumulates into.
 
     Args:

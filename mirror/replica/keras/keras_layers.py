@@ -34,7 +34,7 @@ from torch import Tensor
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import wrap_once
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.modules.metric_calls import Join, merge_call_joined
 from mirror.values import leaves_of
@@ -92,7 +92,7 @@ class KerasThreadState:
         return before
 
     def restore(self, before: dict[str, Any]) -> None:
-        """Gives this thread its previous state back."""
+        """Restores this thread's previous state."""
         state = vars(_state_of_thread())
         state.clear()
         state.update(before)

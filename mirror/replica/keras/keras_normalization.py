@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, current
 from mirror.replica.collectives.collectives import all_reduce
-from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.modules.module_owner import owner_of
 
 
 @keras.saving.register_keras_serializable(package="mirror")

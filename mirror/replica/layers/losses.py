@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.threads.merge_point import MergePoint
 
 
@@ -52,6 +52,11 @@ def compute_average_loss(
         losses = (losses * _fit_weight(sample_weight, losses)).to(dtype)
     if global_batch_size is None:
         _check_context("compute_average_loss without a global_batch_size")
+        replica = current.replica
+        if replica is not None and replica.tracing is not None:
+            number = torch.scalar_tensor(num_examples, dtype=torch.float64, device=losses.device)
+            (count,) = replica.tracing.all_reduce("sum", [number])
+            return (losses.sum() / count.clamp(min=1)).to(dtype)
         total = _sum_over_replicas("compute_average_loss", num_examples)
     else:
         total = _check_batch_size(global_batch_size)
@@ -70,6 +75,9 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
     """
     _check_context("scale_regularization_loss")
     replica = current.replica
+    if replica is not None and replica.tracing is not None:
+        loss = torch.as_tensor(regularization_loss).sum()
+        return (loss / replica.tracing.count).to(loss.dtype)
     num_replicas = 1 if replica is None else len(replica.run.active)
     if replica is not None and replica.replicas.workers.is_multi_process:
         num_replicas = _sum_over_replicas(

@@ -14,13 +14,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import keywords_with_hints
 from mirror.base.torch_private import wrap_once
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, current
 from mirror.replica.collectives.collectives import all_reduce
-from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.modules.module_owner import owner_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_forward_of_part = _BatchNorm.forward  # torch's own, also if it is wrapped later
+_batch_norm_of_part = F.batch_norm  # torch's own, also if it is wrapped later
 
 
 def wrap_torch_sync_batch_norm() -> None:
@@ -39,22 +38,32 @@ def _synchronized_forward(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def synchronize_all() -> None:
-    """Has every batch normalisation, inside ``run``, use the whole batch; for the whole process.
+    """Makes every batch normalisation inside ``run`` use the whole batch, in the whole process.
 
-    The layers stay of their classes. It is ``convert_sync_batchnorm`` for models that are not made
-    yet.
+    The layers stay of their classes, which may have a forward of their own. It is
+    ``convert_sync_batchnorm`` for models that are not made yet.
     """
-    wrap_once(_BatchNorm, "forward", _synchronizing_all)
+    wrap_once(F, "batch_norm", _synchronizing_all)
 
 
 def _synchronizing_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def forward(self: _BatchNorm, input: Tensor) -> Tensor:  # noqa: A002
+    def batch_norm(
+        input: Tensor,  # noqa: A002
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        given = running_mean, running_var, weight, bias
         replica = current.replica
-        if replica is None or not replica.replicas.mirrors or not _is_of_batch(self):
-            return original(self, input)
-        return _normalize(self, input)
+        if not training or replica is None or not replica.replicas.mirrors:
+            return original(input, *given, training, momentum, eps)
+        return _normalize_over_batch(replica, input, *given, momentum, eps)
 
-    return forward
+    return batch_norm
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -114,7 +123,7 @@ def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
         if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             raise TypeError(
                 f"{where} with a forward of its own, which converting it would drop; write it on "
-                "top of mirror.nn.SyncBatchNorm"
+                "top of mirror.nn.SyncBatchNorm, or start with mirror run --sync-batch-norm"
             )
     for _, layer in layers:
         layer.__dict__.pop("process_group", None)
@@ -126,9 +135,14 @@ def _normalize(layer: _BatchNorm, x: Tensor) -> Tensor:
     """Normalises with the whole batch's statistics inside ``run``, else like ``nn.BatchNorm``."""
     replica = current.replica
     if replica is None or not replica.replicas.mirrors or not _is_of_batch(layer):
-        return _forward_of_part(layer, x)
+        return _BatchNorm.forward(layer, x)
     layer._check_input_dim(x)
-    return _normalize_over_batch(layer, x, replica)
+    running: Any = (None, None, None)
+    if layer.training and layer.track_running_stats:
+        running = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    mean, var, count = running
+    options = layer.weight, layer.bias, layer.momentum, float(layer.eps)
+    return _normalize_over_batch(replica, x, mean, var, *options, count)
 
 
 def _is_of_batch(layer: _BatchNorm) -> bool:
@@ -137,38 +151,61 @@ def _is_of_batch(layer: _BatchNorm) -> bool:
 
 
 @disable_dynamo
-def _normalize_over_batch(layer: _BatchNorm, x: Tensor, replica: Replica) -> Tensor:
+def _normalize_over_batch(
+    replica: Replica,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    num_batches_tracked: Tensor | None = None,
+) -> Tensor:
+    """Does what ``F.batch_norm`` does in training, with the statistics of the whole batch.
+
+    Args:
+        momentum: ``None``: the running statistics are the mean over all batches, so far.
+        num_batches_tracked: is counted up.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype)
     mean, var, count = _whole_batch(replica, wide, x)
     if _num_values(x) < 2:  # only then reads ``count``, which waits for the device
+        if replica.tracing is not None:
+            replica.tracing.run_uncompiled()
         if count.item() == 1:
             raise ValueError(
                 "Expected more than 1 value per channel when training, got input size "
                 f"{tuple(x.shape)} and at most this on all replicas together"
             )
-        if count.item() == 0:
-            return _forward_of_part(layer, x)
-    if layer.training and layer.track_running_stats:
-        _update_running_stats(layer, mean.detach(), var.detach(), count)
-    result: Tensor = _normalization(wide, x, mean, var, layer.weight, layer.bias, float(layer.eps))
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / float(num_batches_tracked)
+    if not _num_values(x) and count.item() == 0:
+        return _batch_norm_of_part(x, None, None, weight, bias, True, 0.0, eps)
+    if running_mean is not None and running_var is not None:
+        _update_running_stats(
+            running_mean, running_var, mean.detach(), var.detach(), count, momentum or 0.0
+        )
+    result: Tensor = _normalization(wide, x, mean, var, weight, bias, eps)
     return result
 
 
 @torch.no_grad()
-def _update_running_stats(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+def _update_running_stats(
+    running_mean: Tensor,
+    running_var: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    count: Tensor,
+    momentum: float,
+) -> None:
     """Updates this replica's running statistics, to the same bits as on all replicas."""
-    factor = layer.momentum
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if factor is None:
-            factor = 1.0 / float(layer.num_batches_tracked)
-    if layer.running_mean is None or layer.running_var is None:
-        return
-    factor = 0.0 if factor is None else factor
     unbiased = var * (count / (count - 1))
-    layer.running_mean.mul_(1 - factor).add_(mean.to(layer.running_mean.dtype), alpha=factor)
-    layer.running_var.mul_(1 - factor).add_(unbiased.to(layer.running_var.dtype), alpha=factor)
+    running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
+    running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
 
 
 def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

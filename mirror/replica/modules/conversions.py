@@ -27,7 +27,7 @@ from mirror.base.torch_private import CONVERT, wrap_once
 from mirror.data.resume_state import SHARDED, reads_a_shard
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
-from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.modules.module_owner import owner_of
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.threads.user_frames import warn_user
 

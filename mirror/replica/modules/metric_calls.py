@@ -41,12 +41,10 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import wrap_once
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replica, Run, current
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import weighted_mean
-from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.modules.module_owner import owner_of
 from mirror.threads.merge_point import MergePoint
 from mirror.values import is_number, map_structure
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
-from mirror.replica.modules.call_interceptor import MirroredModules
+from mirror.execution.replicas import current
+from mirror.replica.modules.module_owner import MirroredModules
 from mirror.replica.params.mirrored_buffer import MirroredBuffer
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter

@@ -12,7 +12,7 @@ instance attribute are replaced:
 
 When the first module is mirrored, these functions of torch are wrapped: ``compile``,
 ``__setattr__``, ``__delattr__`` and ``_apply`` of modules, and ``apply`` of custom functions. See
-[Note: Compiled calls], [Note: Own attributes] and ``replica/autograd_functions.py``.
+[Note: Compiled calls], [Note: Own attributes] and ``replica/params/torch_function.py``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replica_rng import stream_of_caller
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.autograd_functions import watch_functions
 from mirror.replica.keras.keras_call import KerasCall
 from mirror.replica.keras.keras_layers import is_layer
-from mirror.replica.layers.max_norm_embedding import renormalizes
 from mirror.replica.layers.sync_batch_norm import wrap_torch_sync_batch_norm
-from mirror.replica.modules.call_interceptor import interceptor_of, watch_compile
+from mirror.replica.layers.unsplit_layers import renormalizes
 from mirror.replica.modules.conversions import (
     IGNORED,
     refuse_wrapper,
@@ -55,13 +53,19 @@ from mirror.replica.modules.metric_calls import (
     watch_metric,
 )
 from mirror.replica.modules.module_dicts import OpaqueDict, ReplicaDict, WatchedDict
+from mirror.replica.modules.module_owner import (
+    PendingModules,
+    interceptor_of,
+    is_uninitialized,
+    watch_compile,
+)
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import is_own, watch_attributes, watch_copies
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.replica.params.mirrored_buffer import Buffers
 from mirror.replica.params.mirrored_tensor import MirroredTensor
-from mirror.replica.params.pending_modules import PendingModules, is_uninitialized
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
+from mirror.replica.params.torch_function import watch_functions
 from mirror.threads.merge_point import MergePoint
 
 

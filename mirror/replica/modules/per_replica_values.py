@@ -38,8 +38,7 @@ from torch import Tensor, nn
 
 from mirror.errors import StrategyError, StructureError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replica, RunView
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replica, Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.gradients.parallel_backward import mark_boundary
@@ -58,7 +57,7 @@ class ModuleAttributes:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         # Weak keys: the run of a recomputation in a backward pass has no end.
-        self._of_runs: weakref.WeakKeyDictionary[RunView, list[PerReplicaAttribute]] = (
+        self._of_runs: weakref.WeakKeyDictionary[Run, list[PerReplicaAttribute]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -67,7 +66,7 @@ class ModuleAttributes:
         finish = WhilePending(self._of_runs, self._join)
         return LifecycleHooks(name="attributes", finish=finish, recover=self._of_runs.clear)
 
-    def record(self, run: RunView, own: PerReplicaAttribute) -> None:
+    def record(self, run: Run, own: PerReplicaAttribute) -> None:
         """Records an attribute, to be joined when the replicas of a run return or merge."""
         self._of_runs.setdefault(run, []).append(own)
 
@@ -87,7 +86,7 @@ class _InRun:
         flags: by replica, the bool that it has set.
     """
 
-    run: RunView | None = None
+    run: Run | None = None
     values: dict[int, Any] = field(default_factory=dict)
     read: dict[int, tuple[list[Any], tuple[int, ...]]] = field(default_factory=dict)
     flags: dict[int, bool] = field(default_factory=dict)
@@ -159,7 +158,7 @@ class PerReplicaAttribute:
         module = self._module()
         return {} if module is None else module.__dict__
 
-    def _in(self, run: RunView) -> _InRun:
+    def _in(self, run: Run) -> _InRun:
         if self._now.run is not run:
             with _beginning:  # replicas that run at once come here at once
                 if self._now.run is not run:

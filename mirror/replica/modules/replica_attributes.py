@@ -23,6 +23,8 @@ submodules created). If replicas leave it different, the run fails.
 A value that replicas only read stays as it was. In the next run every replica continues with its
 own value, unless the cross-replica context has set another. Of that, each gets its part if it is
 batched as the run's batch is, else a copy. See ``per_replica_values.py``.
+
+Lists, dicts and sets that forward changes in place are shared by all replicas: ``containers_of``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,10 +42,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.base.dynamo import disable_dynamo, forget_compiled
 from mirror.base.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica
-from mirror.replica.modules.call_interceptor import interceptor_of, owner_of
+from mirror.execution.parallel_runs import ProcessState
+from mirror.execution.replicas import Replica, current
 from mirror.replica.modules.conversions import IGNORED, tell_of_ignored
+from mirror.replica.modules.module_owner import interceptor_of, owner_of
 from mirror.replica.modules.per_replica_values import MISSING, PerReplicaAttribute
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.replica.params.replicated_param import ReplicaParameter
@@ -244,3 +247,62 @@ def _gives_all(kind: type[nn.Module]) -> bool:
     return kind.__reduce__ is object.__reduce__ and (
         getattr(kind, "__getstate__", None) is getattr(nn.Module, "__getstate__", None)
     )
+
+
+_CONTAINERS = frozenset((list, dict, set, deque))
+_TORCHS = WEIGHT_LISTS | _SHARED | {"_all_weights"}
+
+
+Mirrored = Callable[[], Iterable[tuple[nn.Module, str]]]
+
+
+def containers_of(mirrored: Mirrored) -> ProcessState:
+    """Returns the contents of the modules' containers, for ``ParallelRuns``.
+
+    ``self.seen.append(x)`` in a forward pass changes one list for all replicas. Replicas that run
+    at once would do so in the order of the clock.
+
+    Args:
+        mirrored: yields the mirrored modules, with their paths.
+    """
+    return ProcessState(
+        lambda: _Contents(mirrored),
+        "forward changes a list, dict or set of a module in place, which they share; set a new "
+        "one, as in self.seen = [*self.seen, x], which each replica keeps for itself",
+    )
+
+
+class _Contents:
+    """The elements of all containers at one moment.
+
+    Equal to those of another moment if no container that is there at both has other objects.
+    """
+
+    __slots__ = ("_found",)
+
+    def __init__(self, mirrored: Mirrored) -> None:
+        self._found = {id(one): (one, _elements(one)) for one in _containers(mirrored)}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Contents):
+            return NotImplemented
+        both = self._found.keys() & other._found.keys()
+        return not any(
+            list(map(id, self._found[key][1])) != list(map(id, other._found[key][1]))
+            for key in both
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _elements(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return list(container)
+
+
+def _containers(mirrored: Mirrored) -> Iterator[Any]:
+    for module, _ in mirrored():
+        for name, value in module.__dict__.items():
+            if type(value) in _CONTAINERS and name not in _TORCHS and not is_own(module, name):
+                yield value

@@ -46,7 +46,6 @@ from mirror.base.dynamo import (
 from mirror.base.torch_private import (
     SPLIT_CALL,
     WHOLE_CALL,
-    Loss,
     current_autograd_node,
     current_graph_task_id,
     functions_interpreter,
@@ -56,40 +55,45 @@ from mirror.base.torch_private import (
 )
 from mirror.data.split_batch import split_sizes
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import (
+from mirror.execution.replicas import (
+    Replica,
+    Replicas,
     current,
     push_context,
+    recomputing,
     refuse_within_another,
     renaming,
     save_context,
 )
-from mirror.execution.replicas import Replica, Replicas
-from mirror.execution.run_state import recomputing
 from mirror.execution.runner import Runner
-from mirror.replica.layers.max_norm_embedding import renormalize_everywhere, renormalizes
-from mirror.replica.modules.call_interceptor import Interceptor, MirroredModules
+from mirror.replica.exactness.mixing_forward import warn_if_mixing
+from mirror.replica.layers.unsplit_layers import (
+    LAYERS,
+    call_with_sequences,
+    is_sequence_first,
+    renormalize_everywhere,
+    renormalizes,
+)
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
+from mirror.replica.modules.module_owner import Interceptor, MirroredModules
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
 from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
 from mirror.replica.scatter_gather.mutations import join_changes
-from mirror.replica.scatter_gather.recurrent_states import (
-    LAYERS,
-    call_with_sequences,
-    is_sequence_first,
-)
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, describe_split, must_move
 from mirror.threads.user_frames import add_note
 from mirror.values import PerReplica
+
+_LOSS: Any = nn.MSELoss.__base__  # the base class of torch's losses, whose calls are not split
 
 # Makes a replica's call, given its id: it may record effects of the call, and return more.
 Each = Callable[[int, "partial[Any]"], Any]
 
 
 class CallInterceptor(Interceptor):
-    """What calling a mirrored module does.
+    """The calls of one mirrored module: split, or run as they are.
 
     Args:
         compiled: the module's call after ``module.compile()``; every replica calls it.
@@ -97,11 +101,13 @@ class CallInterceptor(Interceptor):
     Attributes:
         own: the replicas' values of the module's attributes. See [Note: Own attributes].
         is_checkpointed: whether a whole call may be recomputed in backward.
+        is_checked: whether the outputs of a call were checked for a forward that mixes examples.
     """
 
     __slots__ = (
         "compiled",
         "has_sequences",
+        "is_checked",
         "is_checkpointed",
         "is_metric",
         "is_plain",
@@ -123,7 +129,7 @@ class CallInterceptor(Interceptor):
         is_special = self.renormalizes or self.has_sequences or self.is_metric
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, PerReplicaAttribute] = {}
-        self.is_checkpointed = False
+        self.is_checkpointed = self.is_checked = False
 
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,6 +281,8 @@ class CallInterceptor(Interceptor):
         try:
             with limits_for(replicas.num_replicas):
                 run = runner.run(call, split.active, weights=sizes)
+            if sizes[0] != sizes[-1] and not self.is_checked and torch.is_grad_enabled():
+                self.is_checked = warn_if_mixing(module, run.results, sizes)
             # 3. Gather the outputs, and what forward has changed in its arguments.
             own = list(map(parts.__getitem__, run.results))
             joined = join_outputs(runner, run.results, sizes, own, module)
@@ -291,7 +299,7 @@ class CallInterceptor(Interceptor):
         """Whether a call of the module is split if its arguments are: it must hold variables."""
         if self.has_sequences and is_sequence_first(module):
             return False
-        if self.is_metric or isinstance(module, Loss):
+        if self.is_metric or isinstance(module, _LOSS):
             return False
         # As in parameters() and buffers(), but most calls find one at the first look.
         modules, seen = [module], set[nn.Module]()

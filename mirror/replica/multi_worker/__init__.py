@@ -1,1 +1,1 @@
-"""What workers keep equal: gradients, first values, buffers; and the checks of it."""
+"""State that workers keep equal: gradients, first values, buffers; and its checks."""

@@ -68,7 +68,7 @@ class _Status(NamedTuple):
 
 
 class FirstValues:
-    """Gives all workers worker 0's values until training begins. See [Note: First values].
+    """Copies worker 0's values to all workers until training begins. See [Note: First values].
 
     So seeds may differ between workers, and a single worker may load pretrained weights. Later
     changes, such as load_state_dict, must be made by every worker; ``check_replicas`` checks that.

@@ -3,7 +3,6 @@
 ``BucketOrder`` has the order. ``InFlight`` has the buckets that travel, and the number of this
 worker's reduction.
 
-[Note: Agreed buckets]
 Workers must sum the same buckets in the same order: gloo ends the process when sizes differ. So
 before the first pass that needs it, one exchange agrees on an order of all trained variables:
 worker 0's order of arrival, then, in reverse order of registration, the variables that its pass

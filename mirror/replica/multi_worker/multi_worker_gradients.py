@@ -3,8 +3,8 @@
 Each worker sums its replicas' gradients on their devices. The sums travel in one buffer per
 bucket, and are copied to all replicas. No thread is needed: sums of torch.distributed are
 asynchronous. A hook launches a bucket during the pass, and the first use of a gradient waits. When
-buckets travel is explained by [Note: Agreed buckets] in ``in_flight.py``; how passes are
-weighted by [Note: Shares of workers] in ``pass_weights.py``.
+buckets travel is explained in ``in_flight.py``; how passes are weighted, by
+[Note: Shares of workers] in ``pass_weights.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.base.torch_private import set_grad_enabled
-from mirror.execution.current_replica import current, replica_of
 from mirror.execution.lifecycle import nothing
-from mirror.execution.replicas import Replicas, RunView
+from mirror.execution.replicas import Replicas, Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.grad_reducer import GradReducer
@@ -85,7 +84,7 @@ class MultiWorkerGradients(GradReducer):
 
     # Weights of passes
 
-    def shares_in(self, run: RunView) -> PassWeights:
+    def shares_in(self, run: Run) -> PassWeights:
         """Returns the weights of backward passes inside a run."""
         weights = run.weights()
         if not self._replicas.weighted:

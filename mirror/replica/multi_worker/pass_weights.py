@@ -34,8 +34,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replicas, WeakReplicaMap
+from mirror.execution.replicas import Replicas, WeakReplicaMap, current
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.ready_grads import DeferredGrads
 from mirror.replica.params.replicated_param import ReplicatedParam
@@ -140,7 +139,7 @@ def _proportions(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 class TrainedParams(Protocol):
-    """Knows what replicas of several workers train."""
+    """The parameters that replicas of several workers train."""
 
     @property
     def replicas(self) -> Replicas:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mirror.comm.host.host_library import BufferAddresses, library
+from mirror.comm.host.host_backend import BufferAddresses, library
 from mirror.comm.packing import ALIGNMENT_BYTES, have_same_strides
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.device.streams import ReplicaStreams

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from mirror.base.torch_private import OptState
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import Tracing, current
 from mirror.replica.optimizers.param_groups import replicas_reached
 from mirror.threads.merge_point import MergePoint
 
@@ -31,7 +31,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies a tensor, or each of an iterable of tensors, by the scale factor."""
-        if self._enabled and self._scale is None:
+        replica = current.replica
+        if self.is_enabled() and replica is not None and replica.tracing is not None:
+            self._trace(replica.tracing)
+        if self.is_enabled() and self._scale is None:
             first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
             with _lock:
                 if isinstance(first, Tensor) and self._scale is None:
@@ -41,8 +44,10 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless done, and steps unless one of them is inf or NaN."""
         replica = current.replica
-        if not self._enabled or replica is None or "closure" in kwargs:
+        if not self.is_enabled() or replica is None or "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)
+        if replica.tracing is not None:
+            self._trace(replica.tracing)
         # A fused step would find the scale in attributes of the optimizer, which all replicas
         # share while each deletes them after its own step. So unscale here.
         state = self._per_optimizer_states[id(optimizer)]
@@ -52,6 +57,12 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
+        if replica.tracing is not None:
+            found: Tensor = sum(state["found_inf_per_device"].values())
+            state["stage"] = OptState.STEPPED
+            replica.tracing.skip_step_if(found > 0, optimizer)
+            optimizer.step(*args, **kwargs)
+            return None
         # The host waits there until the device has checked all gradients.
         replica.run.lockstep.let_next_begin(replica.replica_id)
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
@@ -61,8 +72,12 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale factor; inside ``run``, once in a merge."""
         replica = current.replica
-        if replica is None or not self._enabled:
+        if replica is None or not self.is_enabled():
             super().update(new_scale)
+            return
+        if replica.tracing is not None:
+            self._trace(replica.tracing)
+            self._update_traced(new_scale)
             return
 
         def action(payloads: dict[int, tuple[GradScaler, Any]]) -> dict[int, None]:
@@ -73,6 +88,75 @@ class GradScaler(torch.amp.GradScaler):
 
         point = MergePoint("GradScaler.update", (), (self, new_scale), action)
         replica.run.merge(replica.replica_id, point)
+
+    # In a compiled step, the scale and the count of steps without infs are inputs, which the
+    # programs write. A step that is to be skipped is computed and then undone.
+
+    def _trace(self, tracing: Tracing) -> None:
+        """Has the trace use this scaler's tensors, which the first call has made."""
+        tracing.use_scaler(self, [self._scale, self._growth_tracker])
+
+    def traced_settings(self) -> list[Any]:
+        """Returns the numbers that are constants in a trace, and the tensors that are inputs."""
+        factors = [self.get_growth_factor(), self.get_backoff_factor()]
+        return [
+            self.is_enabled(),
+            *factors,
+            self.get_growth_interval(),
+            id(self._scale),
+            id(self._growth_tracker),
+        ]
+
+    def end_trace(self) -> bool:
+        """Drops the records of a trace; returns whether the step has called ``update``."""
+        is_updated = all(
+            s["stage"] is OptState.READY for s in self._replica_states.get(0, {}).values()
+        )
+        self._replica_states = {}
+        self._of_run = None
+        return is_updated
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        replica = current.replica
+        if replica is None or replica.tracing is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        grads = [grad for grad in grads if grad is not None]
+        if not grads:
+            return {}
+        if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        with torch.no_grad():
+            finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
+            for grad in grads:
+                grad.mul_(inv_scale.to(grad.dtype))
+        return {found_inf.device: (~finite).to(found_inf.dtype)}
+
+    def _update_traced(self, new_scale: float | Tensor | None) -> None:
+        """Updates the scale factor as torch's kernel does, in a compiled step."""
+        assert self._scale is not None
+        assert self._growth_tracker is not None
+        states = self._per_optimizer_states
+        found = [f for s in states.values() for f in s["found_inf_per_device"].values()]
+        if not found and new_scale is None:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        with torch.no_grad():
+            if new_scale is not None:
+                self._scale.copy_(torch.as_tensor(new_scale))
+            else:
+                is_inf = torch.stack(found).sum() > 0
+                count = self._growth_tracker + 1
+                is_grown = count == self.get_growth_interval()
+                grown, backed = (
+                    self._scale * self.get_growth_factor(),
+                    self._scale * self.get_backoff_factor(),
+                )
+                grown = torch.where(is_grown & grown.isfinite(), grown, self._scale)
+                self._scale.copy_(torch.where(is_inf, backed, grown))
+                self._growth_tracker.copy_(torch.where(is_inf | is_grown, 0, count))
+        states.clear()
 
     # torch records for each optimizer whether its gradients are unscaled, and where it found infs.
     # Inside run, every replica unscales its own gradients, so each has its own records, which
@@ -110,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
             self._replica_states = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._enabled:
+        if self.is_enabled():
             _ = self._per_optimizer_states  # the records of a finished run become the common ones
         state = super().__getstate__()
         state.pop("_of_run", None)
@@ -131,7 +215,7 @@ def _refusing(method: Any) -> Any:
     @functools.wraps(method)
     def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
-        is_torchs = self._enabled and not isinstance(self, GradScaler)
+        is_torchs = self.is_enabled() and not isinstance(self, GradScaler)
         if replica is not None and is_torchs and replica.replicas.num_replicas > 1:
             optimizer = args[0] if args else kwargs.get("optimizer")
             own = (

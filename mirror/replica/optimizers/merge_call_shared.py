@@ -31,9 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replica, Replicas, RunView
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replica, Replicas, Run, current
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.gradients.parallel_backward import mark_boundary
@@ -120,7 +118,7 @@ def merge_call_shared(
     Args:
         seen: the options that this replica sees in the target.
         check: called before the method with the options of all replicas, by replica id.
-        serial: the number of the target; replicas that call another one diverge.
+        serial: the number of an optimizer that steps; replicas that step another one diverge.
 
     Returns:
         This replica's result, and whether a closure was called.
@@ -156,8 +154,10 @@ def merge_call_shared(
                 return {r: (loss, True) for r, loss in closure.losses.items()}
         return dict.fromkeys(payloads, (result, has_called))
 
-    key = kind if serial is None or _MADE in vars(target) else f"{kind} #{serial}"
-    point = MergePoint(what, (key,), (target, tuple(args), dict(kwargs), seen), action)
+    key, name = kind, what
+    if serial is not None:
+        key, name = kind if _MADE in vars(target) else f"{kind} #{serial}", "optimizer.step"
+    point = MergePoint(name, (key,), (target, tuple(args), dict(kwargs), seen), action)
     result: tuple[Any, bool] = context.run.merge(context.replica_id, point)
     return result
 
@@ -165,7 +165,7 @@ def merge_call_shared(
 class _Closure:
     """One closure for those of all replicas: a run calls them, and it returns their mean loss."""
 
-    def __init__(self, run: RunView, closures: dict[int, Callable[[], Any]]) -> None:
+    def __init__(self, run: Run, closures: dict[int, Callable[[], Any]]) -> None:
         self._run, self._closures = run, closures
         self.loss: Any = None  # the result of the last call
         self.losses: dict[int, Any] | None = None  # the result of each replica
@@ -180,7 +180,7 @@ class _Closure:
         return self.loss
 
 
-def _join(run: RunView, what: str, closures: list[_Closure], *leaves: Any) -> Any:
+def _join(run: Run, what: str, closures: list[_Closure], *leaves: Any) -> Any:
     """Returns the argument of the one call, from the replicas' arguments. See [Note: Once]."""
     first = leaves[0]
     if callable(first) and not isinstance(first, (type, Tensor, nn.Module)):
@@ -203,7 +203,7 @@ def _join(run: RunView, what: str, closures: list[_Closure], *leaves: Any) -> An
     )
 
 
-def _mean(run: RunView, *leaves: Any) -> Any:
+def _mean(run: Run, *leaves: Any) -> Any:
     """Returns the loss of the whole batch, from the replicas' losses."""
     first = leaves[0]
     if not _is_loss(first):

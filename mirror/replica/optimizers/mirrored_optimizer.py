@@ -32,8 +32,7 @@ from torch.optim import Optimizer
 
 from mirror.base.torch_private import has_step_hooks
 from mirror.devices import using
-from mirror.execution.current_replica import replica_of
-from mirror.execution.replicas import Replica
+from mirror.execution.replicas import Replica, replica_of
 from mirror.replica.optimizers.merge_call_shared import Action, step_point, whole_loss
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.optimizer_state import NO_REPLICA, ParamGroupSwap, ReplicaStates

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replicas, RunView, SwappedOptimizer, WeakReplicaMap
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replicas, Run, SwappedOptimizer, WeakReplicaMap
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.param_groups import ParamGroupsView
@@ -109,7 +108,7 @@ class OptimizerRegistry:
 
     # Gradients and values
 
-    def reduce(self, run: RunView | None = None) -> None:
+    def reduce(self, run: Run | None = None) -> None:
         """Reduces the gradients for a step, in a run or in the cross-replica context."""
         if run is None:
             self.gradients.unreduced.flush()

@@ -32,9 +32,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.base.at_fork import reinit_after_fork
-from mirror.execution.current_replica import current, replica_of
-from mirror.execution.replicas import Replicas, SwappedOptimizer
+from mirror.base.process_bound import reinit_after_fork
+from mirror.execution.replicas import Replicas, SwappedOptimizer, current, replica_of
 from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, stepped_by
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam

@@ -1,6 +1,5 @@
 """Optimizers over pieces of their parameters, rebuilt from class and options.
 
-[Note: Optimizers over pieces]
 A server steps an optimizer over its own pieces only, and so does a replica with
 ``optimizer_state="sharded"``. The result is right if the update of an
 element depends only on that element's value, gradient and state, as in SGD and Adam. It is wrong

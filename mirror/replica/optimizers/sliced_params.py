@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.timeline import CROSS, REDUCTION
-from mirror.comm.argument_checks import DTYPES
+from mirror.comm.communicator import DTYPES
 from mirror.comm.packing import have_same_strides
 from mirror.execution.replicas import Replicas
 from mirror.replica.optimizers.param_groups import ParamGroupsView

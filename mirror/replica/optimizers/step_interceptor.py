@@ -35,9 +35,8 @@ from mirror.base.dynamo import (
 )
 from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import has_step_hooks, put_hooks_around, wrap_once
-from mirror.execution.current_replica import current, refuse_within_another
-from mirror.execution.replicas import Replica, Replicas
-from mirror.execution.step_ends import step_ends
+from mirror.execution.lifecycle import step_ends
+from mirror.execution.replicas import Replica, Replicas, current, refuse_within_another
 from mirror.replica.gradients.grad_tracker import lane_here
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step

@@ -37,20 +37,27 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from mirror.execution.current_replica import current
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, current
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess, copy_without_bucket
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.replica.params.mirrored_tensor import DATA, REQUIRES_GRAD, raw_set_data, share_storage
+from mirror.replica.params.mirrored_tensor import (
+    DATA,
+    REQUIRES_GRAD,
+    derived_class,
+    parameter_like,
+    raw_set_data,
+    same_kind,
+    share_storage,
+    value_on,
+)
 from mirror.replica.params.replicated_param import (
     ReplicaParameter,
     ReplicatedParam,
     StorageAliases,
 )
 from mirror.replica.params.replicated_params import ReplicatedParams
-from mirror.replica.params.subclasses import derived_class, parameter_like, same_kind, value_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

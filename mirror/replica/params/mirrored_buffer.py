@@ -1,6 +1,5 @@
 """Mirrored buffers: each replica has its own copy in a step; outside ``run`` they are combined.
 
-[Note: Combined buffers]
 A mirrored buffer holds the combined value; ``copies[r]`` is replica r's own. A read in the
 cross-replica context combines the replicas' changes, and leaves their copies as they are. A write
 there changes the combined value, which is distributed to the replicas before they next run. A
@@ -24,7 +23,6 @@ on every replica, and would differ by rounding from a run that was never interru
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -35,10 +33,16 @@ from torch import Tensor, nn
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import replica_of
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, replica_of
 from mirror.replica.collectives.reduce_ops import summed, weighted_mean
+from mirror.replica.params.buffer_checks import (
+    BATCH_NORMS,
+    are_different,
+    num_checked_runs,
+    warn_of_buffer,
+    warn_of_statistics,
+)
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
     raw_set_data,
@@ -49,12 +53,6 @@ from mirror.replica.params.replicated_param import StorageAliases
 from mirror.replica.params.replicated_params import MirroredTensors, put_in_order
 
 _version_of = attrgetter("_version")
-_NUM_CHECKED_RUNS = 2  # after which no warning about differing buffers is logged
-_NORMALISE = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
-
 AGGREGATIONS = ("mean", "sum", "first", "none")
 
 # Allowed outside run for a buffer of aggregation "none": saving, loading, and questions about its
@@ -77,6 +75,7 @@ class ReplicatedBuffer:
     Attributes:
         aggregation: how the copies combine, one of ``AGGREGATIONS``.
         combined: the combined value, on the first replica's device.
+        module: returns the module that holds the buffer, ``None`` once it is gone.
         handles: the tensors that expose raw storage in the cross-replica context.
         num_checks: how many of the next runs that write the buffer are checked for replicas that
             differ.
@@ -88,13 +87,13 @@ class ReplicatedBuffer:
         "_combined_version",
         "_copy_versions",
         "_may_differ",
-        "_module",
         "_ran",
         "_stale",
         "combined",
         "copies",
         "devices",
         "handles",
+        "module",
         "name",
         "num_checks",
         "owner",
@@ -105,7 +104,7 @@ class ReplicatedBuffer:
         self.replicas = replicas
         self.name = name
         self.owner: Callable[[], Tensor | None] = weakref.ref(buffer)
-        self._module = weakref.ref(module)
+        self.module: Callable[[], nn.Module | None] = weakref.ref(module)
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
         self.devices = replicas.places.replica_at(buffer.device)
@@ -116,8 +115,8 @@ class ReplicatedBuffer:
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
         self._combined_version = self.combined._version
         self._copy_versions = self._versions()
-        # No check where averaging is documented; the setter of aggregation also ends the checks.
-        self.num_checks = 0 if isinstance(module, _NORMALISE) else _NUM_CHECKED_RUNS
+        # The setter of aggregation also ends the checks.
+        self.num_checks = num_checked_runs(module, name)
         self._stale = False  # whether the copies may have changed since they were combined
         self._may_differ = False  # whether they may differ from the combined value
 
@@ -156,14 +155,18 @@ class ReplicatedBuffer:
 
     def is_written(self) -> bool:
         """Whether the copies may have been written since they were combined."""
-        return self._stale or self._versions() != self._copy_versions
+        return self._stale or self.has_new_versions()
+
+    def has_new_versions(self) -> bool:
+        """Whether an operation in place has written a copy since they were combined."""
+        return self._versions() != self._copy_versions
 
     def note_run(self, active: tuple[int, ...]) -> None:
         """Records that a run of these replicas has ended."""
         self._ran = active
         if self._aggregation != "none" and self.combined._version != self._combined_version:
             return  # another thread has written the combined value, which will be distributed
-        module = self._module()
+        module = self.module()
         # In training batch_norm writes its statistics without a new version.
         if module is None or module.training or self._versions() != self._copy_versions:
             self._stale = self._may_differ = True
@@ -196,7 +199,7 @@ class ReplicatedBuffer:
             return True
         if not self._may_differ or self._aggregation == "none":
             return False
-        module = self._module()
+        module = self.module()
         return module is not None and not module.training  # evaluates
 
     def is_written_outside(self) -> bool:
@@ -224,7 +227,7 @@ class ReplicatedBuffer:
         """
         if self._aggregation in ("sum", "none") or self._is_truth_written:
             return  # in the last case distribute() copies what another thread has written
-        module = self._module()
+        module = self.module()
         if not (self._may_differ or self.is_written() or module is None or module.training):
             return
         first = self.copies[begun[0]]
@@ -396,9 +399,6 @@ class MirroredBuffer(MirroredTensor):
         return self._resolve(Tensor.detach).detach().as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-_logger = logging.getLogger("mirror")
-
-
 class Buffers:
     """The mirrored buffers of a strategy."""
 
@@ -492,16 +492,57 @@ class Buffers:
             # A worker without examples runs too, because all workers must arrive here; its values
             # count in sums only.
             with_examples = [message for message in messages if message.numbers[0]] or messages
+            parts = {
+                buffer: [message.tensors[i] for message in with_examples]
+                for i, buffer in enumerate(changed)
+            }
+            for buffer in changed if workers.rank == 0 else ():
+                if buffer.num_checks and buffer.has_new_versions():
+                    self._check(buffer, lambda other: parts.get(other, []))
             for i, buffer in enumerate(changed):
                 counted = messages if buffer.aggregation == "sum" else with_examples
                 buffer.combine_workers([(m.tensors[i], m.numbers[i + 1]) for m in counted])
 
     def _on_run_end(self, active: tuple[int, ...]) -> None:
+        def copies_of(buffer: ReplicatedBuffer) -> list[Tensor]:
+            return [buffer.copies[r] for r in active]
+
         for buffer in tuple(self._by_id.values()):
             if buffer.num_checks and len(active) > 1 and buffer.is_written():
-                buffer.num_checks -= 1
-                _warn_if_different([buffer.copies[r] for r in active], buffer)
+                self._check(buffer, copies_of)
             buffer.note_run(active)
+
+    def _check(
+        self, buffer: ReplicatedBuffer, copies_of: Callable[[ReplicatedBuffer], list[Tensor]]
+    ) -> None:
+        """Logs a warning if replicas, or workers, have left a buffer different.
+
+        Args:
+            copies_of: returns their values of a buffer.
+        """
+        module, is_different = buffer.module(), are_different(copies_of(buffer))
+        if isinstance(module, BATCH_NORMS):
+            if not buffer.has_new_versions():
+                return  # the layer has not been called yet
+            buffer.num_checks -= 1
+            mean = module._buffers.get("running_mean")
+            if is_different or not isinstance(mean, MirroredBuffer):
+                return  # the run has failed on the way, or nothing is tracked
+            if are_different(copies_of(mean._mirrored)):
+                self._warn_of_statistics(module, buffer.name.rpartition(".")[0])
+            return
+        buffer.num_checks -= 1
+        if is_different:
+            buffer.num_checks = 0
+            warn_of_buffer(buffer.name, buffer.aggregation == "mean")
+
+    def _warn_of_statistics(self, norm: nn.Module, name: str) -> None:
+        """Logs one warning for all layers that normalise each part of the batch by itself."""
+        norms = [buffer for buffer in self if isinstance(buffer.module(), BATCH_NORMS)]
+        for buffer in norms:
+            buffer.num_checks = 0
+        num_more = len({id(buffer.module()) for buffer in norms}) - 1
+        warn_of_statistics(norm, name, num_more)
 
     def _sync_idle(self, source: int, idle: Sequence[int]) -> None:
         with torch.no_grad():
@@ -512,24 +553,6 @@ class Buffers:
         with torch.inference_mode(False), torch.no_grad():
             for buffer in tuple(self._by_id.values()):
                 buffer.equalize(begun)
-
-
-def _warn_if_different(copies: Sequence[Tensor], buffer: ReplicatedBuffer) -> None:
-    """Logs a warning if the replicas' copies of a buffer differ."""
-    first = copies[0]
-    if all(c.shape == first.shape and torch.equal(c.to(first.device), first) for c in copies):
-        return
-    buffer.num_checks = 0
-    kept = "the mean of theirs" if buffer.aggregation == "mean" else "the first replica's value"
-    _logger.warning(
-        "the replicas have left buffer %r different, for each has its part of the batch: what is "
-        "kept is %s, which is not what one device has unless it is a mean over examples. Write it "
-        "with what all replicas give (all_reduce or all_gather of mirror.get_replica_context()), "
-        "or say how to combine it: mirror.set_aggregation(module, name, 'mean'), or 'sum', "
-        "'first', 'none'",
-        buffer.name,
-        kept,
-    )
 
 
 def local_buffers(module: nn.Module) -> dict[str, tuple[list[int], list[Tensor]]]:

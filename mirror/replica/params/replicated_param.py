@@ -46,16 +46,18 @@ from torch.utils.hooks import RemovableHandle
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replicas, current
 from mirror.execution.runner import runner_of
-from mirror.replica.params.mirrored_tensor import DATA, REQUIRES_GRAD, raw_set_data, share_storage
-from mirror.replica.params.subclasses import (
+from mirror.replica.params.mirrored_tensor import (
+    DATA,
+    REQUIRES_GRAD,
     copied_once,
     derived_class,
     parameter_like,
+    raw_set_data,
     same_kind,
     set_to,
+    share_storage,
     value_on,
 )
 

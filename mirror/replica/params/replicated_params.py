@@ -34,14 +34,13 @@ from torch import Tensor, nn
 from mirror.base.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replicas
-from mirror.execution.run_state import Run
+from mirror.execution.replicas import Replicas, Run
+from mirror.replica.params.mirrored_tensor import derived_class, refuse_operations
 from mirror.replica.params.replicated_param import (
     GradientAccess,
     ReplicatedParam,
     refuse_post_accumulate_hook,
 )
-from mirror.replica.params.subclasses import derived_class, refuse_operations
 from mirror.replica.params.torch_function import MirroredParameter
 from mirror.replica.replica_checks import same_bits
 
@@ -192,7 +191,8 @@ class ReplicatedParams:
     # These run in every run, so they loop over a tuple, not a generator.
 
     def _mark_synced(self) -> None:
-        mark_synced(tuple(self._by_id.values()))
+        for variable in tuple(self._by_id.values()):
+            variable.version = variable.shown._version
 
     def mark_stale(self, variables: Sequence[ReplicatedParam], others: Sequence[int]) -> None:
         """Marks the copies of other replicas as stale; ``sync_changed`` updates them."""

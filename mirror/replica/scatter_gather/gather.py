@@ -34,6 +34,7 @@ from mirror.replica.exactness.loss_reduction import (
     weights_of,
 )
 from mirror.replica.gradients.parallel_backward import mark_boundary
+from mirror.replica.layers.unsplit_layers import is_state
 from mirror.replica.scatter_gather.containers import (
     IMMUTABLE,
     assign,
@@ -44,7 +45,6 @@ from mirror.replica.scatter_gather.containers import (
     is_object,
     is_shared,
 )
-from mirror.replica.scatter_gather.recurrent_states import is_state
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
 from mirror.threads.user_frames import warn_user
 from mirror.values import ABSENT, PerReplica, is_number, map_structure, rebuild_node

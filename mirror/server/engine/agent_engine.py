@@ -13,11 +13,18 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any
 
-from mirror.server.engine.base_engine import BaseEngine, Liveness, run_in_threads
+from mirror.server.engine.actor_process import check_started, receive_message, send_message
 from mirror.server.engine.channels import Channel, set_options
-from mirror.server.engine.engine_types import ActorDied, Address, Header, WireError
+from mirror.server.engine.engine_types import (
+    ActorDied,
+    Address,
+    BaseEngine,
+    Header,
+    Liveness,
+    WireError,
+    run_in_threads,
+)
 from mirror.server.engine.handshake import ACTOR_SECONDS, agent_credentials, authenticate
-from mirror.server.engine.lifeline import check_started, receive_message, send_message
 from mirror.server.engine.socket_client import SocketClient, register_key
 
 _DEATH_NOTICE_SECONDS = 1.0

@@ -1,10 +1,9 @@
 """A client's connection to an actor: calls from several threads, and their answers.
 
-[Note: The waiting thread reads]
 No separate thread reads answers, since waking another thread takes longer than a whole call.
 Instead the first thread in ``Reply.result`` reads. It settles the replies of other threads on the
 way, and leaves when its own has arrived; then one of the threads that still wait reads on. If no
-thread reads, the actor is not blocked: see [Note: Slow readers].
+thread reads, the actor is not blocked: see ``service_loop.py``.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def failed_reply(error: Exception) -> Reply:
 
 
 class Stallable(Protocol):
-    """What a connection needs of the actor's client."""
+    """The members of an actor's client that a connection uses."""
 
     name: str
     timeout_seconds: float | None
@@ -163,7 +162,7 @@ class Connection:
         return reply
 
     def wait(self, reply: Reply, timeout: float | None) -> None:
-        """Waits until a call is done; see [Note: The waiting thread reads].
+        """Waits until a call is done, and reads answers meanwhile.
 
         Raises:
             TimeoutError: no answer came within ``timeout`` seconds.

@@ -22,11 +22,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from mirror.errors import ActorDied, RemoteError, WireError
+from mirror.server.engine.actor_process import failure_message, receive_message, send_message
 from mirror.server.engine.channels import Channel
 from mirror.server.engine.fork_server import fork_server
-from mirror.server.engine.handshake import agent_credentials, bind, listen, unlisten
-from mirror.server.engine.lifeline import failure_message, receive_message, send_message
-from mirror.server.engine.listener import Listener
+from mirror.server.engine.handshake import Listener, agent_credentials, bind, listen, unlisten
 from mirror.server.engine.process_engine import ProcessActor
 from mirror.server.engine.socket_client import register_key
 
@@ -87,7 +86,7 @@ class NodeAgent:
                 try:
                     if not self._closing.is_set():
                         self._serve_owner(owner)
-                except Exception as error:  # whatever a program sends ends its connection only
+                except Exception as error:  # a program's message ends only its own connection
                     print(f"mirror: closed a connection: {error!r}", file=sys.stderr, flush=True)
                 finally:
                     owner.close()

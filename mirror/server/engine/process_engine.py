@@ -1,6 +1,5 @@
-"""The engine of one machine: actors are processes, forked from a process that has imported torch.
+"""The engine "process": actors are processes on this machine; ``make_engine`` selects an engine.
 
-[Note: Actors end with their owner]
 An actor must not outlive the process that started it, not even if SIGKILL ended that process.
 Three mechanisms see to that. The kernel closes the owner's end of the lifeline, and the actor
 exits. The fork server exits when its connection to the owner closes, or when it has another
@@ -11,8 +10,10 @@ something was forked in between and keeps descriptors open.
 from __future__ import annotations
 
 import ipaddress
+import os
 import secrets
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,16 +21,55 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from mirror.server.engine.base_engine import BaseEngine, Liveness, run_in_threads
-from mirror.server.engine.engine_types import ActorDied, Address, Header
+from mirror.errors import BackendError
+from mirror.server.engine.actor_process import check_started, receive_message, send_message
+from mirror.server.engine.engine_types import (
+    ActorDied,
+    Address,
+    BaseEngine,
+    Engine,
+    Header,
+    Liveness,
+    run_in_threads,
+)
 from mirror.server.engine.fork_server import ForkedProcess, fork_server
 from mirror.server.engine.handshake import bind, listen, new_key, unlisten
-from mirror.server.engine.lifeline import check_started, receive_message, send_message
 from mirror.server.engine.socket_client import (
     SocketClient,
     environment_without_key,
     register_key,
 )
+
+NAMES = ("auto", "process", "ray")
+
+
+def make_engine(name: str = "auto") -> Engine:
+    """Returns a new engine.
+
+    Args:
+        name: "process" starts processes on this machine. "ray" starts Ray actors, on the cluster
+            that the program is connected to, or on this machine if it is connected to none.
+            "auto" is "ray" if the program called ``ray.init`` or a Ray job started it, and
+            "process" otherwise.
+
+    Raises:
+        BackendError: no engine has this name, or a package that it needs is not installed.
+    """
+    if name not in NAMES:
+        raise BackendError(f"an engine is one of {', '.join(NAMES)}; got {name!r}")
+    if name == "ray" or (name == "auto" and _uses_ray()):
+        from mirror.server.engine.ray_engine import RayEngine  # imports Ray
+
+        return RayEngine()
+    return ProcessEngine()
+
+
+def _uses_ray() -> bool:
+    if "RAY_ADDRESS" in os.environ:
+        return True
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(getattr(ray, "is_initialized", lambda: False)())
+
 
 _DEATH_NOTICE_SECONDS = 1.0
 _START_SECONDS = 600.0

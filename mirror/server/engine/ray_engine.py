@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from time import monotonic, sleep
 from typing import Any
@@ -23,15 +25,34 @@ try:
 except ImportError:
     raise BackendError("engine='ray' needs Ray: pip install 'mirror-strategy[ray]'") from None
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mirror.server.engine.base_engine import BaseEngine, Liveness, run_in_threads
 from mirror.server.engine.connection import decode_error
-from mirror.server.engine.engine_types import ActorDied, Header
-from mirror.server.engine.ray_actor import RoleActor, as_json
-from mirror.server.engine.ray_client import RayClient, first_line
-from mirror.server.engine.ray_init import NAMESPACE, init_local, scheduling_strategy
+from mirror.server.engine.engine_types import (
+    ActorDied,
+    BaseEngine,
+    Header,
+    Liveness,
+    run_in_threads,
+)
+from mirror.server.engine.ray_client import (
+    NAMESPACE,
+    RayClient,
+    RoleActor,
+    as_json,
+    first_line,
+)
 from mirror.server.engine.service_loop import resolve_role
 
+# On Linux, Ray's services listen on all networks. On macOS they listen on loopback only, unless
+# this constant is set. Ray reads it when it is imported, in its own processes as well.
+_CONSTANTS, _CONSTANT = "ray._private.ray_constants", "ENABLE_RAY_CLUSTER"
+_LOCAL = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray gives its actors niceness 15, so that they would hardly run on a busy machine.
+    "RAY_worker_niceness": "0",
+}
 _NAME_SECONDS = 30.0  # how long the name of an actor that ended may stay taken
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 30.0
@@ -186,3 +207,61 @@ def _is_concurrent(path: str) -> bool:
         return bool(getattr(resolve_role(path), "concurrent", False))
     except Exception:  # the actor's process raises the error
         return False
+
+
+def init_local() -> None:
+    """Starts Ray on this machine; its services listen on loopback only."""
+    with _local_settings():
+        ray.init(
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+        )
+
+
+@contextmanager
+def _local_settings() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _LOCAL}
+    constants = sys.modules.get(_CONSTANTS)
+    constant = getattr(constants, _CONSTANT, None)
+    os.environ.update(_LOCAL)
+    try:
+        if constant is not None:
+            setattr(constants, _CONSTANT, False)
+        yield
+    finally:
+        if constant is not None:
+            setattr(constants, _CONSTANT, constant)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def nodes_for_actors(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the ids of the nodes that run actors, from the result of ``ray.nodes``.
+
+    A node that declares no CPUs, as the head of a cluster often does, runs none, unless no node
+    has CPUs.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    with_cpus = [node for node in alive if node["Resources"].get("CPU", 0) > 0]
+    return sorted(node["NodeID"] for node in with_cpus or alive)
+
+
+def scheduling_strategy(number: int, num_cpus: float) -> Any:
+    """Returns Ray's scheduling strategy for an actor: actors go to the nodes in turn.
+
+    If an actor needs CPUs, Ray finds a node with free ones. Without this strategy, Ray often puts
+    all actors that need none on one node. If the node has left, or Ray does not know it yet, Ray
+    selects another.
+
+    Args:
+        number: the index of the actor in its engine.
+        num_cpus: how many CPUs the actor needs.
+    """
+    nodes = nodes_for_actors(ray.nodes())
+    if num_cpus or not nodes:
+        return "SPREAD"
+    return NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True)

@@ -1,6 +1,5 @@
 """The server loop of an actor: read a call, run the method, send the reply.
 
-[Note: Slow readers]
 An answer is sent before the next method runs, from the method's own memory. So a server may
 return its values without a copy. But a client that does not read must not delay the others: after
 a moment without progress, the rest of its answer is copied, and sent between other calls.
@@ -28,8 +27,7 @@ from mirror.errors import short_repr
 from mirror.server.engine.channels import Channel
 from mirror.server.engine.engine_types import Header, Sendable, WireError
 from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, FrameReader, FrameWriter
-from mirror.server.engine.handshake import Credentials
-from mirror.server.engine.listener import Listener
+from mirror.server.engine.handshake import Credentials, Listener
 
 PATIENCE_SECONDS = 0.03
 _MAX_THREADS = 256
@@ -99,7 +97,7 @@ class ServiceLoop:
                 return False
             if frame.kind != CALL:
                 raise WireError("protocol error: a client sent a frame that is not a call")
-        except Exception as error:  # whatever a client sends ends its own connection only
+        except Exception as error:  # a client's message ends only its own connection
             self._drop(connection, error)
             return False
         if self._pool is not None:

@@ -27,7 +27,7 @@ from mirror.server.engine.handshake import (
 )
 
 KEY_VARIABLE = "MIRROR_ENGINE_KEY"
-"""Has the key in hexadecimal, for processes that were not started by an engine."""
+"""The variable with the key in hexadecimal, for processes that no engine has started."""
 
 _MIN_KEY_BYTES = 16
 _MIN_DISTINCT = 9  # of 16 bytes or more; random ones have 13 to 16
@@ -130,7 +130,7 @@ class SocketClient:
             set_options(sock)
             return authenticate(sock, actor_credentials(self._key, self._address))
         except (EOFError, ConnectionError) as error:
-            # A listener may close a connection in favour of others: [Note: Floods].
+            # A listener may close a connection in favour of others, see handshake.py.
             if num_retries and not isinstance(error, OtherListenerError):
                 return self._open(num_retries - 1)
             raise ActorDied(self.name, f"its process has ended ({error})") from None

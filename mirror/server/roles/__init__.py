@@ -1,1 +1,1 @@
-"""What runs where: servers, workers, and the coordinator's side of both."""
+"""The roles of processes: servers, workers, and the coordinator's side of both."""

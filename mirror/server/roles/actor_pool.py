@@ -12,9 +12,9 @@ import torch
 
 from mirror.errors import ActorDied, ServerLostError
 from mirror.server.engine.engine_types import Actor, Engine
-from mirror.server.engine.make_engine import make_engine
+from mirror.server.engine.process_engine import make_engine
 
-SERVER_ROLE = "mirror.server.roles.server_role:ServerRole"
+SERVER_ROLE = "mirror.server.shard:ServerRole"
 WORKER_ROLE = "mirror.server.roles.worker_role:WorkerRole"
 
 

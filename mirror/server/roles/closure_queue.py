@@ -1,16 +1,13 @@
-"""The queue of scheduled steps, and one thread per worker that takes steps from it.
+"""The queue of scheduled steps, one thread per worker that takes steps from it, and their results.
 
-[Note: One gradient per worker]
 In a synchronous update, a fast worker could push a second gradient in place of a slow worker's.
 So after a push a worker gets no step until the update has been made, unless no other worker can
 contribute: each has pushed too, or is being restarted. The wait is here, not inside a server or a
 worker, so nothing hangs when one of these is lost.
 
-[Note: At least once]
 If a worker is lost, its step goes to the front of the queue and keeps its number. Servers know
 the number, so what the step pushed before is counted once.
 
-[Note: One error for all]
 If several running steps fail, only one error is raised, as in TensorFlow: a step that was
 scheduled before an error was raised raises no second one. Otherwise the number of errors would
 depend on timing, and a program that handled one would meet the next at an unrelated call.
@@ -24,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mirror.base.process_bound import NoCopy
 from mirror.errors import ActorDied, ServerLostError, StrategyError, WorkerLostError
 from mirror.server.shard import PushResult
 from mirror.threads.user_frames import add_note
@@ -200,7 +198,7 @@ class ClosureQueue:
                 self._end(worker, step, header["outcome"], value)
 
     def _may_take(self, worker: int) -> bool:
-        """Returns whether a worker gets the next step; see [Note: One gradient per worker]."""
+        """Returns whether a worker gets the next step: one gradient per worker and update."""
         if not self._queue:
             return False
         if not self._is_sync or self._pushed[worker] < self._share:
@@ -232,7 +230,7 @@ class ClosureQueue:
         self._changed.notify_all()
 
     def _fail(self, step: Closure, value: BaseException) -> None:
-        """Stores an error for ``check``, and cancels queued steps: [Note: One error for all]."""
+        """Stores an error for ``check``, and cancels queued steps."""
         if self._error is None:
             self._error = value
         cancelled = StrategyError(
@@ -292,3 +290,40 @@ class ClosureQueue:
             return self._changed.wait_for(
                 lambda: isinstance(self._fatal, ServerLostError), timeout=_SERVER_DEATH_SECONDS
             )
+
+
+class RemoteValue(NoCopy):
+    """The result of a step that a coordinator has scheduled, once the step has ended.
+
+    The result is stored in this process, so it outlives the worker.
+    """
+
+    _instead = "fetch it: coordinator.fetch(value)"
+
+    def __init__(self, step: Closure) -> None:
+        self._step = step
+
+    def fetch(self) -> Any:
+        """Waits for the step and returns its result.
+
+        Raises:
+            BaseException: the error of the step; ServerLostError if a server is lost;
+                StrategyError if the step was not run, since another step raised.
+        """
+        self._step.ended.wait()
+        if self._step.error is not None:
+            raise self._step.error
+        return self._step.value
+
+    get = fetch
+
+    def done(self) -> bool:
+        """Returns whether the step has ended."""
+        return self._step.ended.is_set()
+
+    def __repr__(self) -> str:
+        step = self._step
+        state = "waits or runs" if not step.ended.is_set() else "has ended"
+        if step.error is not None:
+            state = f"has raised {type(step.error).__name__}"
+        return f"RemoteValue(step {step.number}, which {state})"

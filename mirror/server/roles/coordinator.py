@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.errors import StrategyError, short_repr
-from mirror.server.roles.closure_queue import QUEUE_SIZE
-from mirror.server.roles.remote_value import RemoteValue
+from mirror.server.roles.closure_queue import QUEUE_SIZE, RemoteValue
 from mirror.server.roles.worker_datasets import PerWorkerDataset
 from mirror.values import PerReplica
 

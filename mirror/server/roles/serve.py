@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.errors import ClusterError, short_repr
 from mirror.server.cluster_tasks import SERVING, host_and_port, spec_of
 from mirror.server.engine.node_agent import NodeAgent

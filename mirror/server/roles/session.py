@@ -11,8 +11,7 @@ from mirror.server.cluster_tasks import Settings
 from mirror.server.persistent_ids import PersistentId, dump, dump_step, load, names_in
 from mirror.server.recorded_model import RecordedModules
 from mirror.server.roles.actor_pool import ActorPool
-from mirror.server.roles.closure_queue import Closure, ClosureQueue
-from mirror.server.roles.remote_value import RemoteValue
+from mirror.server.roles.closure_queue import Closure, ClosureQueue, RemoteValue
 from mirror.server.roles.server_variables import ServerVariables
 from mirror.server.roles.worker_datasets import (
     PerWorkerDataset,
@@ -25,7 +24,7 @@ from mirror.threads.user_frames import add_note
 
 
 class _Sent:
-    """What was sent to a worker's process."""
+    """The state that was sent to a worker's process."""
 
     def __init__(self) -> None:
         self.generation = -1

@@ -14,18 +14,20 @@ from torch import Tensor
 
 from mirror.errors import StrategyError
 from mirror.server.engine.engine_types import ActorClient, Future
-from mirror.server.servers_report import Traffic
-from mirror.server.shard import PushMessage, PushResult
-from mirror.server.shard_updates import Update, rows_of, same_values
-from mirror.server.tensor_bytes import (
+from mirror.server.server_messages import (
     LARGE,
+    Update,
     as_bytes,
     as_tensor,
     is_plain,
     pack,
     packed_size,
+    rows_of,
+    same_values,
     unpack,
 )
+from mirror.server.servers_report import Traffic
+from mirror.server.shard import PushMessage, PushResult
 from mirror.server.variable_placement import Layout, VariablePiece
 
 
@@ -285,7 +287,7 @@ class VariableClient:
     def _send(self, push: PushMessage, updates: Sequence[Update]) -> PushResult:
         """Sends an update to all servers; returns the leader's result."""
         leader, followers = 0, list(range(1, len(self.servers)))
-        if self._is_sync:  # See [Note: One number for an update].
+        if self._is_sync:  # the leader numbers the updates, see shard.py
             for reply in [self._begin_push(k, push, updates[k]) for k in followers]:
                 reply.result()
             followers = []

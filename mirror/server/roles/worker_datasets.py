@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.data.input_options import InputContext
 from mirror.errors import StrategyError
 

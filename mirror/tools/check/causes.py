@@ -15,9 +15,11 @@ any other function of tensors in a forward        mixes examples           outsi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from mirror.replica.exactness.mixing_forward import GATHER_FIRST, MIXES_EXAMPLES
+from mirror.replica.params.buffer_checks import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
+from mirror.tools.check.check_result import CheckResult
 from mirror.tools.check.differences import Difference, aligned, nearest_of
 from mirror.tools.check.fingerprint import relative
 from mirror.tools.check.record import (
@@ -39,41 +41,28 @@ _SHOWN = 4  # replicas whose values are shown
 _FEW_UNITS = 4 * 2.0**-23  # of float32
 
 
-@dataclass
-class Cause:
-    """Why two runs differ, and what to do; ``CheckResult`` has the same fields."""
-
-    kind: str = ""
-    why: str = ""
-    remedy: str = ""
-    module: str = ""
-    module_class: str = ""
-    operation: str = ""
-    line: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-
-
-def diagnose_error(error: dict[str, Any]) -> Cause:
-    """Returns the cause of an error that the strategy raises, and one device does not."""
+def diagnose_error(result: CheckResult, error: dict[str, Any]) -> CheckResult:
+    """Fills in the cause of an error that the strategy raises, and one device does not."""
     message = error.get("message", "")
-    line = error.get("line", "")
+    result.line = error.get("line", "")
     if "modified by an inplace operation" in message:
-        return Cause(
-            "state kept outside the model",
+        result.cause = "state kept outside the model"
+        result.why = (
             "the replicas write in place to a tensor that they share, and the backward pass of "
-            f"another one still needs it. {message}",
-            "keep it as a buffer of the model (register_buffer), or write it outside forward",
-            line=line,
+            f"another one still needs it. {message}"
         )
-    if "that no strategy mirrors" in message or "are not mirrored" in message:
-        return Cause(
-            "a parameter that was never mirrored",
-            message,
+        result.remedy = (
+            "keep it as a buffer of the model (register_buffer), or write it outside forward"
+        )
+    elif "that no strategy mirrors" in message or "are not mirrored" in message:
+        result.cause, result.why = "a parameter that was never mirrored", message
+        result.remedy = (
             "make it an attribute of a module (nn.Parameter, nn.ParameterList, nn.ModuleList), so "
-            "that it is among model.parameters()",
-            line=line,
+            "that it is among model.parameters()"
         )
-    return Cause("an error", message, _remedy_in(message), line=line)
+    else:
+        result.cause, result.why, result.remedy = "an error", message, _remedy_in(message)
+    return result
 
 
 def _remedy_in(message: str) -> str:
@@ -83,14 +72,15 @@ def _remedy_in(message: str) -> str:
 
 
 def diagnose(
+    result: CheckResult,
     found: Difference,
     inside: Difference | None,
     some: Sequence[RecordedEvent],
     others: Sequence[RecordedEvent],
     one: Record,
     many: Record,
-) -> Cause:
-    """Returns the cause of a difference.
+) -> CheckResult:
+    """Fills in the cause of a difference.
 
     Args:
         found: the first one outside modules.
@@ -101,39 +91,41 @@ def diagnose(
     first = inside or found
     event = first.event
     if event.depth == 0 and event.kind == INPUT:
-        return _of_data(first, one, many)
+        return _of_data(result, first, one, many)
     if event.kind == GRADIENT:
         first = _nearly_equal_loss(found, some, others) or first
         event = first.event
-    cause = Cause(module=_module_of(event, some), line=event.where)
-    cause.module_class = _class_of(cause.module, some)
+    result.module, result.line = _module_of(event, some), event.where
+    result.module_class = _class_of(result.module, some)
     if event.kind == OP:
-        cause.operation = str(event.info.get("op", ""))
+        result.operation = str(event.info.get("op", ""))
     if first.reason == "other" or event.info.get("op") == "branch":
-        return _of_branch(first, cause)
-    if event.info.get("norm") or cause.operation in _STATISTICS:
-        return _of_statistics(cause)
+        if found.event.kind == LOSS and not _of_replicas(found.event):
+            return _of_kept_number(found, result)  # the outputs are equal all the same
+        return _of_branch(first, result)
+    if event.info.get("norm") or result.operation in _STATISTICS:
+        return _of_statistics(result)
     if event.info.get("dropout") or event.info.get("random"):
-        return _of_random(cause, "torch")
+        return _of_random(result, "torch")
     drawn = _drawn_in(event, some)
     if drawn and drawn != ["torch"]:
-        return _of_random(cause, " and ".join(drawn))
+        return _of_random(result, " and ".join(drawn))
     written = _written_outside(event, some, others)
     if written is not None:
-        return _of_state(cause, written)
+        return _of_state(result, written)
     source, is_product = _source(first, some, others)
     if not is_product and event.kind == OP and first.one is not None and first.many is not None:
         numbers = first.one.info.get("numbers")
         of_replicas = first.many.info.get("numbers_of_replicas")
         if of_replicas and any(n != numbers for n in of_replicas):
-            return _of_numbers(cause, first.many, numbers, of_replicas)
+            return _of_numbers(result, first.many, numbers, of_replicas)
     if event.kind == LOSS:
-        return _of_loss_in_run(first, cause)
+        return _of_loss_in_run(first, result)
     if event.kind in (GRADIENT, PARAMETER):
-        return _of_gradient(first, cause, others)
+        return _of_gradient(first, result, others)
     if _is_loss(found, first, is_product):
-        return _of_loss_output(found, first, cause, others)
-    return _of_mixing(cause, source)
+        return _of_loss_output(found, first, result, others)
+    return _of_mixing(result, source)
 
 
 def _is_loss(found: Difference, first: Difference, is_product: bool) -> bool:
@@ -274,56 +266,52 @@ def _many_of_call(
 # What it is
 
 
-def _of_statistics(cause: Cause) -> Cause:
-    cause.kind = "batch statistics per replica"
-    cause.why = (
-        f"{cause.module_class or cause.operation} normalises with mean and variance of its "
-        "replica's part of the batch, and one device with those of the whole batch"
-    )
-    cause.remedy = (
-        "mirror.nn.convert_sync_batchnorm(model), or mirror run --sync-batch-norm for the "
-        "unchanged script"
-    )
-    return cause
+def _of_statistics(result: CheckResult) -> CheckResult:
+    result.cause = "batch statistics per replica"
+    result.why = STATISTICS_OF_PARTS.format(result.module_class or result.operation)
+    result.remedy = USE_WHOLE_BATCH
+    return result
 
 
-def _of_random(cause: Cause, generator: str) -> Cause:
-    cause.kind = "random numbers"
-    cause.why = (
+def _of_random(result: CheckResult, generator: str) -> CheckResult:
+    result.cause = "random numbers"
+    result.why = (
         f"forward draws from {generator}: each replica draws for its part, so the numbers are "
         "others than one device's, of the same distribution"
     )
-    cause.remedy = (
+    result.remedy = (
         "none is needed for training; to compare the rest, mirror check --no-dropout, or draw "
         "outside the model and pass the numbers as an argument"
     )
-    return cause
+    return result
 
 
-def _of_numbers(cause: Cause, event: RecordedEvent, one: Any, many: Sequence[Any]) -> Cause:
-    cause.values = {"one device": one, "replicas": list(many[:_SHOWN])}
+def _of_numbers(
+    result: CheckResult, event: RecordedEvent, one: Any, many: Sequence[Any]
+) -> CheckResult:
+    result.values = {"one device": one, "replicas": list(many[:_SHOWN])}
     counts = event.info.get("counts") or []
     if not _follows_size(one, many, counts):
-        cause.kind = "state kept outside the model"
-        cause.why = (
+        result.cause = "state kept outside the model"
+        result.why = (
             "a Python number in forward differs between the replicas: a counter, a global or "
             "an attribute that every replica changes, or a value computed from its part"
         )
-        cause.remedy = (
+        result.remedy = (
             "change it once per step outside forward, or pass it as an argument; compute a value "
             "of the batch with mirror.get_replica_context().all_reduce"
         )
-        return cause
-    cause.kind = "depends on the size of the batch"
-    cause.why = (
+        return result
+    result.cause = "depends on the size of the batch"
+    result.why = (
         "a Python number in forward is computed from the size of the batch: a replica has that of "
         "its part, one device that of the whole batch"
     )
-    cause.remedy = (
+    result.remedy = (
         "compute it outside the model and pass it as an argument, or all_reduce('sum', ...) the "
         "number of examples"
     )
-    return cause
+    return result
 
 
 def _follows_size(one: Any, many: Sequence[Any], counts: Sequence[float]) -> bool:
@@ -334,128 +322,137 @@ def _follows_size(one: Any, many: Sequence[Any], counts: Sequence[float]) -> boo
     return is_function and all(numbers != one for numbers in many)
 
 
-def _of_state(cause: Cause, event: RecordedEvent) -> Cause:
-    cause.kind = "state kept outside the model"
+def _of_state(result: CheckResult, event: RecordedEvent) -> CheckResult:
+    result.cause = "state kept outside the model"
     verb = "writes" if event.info.get("writes_outside") else "replaces"
-    cause.why = (
+    result.why = (
         f"forward {verb} a tensor that is no buffer of the model, used in {event.info.get('op')} "
         f"at {event.where}: the replicas share it, and each computes it from its own part"
     )
-    cause.remedy = (
+    result.remedy = (
         "register it as a buffer and compute it from values of all replicas "
         "(mirror.get_replica_context().all_reduce, all_gather), or update it outside forward"
     )
-    cause.module = event.name
-    cause.line = event.where or cause.line
-    return cause
+    result.module = event.name
+    result.line = event.where or result.line
+    return result
 
 
-def _of_branch(first: Difference, cause: Cause) -> Cause:
+def _of_branch(first: Difference, result: CheckResult) -> CheckResult:
     one, many = first.one, first.many
-    cause.kind = "takes another branch"
+    result.cause = "takes another branch"
     of_one = f"{one.info.get('op') or one.name} at {one.where}" if one else "nothing"
     if many is not None and many.info.get("op") == "branch":
         of_many = "; ".join(many.info.get("branches", []))
     else:
         of_many = f"{many.info.get('op') or many.name} at {many.where}" if many else "nothing"
-    cause.values = {"one device": of_one, "replicas": of_many}
-    cause.why = (
+    result.values = {"one device": of_one, "replicas": of_many}
+    result.why = (
         "forward branches on something that differs between a replica and one device: the size of "
         "its part, a value computed from it, a counter, or a random number"
     )
-    cause.remedy = (
+    result.remedy = (
         "branch on what is equal on all replicas: pass it as an argument, or all_reduce it first"
     )
-    cause.line = (many.where if many else "") or cause.line
-    return cause
+    result.line = (many.where if many else "") or result.line
+    return result
 
 
-def _of_loss_in_run(first: Difference, cause: Cause) -> Cause:
+def _of_loss_in_run(first: Difference, result: CheckResult) -> CheckResult:
     one, many = first.one, first.many
-    cause.kind = "a loss that is no mean over examples"
+    result.cause = "a loss that is no mean over examples"
     values = many.info.get("values_of_replicas") if many else None
     if one is not None and one.prints and one.prints[0].shape == ():
-        cause.values["one device"] = _number(one.prints[0].values[0])
+        result.values["one device"] = _number(one.prints[0].values[0])
     if values:
-        cause.values["replicas"] = [_number(v) for v in values[:_SHOWN]]
+        result.values["replicas"] = [_number(v) for v in values[:_SHOWN]]
         counts = (many.info.get("counts") if many else None) or [1.0] * len(values)
         total = sum(v * c for v, c in zip(values, counts, strict=False)) / sum(counts)
-        cause.values["they combine to"] = _number(total)
-    cause.why = (
+        result.values["they combine to"] = _number(total)
+    result.why = (
         "the replicas' losses count with their examples, and their mean is not the loss of the "
         "whole batch"
     )
-    cause.remedy = (
+    result.remedy = (
         "compute the loss outside run, from gathered outputs; or from sums that "
         "mirror.get_replica_context().all_reduce('sum', ...) has made whole, before the root, "
         "quotient or logarithm"
     )
-    return cause
+    return result
 
 
-def _of_gradient(first: Difference, cause: Cause, events: Sequence[RecordedEvent]) -> Cause:
+def _of_gradient(
+    first: Difference, result: CheckResult, events: Sequence[RecordedEvent]
+) -> CheckResult:
     event = first.event
-    cause.module = event.name.rpartition(".")[0]
-    cause.line = ""
+    result.module = event.name.rpartition(".")[0]
+    result.line = ""
     losses = [e for e in events if e.kind == LOSS and e.info.get("values_of_replicas")]
     if losses:
-        found = _of_loss_in_run(Difference(0, None, losses[0], 0.0), cause)
-        found.line = losses[0].where
-        return found
+        result.line = losses[0].where
+        return _of_loss_in_run(Difference(0, None, losses[0], 0.0), result)
     if event.name.startswith("parameter "):
-        cause.kind = "a parameter that was never mirrored"
-        cause.why = f"{event.name} of the optimizer belongs to no module that was called"
-        cause.remedy = "make it an attribute of a module (nn.Parameter, nn.ParameterList)"
-        return cause
-    cause.kind = f"another {event.kind}"
-    cause.why = (
+        result.cause = "a parameter that was never mirrored"
+        result.why = f"{event.name} of the optimizer belongs to no module that was called"
+        result.remedy = "make it an attribute of a module (nn.Parameter, nn.ParameterList)"
+        return result
+    result.cause = f"another {event.kind}"
+    result.why = (
         "outputs and losses are equal, and the gradients are not: a backward pass of its own (a "
         "custom Function, a hook, a penalty on gradients) mixes or counts examples"
     )
-    cause.remedy = "look at what backward does with this parameter; compute it outside run"
-    return cause
+    result.remedy = "look at what backward does with this parameter; compute it outside run"
+    return result
 
 
 def _of_loss_output(
-    found: Difference, first: Difference, cause: Cause, others: Sequence[RecordedEvent]
-) -> Cause:
-    cause.kind = "a loss that is no mean over examples"
+    found: Difference, first: Difference, result: CheckResult, others: Sequence[RecordedEvent]
+) -> CheckResult:
+    result.cause = "a loss that is no mean over examples"
     name = found.event.name
     shown = [first.many, *(e for e in others if e.kind in (PART, OUTPUT) and e.name == name)]
     values = next((e.info["values_of_replicas"] for e in shown if e and _of_replicas(e)), None)
     if _is_scalar(first.event):
-        cause.values["one device"] = _number(first.event.prints[0].values[0])
+        result.values["one device"] = _number(first.event.prints[0].values[0])
     if values:
-        cause.values["replicas"] = [_number(v) for v in values[:_SHOWN]]
-    cause.why = (
-        f"{cause.operation or 'the output'} computes one number from a replica's part, and the "
+        result.values["replicas"] = [_number(v) for v in values[:_SHOWN]]
+    result.why = (
+        f"{result.operation or 'the output'} computes one number from a replica's part, and the "
         "mean of the replicas' numbers is not that of the whole batch"
     )
-    cause.remedy = (
+    result.remedy = (
         "return one value per example, or the outputs, and compute the loss outside the "
         "model; inside, all_reduce the sums before the root, quotient or logarithm"
     )
-    return cause
+    return result
 
 
 def _of_replicas(event: RecordedEvent) -> bool:
     return bool(event.info.get("values_of_replicas"))
 
 
-def _of_mixing(cause: Cause, source: RecordedEvent | None) -> Cause:
+def _of_kept_number(found: Difference, result: CheckResult) -> CheckResult:
+    result.cause = "a loss that is no mean over examples"
+    result.operation, result.line = "", found.event.where
+    result.why = (
+        "the model's outputs are those of one device, and the loss is not: it uses a number that "
+        "forward keeps (as a load-balancing loss), which each replica computes from its part"
+    )
+    result.remedy = (
+        "keep the probabilities, one row per example, and compute the number outside the model; "
+        "or all_reduce the sums that it is computed from"
+    )
+    return result
+
+
+def _of_mixing(result: CheckResult, source: RecordedEvent | None) -> CheckResult:
     if source is not None:
-        cause.operation = str(source.info.get("op") or cause.operation)
-        cause.line = source.where or cause.line
-    cause.kind = "a forward that mixes examples"
-    cause.why = (
-        f"{cause.operation or 'its code'} computes over the examples of the batch, and a "
-        "replica has only those of its part"
-    )
-    cause.remedy = (
-        "compute it outside the model, from the gathered outputs; or gather first inside, with "
-        "mirror.get_replica_context().all_gather(value)"
-    )
-    return cause
+        result.operation = str(source.info.get("op") or result.operation)
+        result.line = source.where or result.line
+    result.cause = "a forward that mixes examples"
+    result.why = MIXES_EXAMPLES.format(result.operation or "its code")
+    result.remedy = GATHER_FIRST
+    return result
 
 
 def _source(
@@ -503,10 +500,10 @@ def _until(events: Sequence[RecordedEvent], last: RecordedEvent) -> list[Recorde
     return found
 
 
-def _of_data(first: Difference, one: Record, many: Record) -> Cause:
+def _of_data(result: CheckResult, first: Difference, one: Record, many: Record) -> CheckResult:
     event = first.event
-    cause = Cause(line=event.where, kind="different data")
-    cause.remedy = (
+    result.cause, result.line = "different data", event.where
+    result.remedy = (
         "make the loader once, with a generator of its own "
         "(DataLoader(generator=torch.Generator().manual_seed(0))), and sample by nothing that "
         "replicas or processes have apart"
@@ -514,24 +511,24 @@ def _of_data(first: Difference, one: Record, many: Record) -> Cause:
     whole = first.one.prints[0] if first.one is not None and first.one.prints else None
     if first.reason == "shape" and whole is not None and first.many is not None:
         shapes = [list(f.shape) for f in first.many.prints]
-        cause.values = {"one device": list(whole.shape), "replicas": shapes}
-        cause.why = "a batch of another size comes in"
+        result.values = {"one device": list(whole.shape), "replicas": shapes}
+        result.why = "a batch of another size comes in"
     elif whole is not None and first.print_many is not None:
         if whole.has_same_rows(first.print_many):
-            cause.kind = "different order of data"
-            cause.why = "the same examples come in another order"
+            result.cause = "different order of data"
+            result.why = "the same examples come in another order"
         else:
-            cause.why = "other examples come in"
+            result.why = "other examples come in"
     drew = _first_draw(first, one, many)
     if drew is not None:
-        cause.why += (
+        result.why += (
             f", because {drew[0]} has moved otherwise since step {drew[1].step}: forward draws "
             "from it, and a replica draws for its part only"
         )
         if drew[2]:
-            cause.line = drew[2]
-        cause.kind = "random numbers"
-    return cause
+            result.line = drew[2]
+        result.cause = "random numbers"
+    return result
 
 
 def _first_draw(

@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -42,13 +42,12 @@ from mirror.tools.check.check_result import (
     CheckResult,
 )
 from mirror.tools.check.record import Record, RecordOptions
-from mirror.tools.check.run_comparison import RunComparison, Runs
+from mirror.tools.check.run_comparison import RunComparison
 from mirror.tools.run.script import Script, ScriptError
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _MAX_SHOWN = 4000  # characters of a failed script's output
-_ONE = "on one device"
 
 
 class _TimedOutError(Exception):
@@ -151,44 +150,28 @@ class _ScriptRuns:
             double=options.double,
             sync_batch_norm=options.sync_batch_norm,
         )
-        self._output: dict[str, str] = {}  # what a run has printed, by its title
 
     def compare(self) -> CheckResult:
         """Makes the runs that are needed, and compares them."""
         try:
-            one = self._record(_ONE, self._plain)
+            one = self._record("on one device", self._plain)
             if (problem := self._problem_on_one_device(one)) is not None:
                 return problem
-            return self._compare_with(one)
+            comparison = RunComparison(
+                self._record,
+                one,
+                self._plain,
+                replicas=self._options.replicas,
+                devices=self._options.devices,
+                tolerance=self._options.tolerance,
+            )
+            return comparison.result()
         except _TimedOutError as error:
             return CheckResult(
                 TIMED_OUT,
                 f"cannot be compared: {self._script.name} took no optimizer step {error}",
                 remedy="check a script that trains, or allow more with --timeout SECONDS",
             )
-
-    def _compare_with(self, one: Record) -> CheckResult:
-        options, tolerance = self._options, self._options.tolerance
-        replicas = len(options.devices or ()) or options.replicas
-        many_title = f"on {replicas} replica{'s' * (replicas != 1)}"
-        many = self._record(
-            many_title, replace(self._plain, replicas=replicas, devices=options.devices)
-        )
-
-        def with_noise(steps: int) -> Record:
-            noisy = replace(self._plain, steps=steps, rounding_noise=True)
-            return self._record("on one device, with rounding errors", noisy)
-
-        def again(steps: int) -> Record:
-            return self._record("on one device again", replace(self._plain, steps=steps))
-
-        comparison = RunComparison(
-            Runs(one, many, with_noise, again),
-            replicas=replicas,
-            tolerance=None if isinstance(tolerance, str) else tolerance,
-            output=self._output[many_title],
-        )
-        return comparison.result()
 
     def _record(self, title: str, options: RecordOptions) -> Record:
         """Runs the script in a process of its own and returns its record.
@@ -205,12 +188,12 @@ class _ScriptRuns:
         environment = {"PYTHONHASHSEED": "0", **os.environ}
         if not self._options.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        with (folder / "output").open("wb") as output:
+        with (folder / "output").open("wb") as printed:
             process = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that the script's own processes can be ended, too
             )
@@ -218,13 +201,16 @@ class _ScriptRuns:
                 self._wait(process, title, folder / "steps", options.steps)
             finally:
                 _end_session(process)
-        self._output[title] = (folder / "output").read_text(errors="replace")
+        output = (folder / "output").read_text(errors="replace")
         if (folder / "record.json").exists():
-            return Record.load(folder)
+            record = Record.load(folder)
+            record.output += output
+            return record
         code = process.returncode
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         error = {"type": "", "message": f"the process ended with {how}", "line": "", "code": code}
-        return Record(num_steps=_number(folder / "steps"), ending="error", error=error)
+        steps = _number(folder / "steps")
+        return Record(num_steps=steps, ending="error", error=error, output=output)
 
     def _wait(
         self, process: subprocess.Popen[bytes], title: str, steps: Path, num_steps: int
@@ -249,7 +235,7 @@ class _ScriptRuns:
 
     def _problem_on_one_device(self, one: Record) -> CheckResult | None:
         """Returns the result for a script that does not train on one device by itself."""
-        output, error, name = self._output[_ONE], one.error, self._script.name
+        output, error, name = one.output, one.error, self._script.name
         if one.ending == "error" and error is not None:
             if not one.num_steps and _needs_arguments(error, output):
                 return CheckResult(

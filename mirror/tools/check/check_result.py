@@ -51,7 +51,7 @@ class CheckResult:
     """
 
     exit_code: int
-    summary: str
+    summary: str = ""
     steps: int = 0
     replicas: int = 0
     largest_difference: float | None = None
@@ -89,12 +89,17 @@ class CheckResult:
                 "values": "; ".join(f"{name}: {value}" for name, value in self.values.items()),
                 "cause": self.cause,
                 **rows,
-                "warned": "yes: the strategy also warns of this while it trains"
-                if self.reported
-                else "no: the strategy does not detect this by itself",
+                "warned": self._describe_warning(),
             }
         lines = [self.summary]
         for name, text in rows.items():
             wrapped = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
             lines += [f"  {name if not i else '':10}{line}" for i, line in enumerate(wrapped)]
         return "\n".join(lines)
+
+    def _describe_warning(self) -> str:
+        if self.quantity == "error":
+            return "yes: the strategy raises this error"
+        if self.reported:
+            return "yes: the strategy also warns of this while it trains"
+        return "no: the strategy does not detect this by itself"

@@ -24,7 +24,6 @@ from mirror.tools.check.record import (
     GRADIENT,
     INPUT,
     LOSS,
-    OP,
     OUTPUT,
     PARAMETER,
     PART,
@@ -32,10 +31,12 @@ from mirror.tools.check.record import (
     RecordedEvent,
 )
 
-_UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_UNITS = {"float64": 2.0**-33, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+# No cause makes a difference as small as 1e-8, and float64 is there to leave rounding aside.
 _TIGHT = 80.0  # units in the last place that need no explanation
 _SPREAD = 12.0  # times the spread of one device
 _FEW = 40.0  # more of it, divided by how many numbers there are
+_SMALL = 8  # numbers
 _SHALLOW = (INPUT, OUTPUT, LOSS, GRADIENT, PARAMETER, BUFFER)
 
 
@@ -181,11 +182,38 @@ def nearest_of(whole: Fingerprint, event: RecordedEvent) -> tuple[float, Fingerp
     return best, found
 
 
-def is_rounding(difference: Difference, one: RecordedEvent, spread: RecordedEvent | None) -> bool:
+def largest_spreads(
+    one: Sequence[RecordedEvent], noisy: Sequence[RecordedEvent]
+) -> dict[int, float]:
+    """Returns how far rounding has carried each loss or small output up to each event.
+
+    By the event's index, and relative to its norm. In a quantity of a few numbers rounding errors
+    may cancel in one step, and do not in another.
+    """
+    largest: dict[tuple[str, str, str], float] = {}
+    spreads: dict[int, float] = {}
+    for i, a, b in aligned(one, noisy):
+        if a is None or b is None or a.key != b.key or a.kind not in (LOSS, OUTPUT):
+            continue
+        some, others = a.prints[0], b.prints[0]
+        if some.is_float and len(some.values) <= _SMALL and some.shape == others.shape:
+            spread = relative(some.distance(others), some.norm)
+            largest[a.key] = max(largest.get(a.key, 0.0), spread if spread < 1 else 0.0)
+            spreads[i] = largest[a.key]
+    return spreads
+
+
+def is_rounding(
+    difference: Difference,
+    one: RecordedEvent,
+    spread: RecordedEvent | None,
+    largest: float = 0.0,
+) -> bool:
     """Whether a difference is what rounding makes of this script.
 
     Args:
         spread: the same event of the run with rounding errors added.
+        largest: what ``largest_spreads`` returns for the event.
     """
     if difference.reason != "values" or spread is None or not spread.prints:
         return False
@@ -197,7 +225,7 @@ def is_rounding(difference: Difference, one: RecordedEvent, spread: RecordedEven
     if not a.is_float:
         return a.bits != b.bits and a.distance(c) <= 4 * a.distance(b) + 4
     factor = _SPREAD + _FEW / max(1, len(a.values))
-    return a.distance(c) <= factor * a.distance(b)
+    return a.distance(c) <= factor * max(a.distance(b), largest * a.norm)
 
 
 def first_deep(
@@ -217,6 +245,3 @@ def first_deep(
             continue  # a state whose parts cannot be joined here; what follows tells
         return difference, some, others
     return None, some, others
-
-
-__all__ = ["OP", "Difference", "Tolerances", "differences", "first_deep", "is_rounding", "shallow"]

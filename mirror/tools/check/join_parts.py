@@ -23,6 +23,7 @@ def join_parts(
         interleaved    along the first one, of which the examples are the faster half
         same           all replicas have the same numbers
         mean, sum      over the replicas, the mean weighted by examples
+        max, min       of integers, and of bools: any, all
 
     Args:
         counts: the replicas' numbers of examples.
@@ -52,7 +53,10 @@ def join_parts(
             found.append((torch.as_tensor(mean).to(first.dtype), "mean"))
             found.append((torch.stack(wide).sum(0).to(first.dtype), "sum"))
         elif not first.is_complex():
-            found.append((torch.stack(list(parts)).sum(0), "sum"))
+            stacked = torch.stack(list(parts))
+            found += [(stacked.amax(0), "max"), (stacked.amin(0), "min")]
+            if first.dtype != torch.bool:
+                found.append((stacked.sum(0), "sum"))
     return [fingerprint(tensor) for tensor, _ in found], [way for _, way in found]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.replica_log import ReplicaLog
 
@@ -33,7 +33,8 @@ _RANDOM = frozenset(
 _UNSEEN = frozenset(
     "__get__ __set__ size dim numel is_floating_point device shape is_contiguous __repr__ "
     "requires_grad_ register_hook __len__ data_ptr stride __hash__ element_size storage_offset "
-    "is_complex type __format__ __bool__ item tolist numpy".split()
+    "is_complex type __format__ __bool__ item tolist numpy "
+    "empty empty_like empty_strided new_empty".split()  # the last four: memory as it was
 )
 
 

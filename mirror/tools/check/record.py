@@ -64,6 +64,7 @@ class Record:
         error: the type, message, line and exit code of what ended it, if it was an error.
         dtypes: the floating dtypes that were seen.
         processes: what it started: forked children, and steps that these took.
+        output: what it printed, and the warnings of mirror.
     """
 
     events: list[RecordedEvent] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Record:
     error: dict[str, Any] | None = None
     dtypes: list[str] = field(default_factory=list)
     processes: dict[str, Any] = field(default_factory=dict)
+    output: str = ""
 
     def save(self, folder: Path) -> None:
         """Writes it to a folder."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import logging
 import multiprocessing
 import os
 import random
@@ -105,6 +106,7 @@ def recording(
         noise=RoundingNoise() if options.rounding_noise else None,
     )
     with ExitStack() as stack:
+        stack.enter_context(_logged_warnings(recorder.record))
         if options.double:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
@@ -119,6 +121,30 @@ def recording(
         yield recorder
         if recorder.is_on:
             recorder.flush()
+
+
+class _WarningHandler(logging.Handler):
+    """Adds warnings to the output of a run."""
+
+    def __init__(self, run: Record) -> None:
+        super().__init__(logging.WARNING)
+        self._run = run
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Adds one."""
+        self._run.output += f"WARNING: {record.getMessage()}\n"
+
+
+@contextmanager
+def _logged_warnings(record: Record) -> Iterator[None]:
+    """Takes the warnings that mirror logs into the output of a run."""
+    handler = _WarningHandler(record)
+    logger = logging.getLogger("mirror")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import tracing_state
-from mirror.execution.current_replica import current
+from mirror.execution.replicas import current
+from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.fingerprint import fingerprint
 from mirror.tools.check.module_names import ModuleNames, describe_module, is_of_torch
@@ -175,7 +176,8 @@ class Recorder:
     ) -> Iterator[None]:
         """Notes the operations that modules call inside."""
         log.known = {}
-        log.know([*tensors_in((args, kwargs)), *module.buffers()])
+        buffers = list(module.buffers())  # and what a replica's code has in their place
+        log.know([*tensors_in((args, kwargs)), *buffers, *map(resolve, buffers)])
         try:
             with OpTrace(log, current.replica, self._is_noting_ops, self._note_op):
                 yield

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from mirror.tools.check.causes import Cause, diagnose, diagnose_error
+from mirror.tools.check.causes import diagnose, diagnose_error
 from mirror.tools.check.check_result import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.differences import (
     Difference,
@@ -15,50 +15,49 @@ from mirror.tools.check.differences import (
     differences,
     first_deep,
     is_rounding,
+    largest_spreads,
     shallow,
 )
 from mirror.tools.check.fingerprint import relative
-from mirror.tools.check.record import GRADIENT, INPUT, PARAMETER, Record
+from mirror.tools.check.record import BUFFER, GRADIENT, INPUT, PARAMETER, Record, RecordOptions
 
 _GROSS = 0.02  # a relative distance that rounding in float32 does not make in one step
 _CHAOTIC = 1e-3  # a spread of one device that is looked into
 _WARNED = re.compile(r"(?:UserWarning|WARNING).{0,600}?(?:replica|one device)", re.DOTALL)
 
 
-@dataclass
-class Runs:
-    """The runs of one program.
-
-    Attributes:
-        one, many: on one device, and under the strategy.
-        with_noise: makes a run on one device with rounding errors added, of a number of steps.
-        again: makes another run on one device, of a number of steps.
-    """
-
-    one: Record
-    many: Record
-    with_noise: Callable[[int], Record]
-    again: Callable[[int], Record]
-
-
 class RunComparison:
     """The comparison of one device with the replicas of a strategy.
 
     Args:
-        tolerance: the largest relative distance that counts as rounding; ``None``: measured.
-        output: what the program has printed under the strategy, warnings included.
+        record: runs the program; the first argument is the title of the run.
+        one: the run on one device.
+        options: of that run.
+        replicas, devices: those of the strategy.
+        tolerance: the largest relative distance that counts as rounding; ``"auto"``: measured.
     """
 
-    def __init__(self, runs: Runs, *, replicas: int, tolerance: float | None, output: str) -> None:
-        self._runs, self._replicas = runs, replicas
-        self._tolerances = Tolerances(runs.one, tolerance)
-        self._is_given = tolerance is not None
-        self._output = output
+    def __init__(
+        self,
+        record: Callable[[str, RecordOptions], Record],
+        one: Record,
+        options: RecordOptions,
+        *,
+        replicas: int,
+        devices: Sequence[str] | None = None,
+        tolerance: float | str,
+    ) -> None:
+        self._record, self._one, self._options = record, one, options
+        self._replicas = len(devices or ()) or replicas
+        title = f"on {self._replicas} replica{'s' * (self._replicas != 1)}"
+        self._many = record(title, replace(options, replicas=self._replicas, devices=devices))
+        self._is_given = not isinstance(tolerance, str)
+        self._tolerances = Tolerances(one, None if isinstance(tolerance, str) else tolerance)
         self._spread: Record | None = None
 
     def result(self) -> CheckResult:
         """Returns the result of the check."""
-        one, many = self._runs.one, self._runs.many
+        one, many = self._one, self._many
         if many.ending == "error" and many.error is not None and one.ending != "error":
             return self._of_error()
         suspects = list(differences(shallow(one), shallow(many), self._tolerances))
@@ -88,11 +87,13 @@ class RunComparison:
         if not suspects or self._is_given:
             return suspects[0] if suspects else None
         first = suspects[0]
-        all_steps = self._runs.one.num_steps
+        all_steps = self._one.num_steps
         is_gross = first.distance > max(_GROSS, 8 * self._tolerances.unit)
         for steps in dict.fromkeys([first.event.step if is_gross else all_steps, all_steps]):
-            self._spread = self._runs.with_noise(steps)
+            noisy_options = replace(self._options, steps=steps, rounding_noise=True)
+            self._spread = self._record("on one device, with rounding errors", noisy_options)
             noisy = shallow(self._spread)
+            spreads = largest_spreads(shallow(self._one), noisy)
             for suspect in suspects:
                 if suspect.event.step > steps:
                     break
@@ -101,7 +102,7 @@ class RunComparison:
                 b = noisy[suspect.index] if suspect.index < len(noisy) else None
                 if b is not None and b.key != suspect.one.key:
                     b = None
-                if not is_rounding(suspect, suspect.one, b):
+                if not is_rounding(suspect, suspect.one, b, spreads.get(suspect.index, 0.0)):
                     return suspect
         return None
 
@@ -118,8 +119,8 @@ class RunComparison:
 
     def _first_unrepeated_step(self, steps: int) -> int:
         """Returns the step in which two runs on one device differ; 0 if they do not."""
-        again = self._runs.again(steps)
-        one = [event for event in shallow(self._runs.one) if event.step <= steps]
+        again = self._record("on one device again", replace(self._options, steps=steps))
+        one = [event for event in shallow(self._one) if event.step <= steps]
         other = [event for event in shallow(again) if event.step <= steps]
         for difference in differences(one, other, self._tolerances):
             if difference.distance > 1e-2 or difference.event.kind == INPUT:
@@ -127,32 +128,21 @@ class RunComparison:
         return 0
 
     def _largest_spread(self, spread: Record) -> float:
-        largest = 0.0
-        for _, a, b in aligned(shallow(self._runs.one), shallow(spread)):
-            if a and b and a.key == b.key and a.prints[0].is_float:
-                if a.kind not in (GRADIENT, PARAMETER):
-                    some, others = a.prints[0], b.prints[0]
-                    largest = max(largest, relative(some.distance(others), some.norm))
+        return max(self._spread_by_step(spread).values(), default=0.0)
+
+    def _spread_by_step(self, spread: Record) -> dict[int, float]:
+        """Returns how far rounding errors carry outputs, losses and buffers of each step."""
+        largest: dict[int, float] = {}
+        for (kind, step), distance in _distances(self._one, spread).items():
+            if kind not in (GRADIENT, PARAMETER):
+                largest[step] = max(largest.get(step, 0.0), distance)
         return largest
 
     # Results
 
     def _equal(self) -> CheckResult:
-        one, many = shallow(self._runs.one), shallow(self._runs.many)
-        totals: dict[tuple[str, int], list[float]] = {}
-        for _, a, c in aligned(one, many):
-            if a is None or c is None or a.key != c.key:
-                continue
-            some, others = a.prints[0], c.prints[0]
-            if not some.is_float or some.shape != others.shape:
-                continue
-            # Those of all parameters together: one that is rounding has no scale of its own.
-            kind = a.kind if a.kind in (GRADIENT, PARAMETER) else f"{a.kind} {a.name}"
-            total = totals.setdefault((kind, a.step), [0.0, 0.0])
-            total[0] += some.distance(others) ** 2
-            total[1] += some.norm**2
-        largest = max((relative(d**0.5, n**0.5) for d, n in totals.values()), default=0.0)
-        steps, dtype = self._runs.one.num_steps, self._dtype()
+        largest = max(_distances(self._one, self._many).values(), default=0.0)
+        steps, dtype = self._one.num_steps, self._dtype()
         result = CheckResult(
             EQUAL,
             f"equal: {steps} step{'s' * (steps != 1)}, largest difference {largest:.0e} ({dtype})",
@@ -167,11 +157,17 @@ class RunComparison:
                 "some numbers differ by more than their last digits, and no more than rounding "
                 f"errors make of this script on one device ({spread:.0e})"
             )
+            by_step = self._spread_by_step(self._spread)
+            if step := next((s for s in sorted(by_step) if by_step[s] > _GROSS), 0):
+                result.why += (
+                    f"; from step {step} on these are so large that small differences do not show"
+                    ": a lower learning rate, or --double, shows more"
+                )
         return result
 
     def _dtype(self) -> str:
         order = ("bfloat16", "float16", "float32", "float64")
-        return next((d for d in order if d in self._runs.one.dtypes), "float32")
+        return next((d for d in order if d in self._one.dtypes), "float32")
 
     def _unrepeatable(self, step: int) -> CheckResult:
         return CheckResult(
@@ -184,13 +180,12 @@ class RunComparison:
             why="all generators of torch, NumPy and Python are seeded; the script draws from "
             "another one (numpy.random.default_rng() without a seed, os.urandom), depends on the "
             "time, or resumes from files that it has written itself",
-            remedy="seed that generator, or have the script begin anew",
+            remedy="seed that generator, or delete those files before each run",
         )
 
     def _of_error(self) -> CheckResult:
-        many = self._runs.many
+        many = self._many
         assert many.error is not None
-        cause = diagnose_error(many.error)
         where = f" at {many.error['line']}" if many.error.get("line") else ""
         result = CheckResult(
             DIFFERENT,
@@ -203,20 +198,16 @@ class RunComparison:
             quantity="error",
             name=many.error.get("type", ""),
         )
-        return self._filled(result, cause)
+        result.reported = True
+        return diagnose_error(result, many.error)
 
     def _different(self, found: Difference) -> CheckResult:
-        one, many = self._runs.one, self._runs.many
+        one, many = self._one, self._many
         step = found.event.step
         difference, some, others = first_deep(one, many, self._spread, step, self._tolerances)
-        cause = diagnose(found, difference, some, others, one, many)
         event = found.event
-        what = f"{event.kind} of {event.name}" if event.kind != "loss" else "the loss"
-        size = f" by {found.distance:.0e}" if found.distance < float("inf") else ""
-        at = f", in module {cause.module}" if cause.module else ""
         result = CheckResult(
             DIFFERENT,
-            f"different: from step {step} on, first {what}{size}{at}: {cause.kind}",
             steps=one.num_steps,
             replicas=self._replicas,
             largest_difference=found.distance,
@@ -224,13 +215,31 @@ class RunComparison:
             step=step,
             quantity=event.kind,
             name=event.name,
+            reported=bool(_WARNED.search(many.output)),
         )
-        return self._filled(result, cause)
-
-    def _filled(self, result: CheckResult, cause: Cause) -> CheckResult:
-        result.cause = cause.kind
-        for name, value in vars(cause).items():
-            if value and name != "kind":
-                setattr(result, name, value)
-        result.reported = bool(_WARNED.search(self._output)) or result.quantity == "error"
+        diagnose(result, found, difference, some, others, one, many)
+        what = f"{event.kind} of {event.name}" if event.kind != "loss" else "the loss"
+        size = f" by {found.distance:.0e}" if found.distance < float("inf") else ""
+        at = f", in module {result.module}" if result.module else ""
+        result.summary = f"different: from step {step} on, first {what}{size}{at}: {result.cause}"
         return result
+
+
+def _distances(one: Record, other: Record) -> dict[tuple[str, int], float]:
+    """Returns the relative distances of two runs, by quantity and step.
+
+    Those of all gradients, parameters and buffers together: one that is nothing but rounding has
+    no scale of its own.
+    """
+    totals: dict[tuple[str, int], list[float]] = {}
+    for _, a, b in aligned(shallow(one), shallow(other)):
+        if a is None or b is None or a.key != b.key:
+            continue
+        some, others = a.prints[0], b.prints[0]
+        if some.is_float and some.shape == others.shape:
+            is_joint = a.kind in (GRADIENT, PARAMETER, BUFFER)
+            key = a.kind if is_joint else f"{a.kind} {a.name}"
+            total = totals.setdefault((key, a.step), [0.0, 0.0])
+            total[0] += some.distance(others) ** 2
+            total[1] += some.norm**2
+    return {key: relative(d**0.5, n**0.5) for key, (d, n) in totals.items()}

@@ -1,6 +1,5 @@
 """Prediction of the step of N devices, in each way of driving them.
 
-[Note: Three ways]
 The ways differ in the process that launches, and in the overlap of reduction and backward pass.
 
     way                 a process launches         reduction
@@ -132,7 +131,7 @@ class Row:
         hidden_share: the share of it that the backward pass hides; ``None`` for one device.
         host_seconds: the time in which the busiest process launches a step.
         bound_by: "compute", "communication" or "launches".
-        way: one of ``WAYS``, see [Note: Three ways].
+        way: one of ``WAYS``.
         seconds_by_way: the time of a step in each way.
     """
 

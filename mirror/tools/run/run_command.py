@@ -14,8 +14,7 @@ from mirror.cluster.launchers import launchers
 from mirror.devices import is_simulated, resolve
 from mirror.errors import StrategyError
 from mirror.replica.layers.sync_batch_norm import synchronize_all
-from mirror.strategy.central_storage import CentralStorageStrategy
-from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
+from mirror.strategy.mirrored import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import Schedule

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from mirror.base.migration_hints import with_hints
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.errors import CheckpointError, StrategyError
-from mirror.execution.current_replica import enclosing_replica
+from mirror.execution.replicas import enclosing_replica
 from mirror.replica.params.mirrored_buffer import set_local_buffers
 from mirror.threads.user_frames import add_note
 from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
@@ -59,7 +59,7 @@ class Checkpoint(NoCopy):
     new one. No pickle is read or written. docs/checkpoints.md has the format.
 
     All workers save and restore at the same place of the program: the chief writes, and the calls
-    return when the chief is done. See [Note: Checkpoints of workers].
+    return when the chief is done. See ``checkpoint_agreement.py``.
 
     Attributes:
         objects: the saved objects, by name. A save takes a plain value from here: change
@@ -111,7 +111,7 @@ class Checkpoint(NoCopy):
         Args:
             write: called with the function that writes, in the thread that writes.
         """
-        _refuse_in_run("save")
+        refuse_in_run("Checkpoint.save")
         found = Path(os.path.abspath(path))
         with self._lock, torch.inference_mode(False):
             workers = worker_agreement_of(self.objects)
@@ -144,7 +144,7 @@ class Checkpoint(NoCopy):
                 the entry and the tensor. Nothing is changed then.
             StrategyError: called inside ``run``.
         """
-        _refuse_in_run("restore")
+        refuse_in_run("Checkpoint.restore")
         workers = worker_agreement_of(self.objects)
         workers.run_on_chief("Checkpoint.restore", self.wait)
         return self.restore_contents(workers.read(path))
@@ -166,7 +166,7 @@ class Checkpoint(NoCopy):
 
     def restore_contents(self, contents: Contents) -> dict[str, Any]:
         """Restores a checkpoint that was read; see ``restore``."""
-        _refuse_in_run("restore")
+        refuse_in_run("Checkpoint.restore")
         with self._lock, torch.inference_mode(False):
             self.wait()
             return self._restore(contents)
@@ -269,9 +269,10 @@ def _check_kind(name: str, kind: str, saved: str, contents: Contents) -> None:
         )
 
 
-def _refuse_in_run(what: str) -> None:
+def refuse_in_run(what: str) -> None:
+    """Raises ``StrategyError`` if the caller is inside ``run``."""
     if enclosing_replica() is not None:
         raise StrategyError(
-            f"Checkpoint.{what} was called inside run, where a step is not finished; call it "
+            f"{what} was called inside run, where a step is not finished; call it "
             "between steps, after run has returned"
         )

@@ -1,6 +1,5 @@
 """Checkpoints of several workers: the chief writes, all restore, and all agree.
 
-[Note: Checkpoints of workers]
 Worker 0, the chief, writes the state of the one logical model. Some states may differ between
 workers: random generators, and per-replica buffers. If they do, the chief receives them, and they
 go into the same checkpoint. So every worker calls ``save`` and ``restore``, at the same place of
@@ -13,10 +12,12 @@ machines. With another number of workers, all continue with the chief's state.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,9 +52,9 @@ class WorkerAgreement:
         self.is_multi_worker = workers.is_multi_process and is_open
 
     def take(self, what: str, objects: Mapping[str, Any], wait: Callable[[], None]) -> Snapshot:
-        """Returns the states of objects; on the chief with the other workers' own states.
+        """Returns the states of objects, with the own states of all workers.
 
-        All workers call it, as some states are combined from all workers.
+        All workers call it, as some states are combined from all workers, and get the same states.
 
         Args:
             wait: waits for the save before; may raise its error.
@@ -75,7 +76,9 @@ class WorkerAgreement:
             return found[0]
         mine = take_worker_snapshot(objects, f"worker {self.rank}/")
         messages = self._workers.exchange_tensors(what, "own", mine.to_tensors())
-        return found[0].with_workers([Snapshot.from_tensors(m.tensors) for m in messages[1:]])
+        chief, *others = (Snapshot.from_tensors(message.tensors) for message in messages)
+        whole = found[0] if self.is_chief else found[0].with_chief(chief)
+        return whole.with_workers(others)
 
     def run_on_chief(self, what: str, fn: Callable[[], None]) -> None:
         """Calls a function on the chief; the other workers wait for it.
@@ -140,6 +143,18 @@ class WorkerAgreement:
         if not self.is_multi_worker:
             return urgency
         return max(map(int, self._workers.exchange(what, payload=lambda: b"%d" % urgency)))
+
+    def broadcast(
+        self, what: str, head: bytes, tensors: Sequence[Tensor]
+    ) -> tuple[bytes, list[Tensor]]:
+        """Returns bytes and tensors of the chief; those of the other workers are not used."""
+        described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+        own = json.dumps([head.hex(), described]).encode() if self.is_chief else b""
+        text, described = json.loads(self.all_gather_bytes(what, own)[0])
+        if not self.is_chief:
+            tensors = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in described]
+        self._workers.broadcast(what, tensors)
+        return bytes.fromhex(text), list(tensors)
 
     def all_gather_bytes(self, what: str, message: bytes) -> list[bytes]:
         """Returns the messages of all workers, in the order of their ranks."""

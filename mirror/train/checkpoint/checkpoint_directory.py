@@ -1,6 +1,5 @@
 """The directory of a checkpoint: a process killed at any moment leaves the old one or the new one.
 
-[Note: One commit]
 A checkpoint is a directory with one file, ``checkpoint.safetensors``. Everything is on the disk
 before one system call publishes it: the rename of the file, or of a new directory::
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import SupportsIndex
 
 from mirror.base.migration_hints import call_with_hints
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.errors import CheckpointError, short_repr
 from mirror.threads.user_frames import warn_user
 from mirror.train.checkpoint.checkpoint import Checkpoint

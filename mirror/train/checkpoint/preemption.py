@@ -1,6 +1,5 @@
 """PreemptionCheckpointHandler: saves between two steps when the machine is taken away.
 
-[Note: Between two steps]
 A signal may arrive at any moment, in a backward pass or during a save. The signal handler only
 records it, and the save happens where a step ends, see [Note: Ends of steps]. The calls of a loop
 after that (``scheduler.step()``, ``scaler.update()``, counting) belong to the step: without them
@@ -17,7 +16,6 @@ request for another batch. So
 A signal may reach one worker only. So the workers exchange their states at every step, and all
 save and exit at the same step.
 
-[Note: Grace period]
 A platform may take the machine away long after the signal, without a second signal. So there are
 two saves: one at once, which remains if the machine goes early, and one near the end. The last
 save must finish in time, and can begin only where a step ends. So the handler exits when two more
@@ -44,10 +42,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mirror.base.migration_hints import call_with_hints
-from mirror.base.no_copy import NoCopy
+from mirror.base.process_bound import NoCopy
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.errors import CheckpointError, StrategyError, short_repr
-from mirror.execution.step_ends import step_ends
+from mirror.execution.lifecycle import step_ends
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
@@ -122,7 +120,7 @@ class TerminationConfig:
 
 
 class Urgency(IntEnum):
-    """What a worker has to do where a step ends; the highest value of all workers counts."""
+    """The action of a worker at the end of a step; the highest value of all workers counts."""
 
     NONE = 0
     SAVE_AND_CONTINUE = 1
@@ -147,7 +145,7 @@ class PreemptionCheckpointHandler(NoCopy):
 
     A step is an outermost run with an optimizer's step in it, or an optimizer's step outside run.
     If the checkpoint has a distributed dataset and more than modules and one optimizer, a step is
-    a batch with an optimizer's step. [Note: Between two steps] in
+    a batch with an optimizer's step. The docstring of
     ``mirror/train/checkpoint/preemption.py`` says where exactly it saves.
 
     Several handlers may be open: each saves, and the first decides how the program exits.
@@ -196,7 +194,7 @@ class PreemptionCheckpointHandler(NoCopy):
         self._save_fn = config.save_fn
         self._grace_seconds = config.grace_period or 0.0
         self._asked_at: float | None = None
-        self._has_saved_early = False  # see [Note: Grace period]
+        self._has_saved_early = False  # in the grace period
         self._is_ending = False  # the with block is ending
         self._step_seconds = self._save_seconds = 0.0
         self._step_began = _clock()

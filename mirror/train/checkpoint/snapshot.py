@@ -1,6 +1,5 @@
 """Snapshot: the states of objects as a checkpoint holds them, and how they are taken and read.
 
-[Note: Stored once]
 Tied weights, and views that a state holds together with their base, are stored once. Of the
 tensors in one storage, a contiguous one that is no part of a larger one is stored. Any other
 tensor that lies completely within a stored one is a view: a shape, strides, an offset. Tensors
@@ -84,7 +83,17 @@ class Snapshot:
             workers += other.manifest.workers
             tensors |= other.tensors
             views = views | other.manifest.views
-        return Snapshot(replace(self.manifest, workers=workers, views=views), tensors)
+        described = describe_tensors(tensors)
+        manifest = replace(self.manifest, tensors=described, workers=workers, views=views)
+        return Snapshot(manifest, tensors)
+
+    def with_chief(self, chief: Snapshot) -> Snapshot:
+        """Returns the same with worker 0's own states in place of this worker's."""
+        mine, (own,) = self.manifest.workers[0], chief.manifest.workers
+        first = replace(own, objects=mine.objects | own.objects)
+        return replace(self, manifest=replace(self.manifest, workers=[])).with_workers(
+            [replace(chief, manifest=replace(chief.manifest, workers=[first]))]
+        )
 
     def states(self) -> dict[str, Any]:
         """Returns the states of the objects, by the names that the user gave.

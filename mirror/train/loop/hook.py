@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError, short_repr
-from mirror.server.roles.remote_value import RemoteValue
+from mirror.server.roles.closure_queue import RemoteValue
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.train.checkpoint.manager import CheckpointManager

@@ -1,6 +1,5 @@
 """StepsInFlight: scheduled steps of a loop that workers of parameter servers still run.
 
-[Note: Steps in flight]
 Problem: a loop that waits for each step before it schedules the next one keeps one worker busy.
 Rule: the loop may be some steps ahead of the workers. A step is everything that one pass of the
 loop has scheduled. It ends when all of that has ended; then its values have arrived, and hooks see
@@ -20,9 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mirror.errors import ActorDied, StrategyError
-from mirror.server.roles.closure_queue import Closure
+from mirror.server.roles.closure_queue import Closure, RemoteValue
 from mirror.server.roles.coordinator import ClusterCoordinator, session_of
-from mirror.server.roles.remote_value import RemoteValue
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.threads.user_frames import warn_user
 

@@ -1,11 +1,10 @@
 """Training: a loop that resumes by itself, counts its steps, and has hooks.
 
-[Note: Where a step ends]
 A step begins when ``batches`` yields a batch, and ends when the loop requests the next one. If the
 loop is left by ``break``, its last step ends with the next loop, or with the training. Requests to
 save or to stop are handled there, in this order: hooks, a checkpoint, the end. The workers
 exchange their requests at the end of each step, and all of them act at the same step. With
-parameter servers a step may end later: [Note: Steps in flight] in ``steps_in_flight.py``.
+parameter servers a step may end later: see ``steps_in_flight.py``.
 """
 
 from __future__ import annotations
@@ -171,14 +170,14 @@ class Training(TrainingState):
             if self._flight is not None and dataset.index < self._flight.num_datasets:
                 warn_user(
                     f"the training goes on after step {self.step}, and each worker's dataset "
-                    "begins anew; create it inside the training's with statement, by a function "
+                    "starts again; create it inside the training's with statement, by a function "
                     "that begins elsewhere: for example with training.first_step in its seed"
                 )
             return 0
         if all(dataset is not obj for obj in self.manager.checkpoint.objects.values()):
             warn_user(
-                f"the training goes on after step {self.step}, and its dataset begins anew, as it "
-                "is not in the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"
+                f"the training goes on after step {self.step}, and its dataset starts again, as "
+                "it is not in the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"
             )
         if num_batches:
             return min(self.step // num_batches, epochs)
@@ -224,7 +223,7 @@ class Training(TrainingState):
             yield SaveEvery(seconds=600)
 
     def _end_step(self, *, is_last: bool = False) -> None:
-        """Ends the current step, if there is one. See [Note: Where a step ends].
+        """Ends the current step, if there is one.
 
         Args:
             is_last: whether all steps in flight must end, too.
@@ -242,7 +241,7 @@ class Training(TrainingState):
             self._save(wait=False)
 
     def _end_flight(self, flight: StepsInFlight, *, is_last: bool) -> None:
-        """Ends the steps that must end or have ended. See [Note: Steps in flight]."""
+        """Ends the steps that must end or have ended."""
         last = self.step + len(flight)
         while len(flight) and (
             is_last
@@ -263,7 +262,7 @@ class Training(TrainingState):
         self._agree()
 
     def _agree(self) -> None:
-        """Combines the requests of all workers. See [Note: Where a step ends]."""
+        """Combines the requests of all workers."""
         workers = self._workers
         assert workers is not None
         if not workers.is_multi_worker:

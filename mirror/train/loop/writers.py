@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mirror.base.atomic_file import replace_atomically
+from mirror.base.safe_files import replace_atomically
 from mirror.errors import StrategyError
 from mirror.train.loop.hook import Hook, Interval, TrainingState, Value
 

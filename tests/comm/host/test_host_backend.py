@@ -8,7 +8,7 @@ import torch
 import mirror
 from mirror import comm
 from mirror.comm.communicator import DTYPES, HALF_DTYPES, OPS
-from mirror.comm.host import host_backend, host_library
+from mirror.comm.host import host_backend
 from mirror.errors import BackendError, ShapeError
 
 FLOATS = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)
@@ -19,9 +19,9 @@ SIZES = (1, 3, 4, 15, 16, 17, 63, 64, 65, 127, 259, 1027)
 SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -7e4, 1e-8, -6e-8, 3e38)
 
 
-@pytest.fixture(params=host_library.require().levels())
+@pytest.fixture(params=host_backend.require().levels())
 def level(request):
-    library = host_library.require()
+    library = host_backend.require()
     before = library.level()
     library.set_level(request.param)
     yield request.param
@@ -115,8 +115,8 @@ def test_ties_are_rounded_to_even(level, dtype):
 
 
 def test_there_is_an_instruction_set_for_every_machine():
-    assert host_library.require().levels()[0] == "portable"
-    assert host_library.require().level() == host_library.require().levels()[-1]
+    assert host_backend.require().levels()[0] == "portable"
+    assert host_backend.require().level() == host_backend.require().levels()[-1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -247,8 +247,8 @@ def test_without_its_library_it_says_so(monkeypatch, tmp_path, content, reason):
     path = tmp_path / "_reduce.so"
     if content is not None:
         path.write_bytes(content)
-    monkeypatch.setattr(host_library, "PATH", path)
-    host_library.forget()
+    monkeypatch.setattr(host_backend, "PATH", path)
+    host_backend.forget()
     try:
         with pytest.raises(BackendError, match=f"'host' cannot serve cpu: its library .*{reason}"):
             comm.create("host", ["cpu"])
@@ -257,7 +257,7 @@ def test_without_its_library_it_says_so(monkeypatch, tmp_path, content, reason):
         with mirror.MirroredStrategy(["cpu"]) as strategy:
             assert strategy.backend == "naive"
     finally:
-        host_library.forget()
+        host_backend.forget()
 
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", 9), ("min", 2), ("max", 4), ("prod", 24)])

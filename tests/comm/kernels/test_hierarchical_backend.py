@@ -1,4 +1,4 @@
-"""hierarchical.py and topology.py: islands, found or given."""
+"""kernel_backends.py and topology.py: islands, found or given."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""kernels.py and simulator.py: what ring, hierarchical and direct share, on the CPU."""
+"""Kernels on simulated devices: what ring, hierarchical and direct share, on the CPU."""
 
 import ctypes
 import threading

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mirror.comm.nccl import calls, clique, communicators
+from mirror.comm.nccl import clique, communicators, libnccl
 from mirror.comm.nccl.communicators import Work
 from tests.benchmarks.test_calls import calls_of
 from tests.comm.nccl.fake_nccl import TIMEOUT, tensors
@@ -31,13 +31,13 @@ def test_one_device_stands_for_all_only_where_it_has_waited_for_all(n, size):
     chunks = [value.tensor_split(n) for value in values]
     terms = [torch.empty(n, chunks[i][i].numel()) for i in range(n)]
     groups = {
-        "all_reduce": calls.all_reduce_calls(values, "sum"),
-        "reduce_scatter": calls.reduce_scatter_calls(values, "sum"),
-        "all_gather": calls.all_gather_calls(values),
-        "broadcast": calls.broadcast_calls(values, 1),
-        "exchange": calls.exchange_calls(chunks, terms),
+        "all_reduce": libnccl.all_reduce_calls(values, "sum"),
+        "reduce_scatter": libnccl.reduce_scatter_calls(values, "sum"),
+        "all_gather": libnccl.all_gather_calls(values),
+        "broadcast": libnccl.broadcast_calls(values, 1),
+        "exchange": libnccl.exchange_calls(chunks, terms),
     }
-    joint = {name for name, group in groups.items() if calls.are_joint(group, n)}
+    joint = {name for name, group in groups.items() if libnccl.are_joint(group, n)}
     assert all(begins_everywhere(groups[name], n) for name in joint)
     assert "all_reduce" in joint
     assert ("exchange" in joint) == (size >= n)

@@ -173,7 +173,7 @@ def test_an_error_of_the_store_is_the_loss_of_its_process(monkeypatch):
 class _LateBoard:
     """A board of worker 0 of three that looks every so many seconds; worker 1 says no more."""
 
-    rank, size, broken = 0, 3, None
+    rank, size, broken, lost = 0, 3, None, None
 
     def __init__(self, every):
         self.now, self._every = 0.0, every

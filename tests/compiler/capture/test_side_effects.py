@@ -75,7 +75,7 @@ def makes_weights(model, optimizer):
     ("make_step", "told"),
     [
         (sets_one_from_outside, "'calls' of CrossEntropyLoss"),
-        (makes_weights, "'weight' of Linear is made"),
+        (makes_weights, "'weight' of Linear is created"),
     ],
 )
 def test_others_and_weights_are_refused(make_step, told):
@@ -500,3 +500,19 @@ def test_a_loss_that_is_a_module_of_its_own_is_followed():
         return step
 
     Beside(2, make_model=linear, make_step=make_step).train(batches([8, 8, 7]))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_rate_that_a_hook_changes_in_place_is_refused(num_replicas):
+    beside = Beside(num_replicas)
+
+    def slow_down(optimizer, args, kwargs):
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    beside.optimizer.register_step_pre_hook(slow_down)
+    first, second = beside.strategy.distribute_dataset(batches([8, 8]))
+    beside.compiled(*first)
+    rate = beside.optimizer.param_groups[0]["lr"]
+    with pytest.raises(mirror.CompileError, match="changes a learning rate in place"):
+        beside.compiled(*second)
+    assert beside.optimizer.param_groups[0]["lr"] == rate

@@ -149,3 +149,65 @@ def cleared_after(model, optimizer):
 def test_a_custom_functions_parameter_is_updated_where_gradients_are_cleared_last(num_replicas):
     make = WITH_USERS_CODE["function"]
     Beside(num_replicas, make, make_step=cleared_after).train(batches([6] * 4))
+
+
+def ask_float(loss, model):
+    return float(loss.detach())
+
+
+def ask_weight(loss, model):
+    return loss * int(mirror.get_replica_context().weight)
+
+
+def train_what_is_not_mirrored(loss, model):
+    return loss + not_mirrored.weight.sum()
+
+
+not_mirrored = nn.Linear(2, 2)
+
+
+def refusal_of(what):
+    def make_step(model, optimizer):
+        usual = usual_step(model, optimizer)
+
+        def step(x, y):
+            return what(usual(x, y), model)
+
+        return step
+
+    beside = Beside(2, make_step=make_step)
+    first, second = beside.strategy.distribute_dataset(batches([8, 8]))
+    beside.compiled(*first)
+    with pytest.raises(mirror.CompileError) as refused:
+        beside.compiled(*second)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("what", [item, ask_float])
+def test_the_remedy_for_a_number_is_to_return_the_tensor(what):
+    said = refusal_of(what)
+    assert "return the tensor from the step and read it after the call" in said
+
+
+def test_the_number_of_a_weight_is_refused():
+    assert "multiply by it as it is" in refusal_of(ask_weight)
+
+
+def test_a_parameter_that_is_not_mirrored_is_refused():
+    assert "make its module in strategy.scope()" in refusal_of(train_what_is_not_mirrored)
+
+
+def test_a_sparse_gradient_is_refused():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.embedding(x.abs().long().clamp(max=8)).mean(1))
+
+    beside = Beside(2, Sparse, lambda p: torch.optim.SGD(p, 0.1))
+    first, second = beside.strategy.distribute_dataset(batches([8, 8]))
+    beside.compiled(*first)
+    with pytest.raises(mirror.CompileError, match="use sparse=False"):
+        beside.compiled(*second)

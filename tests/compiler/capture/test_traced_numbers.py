@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import mirror
@@ -118,3 +119,15 @@ def test_an_optimizer_that_the_program_has_dropped_is_freed():
         assert dropped() is None
         compiled(x)
     strategy.close()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_updates_of_a_half_type_are_added_in_single_precision(num_replicas):
+    """Muon computes its updates in bfloat16, and multiplies them by the rate in float32."""
+
+    def model():
+        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
+
+    beside = Beside(num_replicas, model, lambda p: torch.optim.Muon(p, 0.01))
+    beside.train(batches([8] * 4), rtol=1e-6, atol=1e-7)
+    assert beside.compiled.num_traces == 1

@@ -163,3 +163,19 @@ def test_a_batch_that_is_a_gradient_stays_what_it_is():
         compiled(parts)
         assert [part.tolist() for part in parts.values] == [[1.0] * 3, [2.0] * 3]
     strategy.check_replicas()
+
+
+def test_a_parameter_that_differs_between_replicas_is_refused():
+    def make_step(model, optimizer):
+        def step(x, y):
+            with torch.no_grad():
+                model[0].bias.add_(x.mean())
+            return model(x).mean()
+
+        return step
+
+    beside = Beside(2, linear, make_step=make_step, fallback="error")
+    batch = mirror.PerReplica([torch.ones(4, 6)] * 2), mirror.PerReplica([torch.ones(4)] * 2)
+    beside.compiled(*batch)
+    with pytest.raises(mirror.CompileError, match=r"all_reduce\('mean', value\)"):
+        beside.compiled(*batch)

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirror
-from mirror.compiler.lowering import program_key as key_module
-from mirror.compiler.lowering.program_key import program_key
+from mirror.compiler.lowering import program_cache as key_module
+from mirror.compiler.lowering.program_cache import program_key
 from mirror.compiler.lowering.step_trace import trace_step
 from mirror.compiler.runtime.step_arguments import StepArguments
-from mirror.compiler.state_tensors import state_tensors
+from mirror.compiler.step_inputs import state_tensors
 from mirror.compiler.torch_internals import _without_mkldnn
 from mirror.compiler.varying_inputs import VaryingInputs
 from tests.compiler.training import batches, mlp, usual_step
@@ -230,7 +230,7 @@ def fresh_makers():
         (torch, "__version__", "3.0"),
         (torch.version, "git_version", "other"),
         (sys, "version", "4.0"),
-        (key_module, "_digest", lambda folder: "other"),
+        (key_module, "_digest_of_sources", lambda folder: "other"),
         (key_module, "_processor", lambda: "other"),
         (platform, "machine", lambda: "other"),
         (torch.backends.cpu, "get_cpu_capability", lambda: "other"),
@@ -246,7 +246,7 @@ def test_another_maker_is_another_key(where, name, value, usual, monkeypatch):
 
 def test_the_digest_of_source_code_is_of_names_and_contents(tmp_path):
     def digest():
-        return key_module._digest(tmp_path)
+        return key_module._digest_of_sources(tmp_path)
 
     (tmp_path / "a.py").write_text("1")
     found = [digest()]

@@ -5,7 +5,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirror.compiler.custom_ops import define
-from mirror.compiler.lowering.retarget import retarget, retarget_again
+from mirror.compiler.lowering.programs import retarget, retarget_again
 
 FIRST, SECOND, HOST = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 

@@ -78,3 +78,12 @@ def test_a_trace_that_is_broken_off_leaves_all_as_it_was():
     beside.plain_step(*batches([8])[0])
     beside.compare()
     beside.train(batches([8] * 2))
+
+
+def test_the_first_call_is_not_compiled():
+    beside = Beside(2, linear)
+    first, second = loaded(beside, 2)
+    beside.compiled(*first)
+    assert beside.compiled.num_traces == 0
+    beside.compiled(*second)
+    assert beside.compiled.num_traces == 1

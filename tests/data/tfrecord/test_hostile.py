@@ -12,7 +12,7 @@ import pytest
 
 from mirror.data import RecordError, TFRecordDataset
 from mirror.data.tfrecord import record_index, record_reader
-from mirror.data.tfrecord.protobuf_wire import (
+from mirror.data.tfrecord.example import (
     DELIMITED,
     FIXED32,
     FIXED64,
@@ -184,7 +184,7 @@ def indexed_file(tmp_path):
     return path.with_name(path.name + ".index.npy"), lambda: read() == whole
 
 
-def test_an_index_that_is_cut_or_changed_anywhere_is_made_anew(indexed_file):
+def test_an_index_that_is_cut_or_changed_anywhere_is_made_again(indexed_file):
     file, is_right = indexed_file
     good = file.read_bytes()
     for end in range(len(good)):
@@ -240,7 +240,7 @@ def test_an_index_that_is_no_usual_file_is_not_read(indexed_file):
 
 
 @pytest.mark.parametrize("offset", [-1, -(2**63), 2**62, 0, 5])
-def test_an_index_with_offsets_that_no_file_has_is_made_anew(indexed_file, offset):
+def test_an_index_with_offsets_that_no_file_has_is_made_again(indexed_file, offset):
     file, is_right = indexed_file
     good = file.read_bytes()
     values = np.load(file)

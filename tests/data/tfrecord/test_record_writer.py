@@ -271,7 +271,7 @@ def test_an_index_that_cannot_be_written_is_an_error_and_leaves_nothing(paths, m
     def refuse(source, target):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr("mirror.base.atomic_file.os.replace", refuse)
+    monkeypatch.setattr("mirror.base.safe_files.os.replace", refuse)
     with pytest.raises(PermissionError, match="read-only"):
         indexed(paths)
     assert sorted(path.name for path in paths[0].parent.iterdir()) == [p.name for p in paths]

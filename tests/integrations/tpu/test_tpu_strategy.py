@@ -133,7 +133,7 @@ def test_what_is_written_between_runs_is_seen_by_the_next(tpus):
 
 @pytest.mark.slow
 def test_a_preempted_training_is_saved_between_steps(tpus):
-    from mirror.execution.step_ends import step_ends
+    from mirror.execution.lifecycle import step_ends
 
     with tpus.scope():
         model = nn.Linear(4, 2)

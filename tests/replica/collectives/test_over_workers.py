@@ -203,11 +203,11 @@ def combined(counts):
     found = {}
     with strategy_of(counts) as strategy:
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            alike = partial(part, (2, 3), dtype)
+            same_part = partial(part, (2, 3), dtype)
             rows, columns = partial(part, (0, 2), dtype), partial(part, (2, 0), dtype)
             for op in OPS:
                 for weights in (None, [1.0, 3.0, 2.0, 5.0], [2.0, 0.0, 2.0, 2.0]):
-                    value = of_each(strategy, alike, weights)
+                    value = of_each(strategy, same_part, weights)
                     found[op, dtype, str(weights)] = strategy.reduce(op, value)
                 for axis, make in ((0, rows), (-1, columns)):
                     found[op, dtype, axis] = strategy.reduce(op, of_each(strategy, make), axis)

@@ -51,7 +51,7 @@ def gradients(make_strategy, way, backend, **options):
 @pytest.mark.parametrize("way", ["inside", "outside"])
 @pytest.mark.parametrize("backend", ["host", "ring", "direct", "naive"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_gradients_are_rounded_and_alike_on_all_replicas(make_strategy, dtype, backend, way):
+def test_gradients_are_rounded_and_equal_on_all_replicas(make_strategy, dtype, backend, way):
     every, expected = gradients(make_strategy, way, backend, wire_dtype=dtype)
     for own in every:
         for mine, first, right in zip(own, every[0], expected, strict=True):

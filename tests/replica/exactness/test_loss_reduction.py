@@ -195,7 +195,7 @@ def test_a_compiled_loss_without_ignored_labels_does_not_warn():
     compiled_loss(torch.zeros(4, 5, dtype=torch.long)).backward()
 
 
-def test_as_many_chosen_of_unlike_parts_count_alike():
+def test_as_many_chosen_of_different_parts_count_equally():
     chosen = torch.tensor([1, 0, 0, 1, 0, 1, 0]).bool()  # one of 3, of 2 and of 2 examples
     plain = made(lambda m, h, y, k: h[k].square().mean())
     strategy = mirror.MirroredStrategy(["cpu"] * 3)

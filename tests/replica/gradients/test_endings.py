@@ -43,7 +43,7 @@ def test_unread_gradients_keep_nothing_alive():
 
 
 def test_backward_after_close_starts_no_thread(make_strategy, leaks):
-    # A bucket that was complete after `close` started the thread that `close` had ended anew.
+    # A bucket that was complete after `close` started the thread again that `close` had ended.
     strategy = make_strategy(
         2, communication_options=mirror.CommunicationOptions(bytes_per_pack=0)
     )

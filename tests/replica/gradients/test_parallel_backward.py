@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.threads import run_queue
+from mirror.threads import schedule
 from tests.oracle import assert_same
 from tests.replica.gradients.at_once import (
     Watched,
@@ -115,7 +115,7 @@ def test_what_reduce_and_gather_join_comes_apart(how, make_eager, make_strategy)
 
 
 def test_replicas_of_short_turns_go_backward_in_one_thread(make_strategy, monkeypatch):
-    monkeypatch.setattr(run_queue, "LONG_SECONDS", 1e9)
+    monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", 1e9)
     strategy = make_strategy(2, schedule="staggered")
     model = mirrored(strategy)
     for _ in range(3):

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.common_modules import module_db
 
 import mirror
-from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.modules.module_owner import owner_of
 from tests.oracle import assert_same
 from tests.replica.modules.test_module_db import build, call, fresh, samples
 

@@ -229,7 +229,7 @@ def test_a_tensor_set_after_mirroring_is_each_replicas_own(n, in_run, make_strat
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_what_is_read_and_then_changed_in_place_is_joined_anew(n, make_strategy):
+def test_what_is_read_and_then_changed_in_place_is_joined_again(n, make_strategy):
     class Collects(Base):
         def forward(self, x):
             if self.means is None:
@@ -508,7 +508,7 @@ def test_a_flag_takes_the_place_of_what_was_set_before(n, make_strategy):
 
 
 def with_auxiliary_loss(loss):
-    """A model of a class of its own, as each class is told of once."""
+    """A model of a class of its own, as each class is reported once."""
 
     class WithAuxiliaryLoss(nn.Module):
         """Keeps a 0-d loss as an attribute, as mixtures of experts do."""

@@ -272,7 +272,7 @@ def test_parameters_of_every_kind(way, name, sharded):
                 self.b = nn.Parameter(torch.randn(()) if name == "0-d" else torch.randn(0, 6))
 
         def forward(self, x):
-            b = self.b.abs().float().sum() if self.b.numel() else self.b.sum()
+            b = self.b.abs().float().sum() if self.b.numel() else 0.0
             return x * self.a + b
 
     torch.manual_seed(0)

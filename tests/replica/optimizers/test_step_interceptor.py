@@ -13,8 +13,8 @@ from torch.optim.optimizer import (
 )
 
 import mirror
-from mirror.execution.current_replica import current
-from mirror.execution.step_ends import step_ends
+from mirror.execution.lifecycle import step_ends
+from mirror.execution.replicas import current
 from tests.oracle import assert_same
 from tests.pairs import pairwise
 from tests.replica.optimizers.kinds import SAM, Child, CounterOnSelf, Lookahead, lbfgs

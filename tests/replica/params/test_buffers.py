@@ -276,6 +276,78 @@ def test_a_buffer_with_a_given_aggregation_does_not_warn(strategy, caplog):
     model = strategy.mirror(Keeps(*OF_PARTS["a moving mean"]))
     mirror.set_aggregation(model, "kept", "mean")
     model(torch.randn(7, 2))
-    normalized = strategy.mirror(nn.BatchNorm1d(2))
-    normalized(torch.randn(7, 2))
+    assert not caplog.records
+
+
+class Norms(nn.Module):
+    """A batch normalisation that is called in the third step first."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.late = nn.BatchNorm1d(2)
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        x = self.linear(x)
+        return self.late(x) if self.num_calls > 2 else x
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_statistics_of_parts_warn_once(way, strategy, caplog):
+    layers = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2)
+    model = strategy.mirror(nn.Sequential(*layers))
+
+    def loss_of(x):
+        return model(x).square().mean()
+
+    for x in strategy.distribute_dataset([torch.randn(7, 2)] * 3):
+        if way == 1:
+            loss_of(strategy.gather(x)).backward()
+        elif way == 2:
+            strategy.reduce("mean", strategy.run(loss_of, (x,))).backward()
+        else:
+            strategy.run(lambda x: loss_of(x).backward(), (x,))
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith(
+        "BatchNorm1d(2) '1' normalises with mean and variance of its replica's part"
+    )
+    assert "1 more such layer" in text
+    assert "mirror.nn.convert_sync_batchnorm(model), or mirror run --sync-batch-norm" in text
+
+
+def test_statistics_of_a_layer_that_is_called_late_warn_too(strategy, caplog):
+    model = strategy.mirror(Norms())
+    for _ in range(3):
+        assert not caplog.records
+        model(torch.randn(7, 2))
+    assert "BatchNorm1d(2) 'late'" in caplog.text
+
+
+def test_statistics_of_the_whole_batch_and_of_each_example_do_not_warn(strategy, caplog):
+    for norm in (
+        mirror.nn.convert_sync_batchnorm(nn.BatchNorm1d(2)),
+        nn.SyncBatchNorm(2),
+        nn.BatchNorm1d(2).eval(),
+        nn.BatchNorm1d(2, track_running_stats=False),
+    ):
+        model = strategy.mirror(nn.Sequential(nn.Linear(2, 2), norm))
+        model[0](torch.randn(7, 2)), model(torch.randn(7, 2))
+    strategy.mirror(nn.InstanceNorm1d(2, affine=True))(torch.randn(7, 2, 4))
+    assert not caplog.records
+
+
+def test_a_run_that_fails_on_the_way_does_not_warn(strategy, caplog):
+    model = strategy.mirror(nn.BatchNorm1d(2))
+
+    def step(x):
+        if replica_id() == 1:
+            raise KeyError("no data")
+        model(x)
+
+    (batch,) = strategy.distribute_dataset([torch.randn(7, 2)])
+    with pytest.raises(KeyError):
+        strategy.run(step, (batch,))
     assert not caplog.records

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from mirror.server.engine import listener, service_loop
+from mirror.server.engine import handshake, service_loop
 from mirror.server.engine.socket_client import connect
 
 
@@ -111,7 +111,7 @@ class Echo:
         def broken(*args):
             raise LookupError("broken on purpose")
 
-        listener.Listener._begin = broken
+        handshake.Listener._begin = broken
 
     def ends(self, header, buffers):
         os._exit(5)

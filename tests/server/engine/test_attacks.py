@@ -16,13 +16,19 @@ import numpy as np
 import pytest
 
 from mirror.server.engine import fork_server as fork_servers
-from mirror.server.engine import handshake, listener
+from mirror.server.engine import handshake
 from mirror.server.engine import socket_client as connecting
 from mirror.server.engine.agent_engine import AgentEngine
 from mirror.server.engine.engine_types import ActorDied, RemoteError, WireError
 from mirror.server.engine.fork_server import fork_server
-from mirror.server.engine.handshake import Credentials, authenticate, bind, listen, new_key
-from mirror.server.engine.listener import Listener
+from mirror.server.engine.handshake import (
+    Credentials,
+    Listener,
+    authenticate,
+    bind,
+    listen,
+    new_key,
+)
 from mirror.server.engine.node_agent import NodeAgent
 from mirror.server.engine.process_engine import ProcessEngine
 from mirror.server.engine.service_loop import ServiceLoop
@@ -119,7 +125,7 @@ def test_a_relay_is_no_actor(echo, change):
 
 
 def test_a_flood_of_silent_connections_delays_nobody(own, monkeypatch):
-    monkeypatch.setattr(listener, "MAX_PER_ADDRESS", 8)
+    monkeypatch.setattr(handshake, "MAX_PER_ADDRESS", 8)
     before = threading.active_count()
     with listening(own) as (where, accepted), contextlib.ExitStack() as silent:
         for _ in range(40):
@@ -130,7 +136,7 @@ def test_a_flood_of_silent_connections_delays_nobody(own, monkeypatch):
 
 
 def test_the_limit_of_all_addresses_holds(own, monkeypatch):
-    monkeypatch.setattr(listener, "MAX_HANDSHAKES", 4)
+    monkeypatch.setattr(handshake, "MAX_HANDSHAKES", 4)
     with listening(own) as (where, _), contextlib.ExitStack() as silent:
         for _ in range(10):
             silent.enter_context(socket.create_connection(where))

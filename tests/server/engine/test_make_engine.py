@@ -6,8 +6,7 @@ import types
 import pytest
 
 from mirror.errors import BackendError
-from mirror.server.engine.make_engine import make_engine
-from mirror.server.engine.process_engine import ProcessEngine
+from mirror.server.engine.process_engine import ProcessEngine, make_engine
 
 
 @pytest.fixture(autouse=True)

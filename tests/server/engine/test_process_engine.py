@@ -13,9 +13,9 @@ import pytest
 
 from mirror.server.engine import process_engine as processes
 from mirror.server.engine import socket_client as connecting
+from mirror.server.engine.actor_process import receive_message
 from mirror.server.engine.engine_types import ActorDied, RemoteError, WireError
 from mirror.server.engine.fork_server import ForkServer, fork_server
-from mirror.server.engine.lifeline import receive_message
 from mirror.server.engine.process_engine import ProcessEngine
 from mirror.server.engine.socket_client import connect
 from tests.server.engine.conftest import ECHO

@@ -11,8 +11,7 @@ from torch.nn.functional import mse_loss
 import mirror
 from mirror.errors import StrategyError
 from mirror.server import FixedShards
-from mirror.server.roles.server_role import ServerRole
-from mirror.server.shard import PieceSpec
+from mirror.server.shard import PieceSpec, ServerRole
 
 
 def net():

@@ -1,50 +1,36 @@
-"""Scripts as users write them: which train as on one device, and why others do not.
+"""Programs as users write them: which train as on one device, and why others do not.
 
-The docstring of a script in ``scripts/different`` names its cause and the module that the check
-has to find; a comment marks the line. Each script is checked in this process, with two or three
-replicas in turn.
+Each is checked in this process, with two or three replicas in turn.
 """
 
-import re
-import runpy
-import sys
-from pathlib import Path
+import inspect
 
 import pytest
 
 from mirror.testing import compare_with_one_device
 from mirror.tools.check.check_result import DIFFERENT, EQUAL
-
-SCRIPTS = Path(__file__).parent / "scripts"
-EXPECTED = re.compile(r'"""Cause: (?P<cause>.*?); module: (?P<module>.*?)\."""', re.DOTALL)
+from tests.tools.check import different_programs, equal_programs
 
 
-def _named(folder):
-    """Returns the scripts of a folder, each with two or three replicas."""
-    paths = sorted((SCRIPTS / folder).glob("*.py"))
-    return [pytest.param(path, 2 + i % 2, id=path.stem) for i, path in enumerate(paths)]
-
-
-def _check(path, replicas, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(path)])
-    return compare_with_one_device(
-        lambda: runpy.run_path(str(path), run_name="__main__"), replicas=replicas
-    )
-
-
-@pytest.mark.parametrize(("path", "replicas"), _named("equal"))
-def test_a_script_is_equal(path, replicas, monkeypatch):
-    result = _check(path, replicas, monkeypatch)
+@pytest.mark.parametrize(
+    ("program", "replicas"),
+    [pytest.param(p, 2 + i % 2, id=p.__name__) for i, p in enumerate(equal_programs.EQUAL)],
+)
+def test_a_program_is_equal(program, replicas):
+    result = compare_with_one_device(program, replicas)
     assert result.exit_code == EQUAL, str(result)
 
 
-@pytest.mark.parametrize(("path", "replicas"), _named("different"))
-def test_the_cause_and_the_module_or_line_are_found(path, replicas, monkeypatch):
-    text = path.read_text()
-    expected = EXPECTED.match(text)
-    line = next(i for i, row in enumerate(text.splitlines(), 1) if row.endswith("# here"))
-    result = _check(path, replicas, monkeypatch)
+@pytest.mark.parametrize(
+    ("name", "replicas"), [(n, 2 + i % 2) for i, n in enumerate(different_programs.DIFFERENT)]
+)
+def test_the_cause_and_the_module_or_line_are_found(name, replicas):
+    program, cause, module = different_programs.DIFFERENT[name]
+    result = compare_with_one_device(program, replicas)
     assert result.exit_code == DIFFERENT, str(result)
-    assert result.cause == expected["cause"], str(result)
-    assert result.module == expected["module"] or f"{path.name}:{line} " in result.line
+    assert result.cause == cause, str(result)
+    lines, start = inspect.getsourcelines(getattr(program, "source", program))
+    here = [start + i for i, line in enumerate(lines) if line.endswith("# here\n")]
+    is_line = bool(here) and f"different_programs.py:{here[0]} " in result.line
+    assert is_line or result.module == module, str(result)
     assert result.remedy

@@ -85,8 +85,20 @@ def test_a_difference_names_step_module_cause_and_remedy(check, tmp_path):
     assert "--sync-batch-norm" in result["remedy"]
 
 
-def test_the_remedy_makes_it_equal(check):
-    assert check(NORM, "--sync-batch-norm", "train.py").returncode == 0
+OWN_FORWARD = """
+import torch
+class Norm(torch.nn.BatchNorm1d):
+    def forward(self, x):
+        norm = torch.nn.functional.batch_norm(x, None, None, self.weight, self.bias, self.training)
+        return norm.relu()
+"""
+
+
+@pytest.mark.parametrize("text", [NORM, OWN_FORWARD + TRAINS.format(layer="Norm(6)", steps=4)])
+def test_the_remedy_makes_it_equal(text, check):
+    done = check(text)
+    assert (done.returncode, "batch statistics per replica" in done.stdout) == (1, True)
+    assert check(text, "--sync-batch-norm", "train.py").returncode == 0
 
 
 def test_dropout_can_be_switched_off(check):

@@ -14,7 +14,7 @@ from mirror import cli, comm
 from mirror.comm import registry, self_test, subprocess_probe
 from mirror.comm.kernels import cuda_kernels, launcher
 from mirror.comm.nccl import libnccl
-from mirror.comm.selection import Choice, Facts
+from mirror.comm.registry import Choice, Facts
 from mirror.errors import BackendError
 from mirror.tools import diagnosis
 from mirror.tools.diagnosis import BackendReport, Diagnosis, diagnose

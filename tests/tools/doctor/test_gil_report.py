@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from mirror.tools import gil_report
-from mirror.tools.gil_report import examine_gil
+from mirror.tools import diagnosis
+from mirror.tools.diagnosis import examine_gil
 
 WARNING = (
     "<frozen>:1: RuntimeWarning: The global interpreter lock (GIL) has been enabled to load "
@@ -20,15 +20,15 @@ def free_threaded(monkeypatch):
     def make(*, on, stderr=""):
         done = subprocess.CompletedProcess([], 0, "", stderr)
         monkeypatch.delenv("PYTHON_GIL", raising=False)
-        monkeypatch.setattr(gil_report.sysconfig, "get_config_var", lambda name: 1)
-        monkeypatch.setattr(gil_report.subprocess, "run", lambda *_, **__: done)
-        monkeypatch.setattr(gil_report, "is_gil_enabled", lambda: on)
+        monkeypatch.setattr(diagnosis.sysconfig, "get_config_var", lambda name: 1)
+        monkeypatch.setattr(diagnosis.subprocess, "run", lambda *_, **__: done)
+        monkeypatch.setattr(diagnosis, "is_gil_enabled", lambda: on)
 
     return make
 
 
 def test_an_ordinary_interpreter_has_one(monkeypatch):
-    monkeypatch.setattr(gil_report.sysconfig, "get_config_var", lambda name: 0)
+    monkeypatch.setattr(diagnosis.sysconfig, "get_config_var", lambda name: 0)
     assert examine_gil().render().startswith("on, as in every ordinary Python")
 
 

@@ -98,7 +98,7 @@ def test_a_directory_without_the_file_is_not_a_checkpoint(tmp_path):
     assert restored(tmp_path) == (2, 2)
 
 
-def test_if_all_are_damaged_nothing_begins_anew_silently(tmp_path):
+def test_if_all_are_damaged_nothing_starts_again_silently(tmp_path):
     save(tmp_path, 1, 2)
     for step in manager(tmp_path).steps:
         damage(step.path, "cut")

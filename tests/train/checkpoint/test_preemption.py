@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.execution.step_ends import step_ends
+from mirror.execution.lifecycle import step_ends
 from mirror.train.checkpoint import preemption
 from tests.train.checkpoint.training import Training, same
 

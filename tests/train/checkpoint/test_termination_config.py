@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.execution.step_ends import step_ends
+from mirror.execution.lifecycle import step_ends
 from mirror.train import TerminationConfig
 from mirror.train.checkpoint import preemption
 from tests.multi_worker import strategy_of

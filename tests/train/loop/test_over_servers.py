@@ -194,7 +194,7 @@ def test_a_per_worker_dataset_hands_out_what_a_step_takes_for_its_batch(tmp_path
         coordinator = mirror.ClusterCoordinator(program.strategy)
         before = coordinator.create_per_worker_dataset(make_endless)
         with pytest.warns(
-            UserWarning, match=r"after step 12.*worker's dataset begins anew.*first"
+            UserWarning, match=r"after step 12.*worker's dataset starts again.*first"
         ):
             program.train([StopAtStep(15)], batches=before)
     with Counting(tmp_path) as program:

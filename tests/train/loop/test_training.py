@@ -129,9 +129,9 @@ def test_batches_that_never_end_are_trained_on_up_to_a_step_and_go_on(tmp_path):
         assert p.equal(q)
 
 
-def test_a_dataset_outside_the_checkpoint_begins_anew_and_that_is_said(tmp_path):
+def test_a_dataset_outside_the_checkpoint_starts_again_with_a_warning(tmp_path):
     Program(tmp_path, num_batches=3, with_dataset=False).train([StopAtStep(2)])
-    with pytest.warns(UserWarning, match="goes on after step 2, and its dataset begins anew"):
+    with pytest.warns(UserWarning, match="goes on after step 2, and its dataset starts again"):
         training = Program(tmp_path, num_batches=3, with_dataset=False).train()
     assert training.step == 5
 
@@ -140,7 +140,7 @@ def test_epochs_of_a_dataset_without_a_length_cannot_go_on(tmp_path):
     program = Program(tmp_path)
     program.train([StopAtStep(2)])
     with (
-        pytest.warns(UserWarning, match="begins anew"),
+        pytest.warns(UserWarning, match="starts again"),
         pytest.raises(StrategyError, match="no length; end it by StopAtStep"),
         Training(program.strategy, checkpoint=program.manager) as training,
     ):

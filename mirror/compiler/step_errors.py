@@ -1,0 +1,128 @@
+"""Errors of steps: the user's line where something happens, remedies, and internal exceptions."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
+from torch.optim import Adafactor
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple(
+    os.path.join(path, "")
+    for path in (
+        _HERE,
+        os.path.dirname(torch.__file__),
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        sysconfig.get_paths()["platlib"],
+    )
+)
+_OURS_AND_TORCHS = _LIBRARIES[:2]
+
+
+def line_here() -> str:
+    """Returns the innermost line of the user's code that is being run, ``file:line `code` ``."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return _line([(f.f_code.co_filename, f.f_lineno) for f in frames])
+
+
+def is_called_by(*files: str) -> bool:
+    """Whether code of one of these files of torch is being run, named by how their paths end."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(files) and is_torchs(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def line_of(error: BaseException) -> str:
+    """Returns the innermost line of the user's code that an error came through."""
+    places = []
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        places.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
+        step = step.tb_next
+    return _line(places[::-1])
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text."""
+    return str(error).partition("\n")[0]
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is no library's, torch's or ours."""
+    return not path.startswith((*_LIBRARIES, "<frozen"))
+
+
+def is_torchs(path: str) -> bool:
+    """Whether a file is torch's."""
+    return path.startswith(_OURS_AND_TORCHS[1])
+
+
+def _line(places: list[tuple[str, int]]) -> str:
+    """Returns the first place that is no library's; else the first that is not torch's or ours."""
+    for libraries in (_LIBRARIES, _OURS_AND_TORCHS):
+        for name, number in places:
+            if not name.startswith((*libraries, "<frozen")):
+                code = linecache.getline(name, number).strip()
+                return f"{name}:{number}" + (f" `{code}`" if code else "")
+    return "an unknown line"
+
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def asking_layer() -> tuple[str, str, str] | None:
+    """Returns the layer or optimizer of torch that asks for a value, why that fails, and a remedy.
+
+    ``None`` if neither is running.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _NORMS) and owner.momentum is None:
+            return (
+                f"{type(owner).__name__}(momentum=None)",
+                "divides by a count of its calls that is known only while the step runs",
+                "set momentum to a number, such as 0.1, or pass fallback='eager'",
+            )
+        if isinstance(owner, Adafactor):
+            return (
+                "Adafactor.step",
+                "decides by norms of the parameters that are known only while the step runs",
+                "use another optimizer, or pass fallback='eager'",
+            )
+        frame = frame.f_back
+    return None
+
+
+class ProgramFailed(Exception):
+    """A compiled program has raised the error that is this one's cause.
+
+    Attributes:
+        has_changed: whether the step may have changed parameters, state or buffers.
+    """
+
+    def __init__(self, *, has_changed: bool) -> None:
+        super().__init__(has_changed)
+        self.has_changed = has_changed
+
+
+class RunsUncompiled(Exception):
+    """A step checks a value if its arguments have these sizes: such a call runs uncompiled."""
+
+
+class StateMissing(Exception):
+    """A step needs optimizer state that does not exist yet: an uncompiled call creates it."""

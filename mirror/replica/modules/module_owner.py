@@ -1,0 +1,231 @@
+"""To which strategy a module belongs: recorded in a scope, pending, or mirrored.
+
+    recording        a thread records the modules that it creates inside a scope
+    PendingModules   modules that are mirrored at the next use, or once they have values
+    Interceptor      intercepts the calls of a mirrored module, also after ``module.compile()``
+
+Modules are not mirrored immediately, because torch's registration hooks run before initial values
+are written.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parameter import is_lazy
+
+from mirror.base.dynamo import is_compiled
+from mirror.base.torch_private import SPLIT_CALL, wrap_once
+from mirror.execution.replicas import Replica, Replicas, current
+from mirror.execution.runner import Runner
+from mirror.replica.modules.per_replica_values import ModuleAttributes
+from mirror.replica.params.mirrored_tensor import MirroredTensor
+
+_Modules = dict[int, weakref.ref[nn.Module]]
+
+
+class PendingModules:
+    """The modules that were created in a strategy's scope, or changed, since its last use.
+
+    A lazy module, or one with tensors on the meta device, has no values to mirror yet. It is
+    checked again at every use, because initialization may fill its tensors in place.
+
+    Attributes:
+        modules: weak references to modules with values, by ``id``.
+        unmade: the same for modules without values.
+    """
+
+    def __init__(self) -> None:
+        self.modules: _Modules = {}
+        self.unmade: _Modules = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.unmade)
+
+    def add(self, module: nn.Module) -> bool:
+        """Adds a module; returns whether it is new."""
+        known = self.modules.get(id(module))
+        is_new = known is None or known() is not module  # a freed module may have had this id
+        if is_new:
+            self.modules[id(module)] = weakref.ref(module)
+        return is_new
+
+    def retry(self, module: nn.Module) -> None:
+        """Adds a module for the next use, if its own tensors have no values."""
+        own = chain(module._parameters.values(), module._buffers.values())
+        if any(map(is_uninitialized, own)):
+            self.unmade[id(module)] = weakref.ref(module)
+
+    def take(self) -> Iterator[nn.Module]:
+        """Removes and yields the modules, including those that are added meanwhile."""
+        unmade, self.unmade = self.unmade, {}
+        self.modules = unmade | self.modules
+        while self.modules:
+            taken, self.modules = list(self.modules.values()), {}
+            for reference in taken:
+                module = reference()
+                if module is not None:
+                    yield module
+
+
+def is_uninitialized(tensor: Tensor | None) -> bool:
+    """Whether a tensor has no values yet."""
+    if tensor is None or isinstance(tensor, MirroredTensor):
+        return False
+    return is_lazy(tensor) or tensor.is_meta
+
+
+class MirroredModules(Protocol):
+    """The modules of one strategy, as a module's calls, dicts and attributes see them.
+
+    ``ModuleRegistry`` implements it; it is declared here because it creates those.
+
+    Attributes:
+        replicas: the replicas of the strategy.
+        runner: runs the parts of a split call.
+        attributes: the attributes that replicas set.
+        pending: the modules that are mirrored at the next use.
+        overridden: the ``ReplicaDict`` objects in which a parameter was replaced inside ``run``.
+    """
+
+    replicas: Replicas
+    runner: Runner
+    attributes: ModuleAttributes
+    pending: PendingModules
+    overridden: list[Any]
+
+    def record(self, module: nn.Module) -> None:
+        """Records a module to be mirrored at the next use."""
+
+    def mirror_recorded(self) -> None:
+        """Mirrors the recorded modules."""
+
+    def route(self, module: nn.Module) -> None:
+        """Makes calls of a module split calls."""
+
+    def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
+        """Initializes a lazy module when all replicas have called it, and mirrors it."""
+
+
+class Interceptor:
+    """Intercepts the calls of a mirrored module: it is the module's ``_compiled_call_impl``.
+
+    Attributes:
+        module: returns the module, ``None`` once it is gone.
+        recorder: the modules of its strategy.
+    """
+
+    __slots__ = ("module", "recorder", "replicas")
+
+    def __init__(self, module: nn.Module, recorder: MirroredModules) -> None:
+        self.module = weakref.ref(module)
+        self.recorder = recorder
+        self.replicas = recorder.replicas
+
+
+def interceptor_of(module: nn.Module | None) -> Interceptor | None:
+    """Returns a module's interceptor, except one that came with a copied ``__dict__``.
+
+    See ``split_call.py``.
+    """
+    route = None if module is None else module.__dict__.get(SPLIT_CALL)
+    return route if isinstance(route, Interceptor) and route.module() is module else None
+
+
+def owner_of(module: nn.Module | None) -> Replicas | None:
+    """Returns the replicas that calls of a module are split over."""
+    route = interceptor_of(module)
+    return None if route is None else route.replicas
+
+
+def watch_compile() -> None:
+    """Keeps calls of mirrored modules split when these are compiled; once, permanently."""
+    if wrap_once(nn.Module, "compile", _routed_again):
+        register_module_module_registration_hook(_record_compiled)
+
+
+def _routed_again(original: Callable[..., None]) -> Callable[..., None]:
+    def compile_routed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        route = interceptor_of(module)
+        original(module, *args, **kwargs)
+        if route is not None:
+            route.recorder.route(module)
+
+    return compile_routed
+
+
+def _record_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    route = interceptor_of(submodule)
+    if route is not None and is_compiled(module):  # torch.compile(submodule) is making it
+        route.recorder.record(module)
+
+
+class _Recording(threading.local):
+    """The open scopes of a thread.
+
+    Attributes:
+        recorders: the modules of the strategies with open scopes, innermost last.
+    """
+
+    recorders: tuple[MirroredModules, ...] = ()
+
+
+recording = _Recording()
+_hooks: list[Any] = []
+_hooks_lock = threading.Lock()
+_open_scopes = 0
+
+
+def _record(module: nn.Module, name: str, value: object) -> None:
+    if recording.recorders and current.replica is None:
+        recording.recorders[-1].record(module)
+
+
+def begin_recording(recorder: MirroredModules) -> None:
+    """Records the modules that this thread creates, until ``end_recording``."""
+    global _open_scopes
+    with _hooks_lock:
+        _open_scopes += 1
+        if not _hooks:
+            _hooks.extend(
+                register(_record)
+                for register in (
+                    torch_module.register_module_parameter_registration_hook,
+                    torch_module.register_module_buffer_registration_hook,
+                    torch_module.register_module_module_registration_hook,
+                )
+            )
+    recording.recorders = (*recording.recorders, recorder)
+
+
+@contextmanager
+def suspend_recording() -> Iterator[None]:
+    """Stops recording in this thread, for modules of a tracer or a compiler."""
+    recorders, recording.recorders = recording.recorders, ()
+    try:
+        yield
+    finally:
+        recording.recorders = recorders
+
+
+def end_recording() -> None:
+    """Removes torch's hooks when no scope is open in any thread."""
+    global _open_scopes
+    with _hooks_lock:
+        _open_scopes -= 1
+        if not _open_scopes:
+            _remove(_hooks)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

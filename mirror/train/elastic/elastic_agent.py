@@ -1,0 +1,296 @@
+"""ElasticAgent: starts the workers of one machine, starts lost ones again, and may coordinate.
+
+torchrun's agent cannot do this: it ends all workers of its machine if one of them fails, and also
+the workers of all other machines, as soon as a worker wants to join.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from time import monotonic, sleep
+from types import FrameType
+from typing import Protocol
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from mirror.devices import count_cuda_devices
+from mirror.errors import ClusterError
+from mirror.train.elastic.member import connect_store
+from mirror.train.elastic.membership import (
+    ADDRESS_VARIABLE,
+    NAME_VARIABLE,
+    MembershipStore,
+    Phase,
+    View,
+)
+from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
+
+_log = logging.getLogger("mirror")
+
+_POLL_SECONDS = 0.05
+_END_SECONDS = 30.0  # how long workers may take to exit, after a signal or an error
+_LINGER_SECONDS = 2.0  # how long the agents of other machines may take to read that it has ended
+_STORE_SECONDS = 60.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """What an agent does.
+
+    Attributes:
+        num_local: the number of workers that it starts; 0 only coordinates.
+        max_restarts: how often it starts a lost worker again, all of them together.
+        join: HOST:PORT of a coordinator elsewhere; None coordinates here.
+        port: where to coordinate, for all machines; None for workers of this machine alone.
+        membership: the rules for generations.
+    """
+
+    num_local: int
+    max_restarts: int
+    membership: MembershipOptions
+    join: str | None = None
+    port: int | None = None
+
+
+class WorkerProcess(Protocol):
+    """A process that an agent has started, with the methods of ``subprocess.Popen``."""
+
+    def poll(self) -> int | None:
+        """Returns the exit code, negative for a signal; None while the process runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal."""
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+
+    def wait(self) -> int:
+        """Waits for the process; returns its exit code."""
+
+
+# Starts a worker with additional environment variables.
+Start = Callable[[Mapping[str, str]], WorkerProcess]
+
+
+def starter(command: Sequence[str]) -> Start:
+    """Returns a function that runs a command line."""
+    return lambda variables: subprocess.Popen(
+        list(command),
+        env={**os.environ, **variables},
+        start_new_session=True,  # Ctrl-C reaches the agent alone, which forwards it
+    )
+
+
+class _Slot:
+    """The place of one local worker; its process may be replaced.
+
+    Attributes:
+        process: None once the worker has exited and is not started again.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.name = ""
+        self.process: WorkerProcess | None = None
+
+
+class ElasticAgent:
+    """Runs elastic workers.
+
+    Args:
+        start: starts one worker.
+
+    Raises:
+        ClusterError: the port is in use, or no coordinator answers.
+    """
+
+    def __init__(self, start: Start, options: AgentOptions) -> None:
+        self._start_process, self._options = start, options
+        self._num_restarts = self._num_started = 0
+        self._name = f"{socket.gethostname()}.{secrets.token_hex(2)}"
+        self._signal: int | None = None
+        self._exit_code = 0  # the highest, of workers that have ended when they should
+        self._coordinator: MembershipCoordinator | None = None
+        if options.join is not None:
+            self._address = options.join
+            self._store = MembershipStore(connect_store(options.join))
+        else:
+            server = _serve(options.port)
+            self._address = f"127.0.0.1:{server.port}"
+            self._store = MembershipStore(server)
+            self._coordinator = MembershipCoordinator(self._store, options.membership)
+        self._slots = [_Slot(number) for number in range(options.num_local)]
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the coordinator, as the workers of this machine reach it."""
+        return self._address
+
+    def run(self) -> int:
+        """Runs the workers until the training has ended; returns the exit code.
+
+        Raises:
+            ClusterError: the coordinator is gone, or the training has ended with an error.
+        """
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            for slot in self._slots:
+                self._start(slot)
+            return self._watch()
+        finally:
+            self._kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self) -> int:
+        while True:
+            view = self._view()
+            if view.phase is not Phase.ENDED and self._signal is None:
+                self._replace_lost()
+                self._check_enough(view)
+            if self._signal is not None:
+                self._end_workers()
+                return self._exit_code
+            if view.phase is Phase.ENDED and view.why:
+                self._wait_for_workers(_END_SECONDS)
+                raise ClusterError(f"the elastic training has ended: {view.why}")
+            if view.phase is Phase.ENDED:
+                self._wait_for_workers(math.inf)  # a program may save what it has trained
+                if self._options.port is not None:
+                    sleep(_LINGER_SECONDS)
+                return self._exit_code
+            sleep(_POLL_SECONDS)
+
+    def _view(self) -> View:
+        if self._coordinator is not None:
+            return self._coordinator.step()
+        try:
+            return self._store.read_view() or View()
+        except RuntimeError as error:
+            raise ClusterError(
+                f"the coordinator at {self._address} is gone: {error}; start the training again"
+            ) from error
+
+    def _replace_lost(self) -> None:
+        """Reports workers that have ended, and starts them again."""
+        for slot in self._slots:
+            if slot.process is None:
+                continue
+            if self._store.is_lost(slot.name):
+                slot.process.kill()  # a stopped process must not continue
+            code = slot.process.poll()
+            if code is None:
+                continue
+            if self._view().phase is Phase.ENDED:
+                return
+            slot.process = None
+            self._store.write_death(slot.name, f"its process has ended with {_describe(code)}")
+            if code and self._num_restarts < self._options.max_restarts:
+                self._num_restarts += 1
+                self._start(slot)
+
+    def _check_enough(self, view: View) -> None:
+        """Ends the training if too few workers are left, and no other machine can help."""
+        coordinator = self._coordinator
+        if coordinator is None:
+            if self._slots and all(slot.process is None for slot in self._slots):
+                raise ClusterError(
+                    f"all workers of this machine have exited, after {self._num_restarts} restarts"
+                )
+            return
+        if self._options.port is not None:
+            return
+        num_running = sum(slot.process is not None for slot in self._slots)
+        if num_running < self._options.membership.min_workers:
+            coordinator.end(
+                f"{num_running} workers are left after {self._num_restarts} restarts, and at "
+                f"least {self._options.membership.min_workers} are needed: {view.why}"
+            )
+
+    def _start(self, slot: _Slot) -> None:
+        self._num_started += 1
+        slot.name = f"{self._name}.{slot.number}.{self._num_started}"
+        variables = {ADDRESS_VARIABLE: self._address, NAME_VARIABLE: slot.name}
+        variables |= _share_of_gpus(slot.number, len(self._slots))
+        slot.process = self._start_process(variables)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+    def _end_workers(self) -> None:
+        """Forwards the signal, and waits for the workers."""
+        assert self._signal is not None
+        for slot in self._slots:
+            if slot.process is not None:
+                slot.process.send_signal(self._signal)
+        self._wait_for_workers(_END_SECONDS)
+
+    def _wait_for_workers(self, seconds: float) -> None:
+        deadline, number = monotonic() + seconds, self._signal
+        while monotonic() < deadline:
+            running = [slot for slot in self._slots if slot.process is not None]
+            for slot in running:
+                code = slot.process.poll() if slot.process is not None else None
+                if code is not None:
+                    slot.process = None
+                    self._exit_code = max(self._exit_code, code if code >= 0 else 128 - code)
+            if not running:
+                return
+            if self._signal != number:
+                self._end_workers()
+                return
+            sleep(_POLL_SECONDS)
+
+    def _kill(self) -> None:
+        for slot in self._slots:
+            if slot.process is not None:
+                slot.process.kill()
+                slot.process.wait()
+
+
+def _serve(port: int | None) -> TCPStore:
+    """Returns a new store at a port of all networks, or, without a port, of loopback alone."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", 0) if port is None else ("", port))
+        listener.listen()
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ClusterError(f"port {port} cannot be used: {error}; pass another --port") from error
+    timeout = timedelta(seconds=_STORE_SECONDS)
+    number = listener.getsockname()[1]
+    # The store closes the descriptor.
+    return TCPStore(
+        "127.0.0.1",
+        number,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _share_of_gpus(number: int, count: int) -> dict[str, str]:
+    """Returns the variable that gives a worker its share of this machine's GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    num_gpus = count_cuda_devices()
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(num_gpus)]
+    if count < 2 or len(gpus) < count:
+        return {}
+    share = gpus[number * len(gpus) // count : (number + 1) * len(gpus) // count]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
+
+
+def _describe(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -1,1 +1,0 @@
-"""Traces and reports as pictures and tables."""

@@ -1,0 +1,159 @@
+"""Elastic training: killed workers cost no example and no bits."""
+
+import functools
+import random
+import signal
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mirror
+from mirror.train import elastic
+from mirror.train.elastic.membership import Phase
+from tests.train.elastic.elastic_workers import POINTS, Kill, plan, train
+
+NUM_EXAMPLES, BATCH, NUM_EPOCHS, COMMIT_EVERY = 22, 4, 3, 3
+X = torch.arange(NUM_EXAMPLES * 3.0).reshape(NUM_EXAMPLES, 3).sin()
+Y = (torch.arange(NUM_EXAMPLES) % 2).long()
+IDS = torch.arange(NUM_EXAMPLES)
+
+
+def training(dropout):
+    """Trains as docs/workers.md says; returns the parameters and the examples of each epoch."""
+    torch.manual_seed(0)
+    strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+    with strategy.scope():
+        # No bias: normalized, it would have no gradient but rounding, which Adam scales up.
+        model = nn.Sequential(
+            nn.Linear(3, 5, bias=False),
+            mirror.nn.SyncBatchNorm(5),
+            nn.Dropout(dropout),
+            nn.Linear(5, 2),
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    loader = mirror.data.from_arrays((IDS, X, Y), BATCH, shuffle=True)
+    batches = strategy.distribute_dataset(loader)
+    progress = {"epoch": 0, "step": 0, "losses": [], "ids": [[] for _ in range(NUM_EPOCHS)]}
+    state = elastic.ElasticState(
+        model=model, optimizer=optimizer, batches=batches, progress=progress
+    )
+    state.restore()
+
+    def step(ids, x, y):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    while progress["epoch"] < NUM_EPOCHS:
+        for batch in batches:
+            losses = strategy.run(step, args=batch)
+            progress["losses"].append(float(strategy.reduce("mean", losses)))
+            progress["ids"][progress["epoch"]] += strategy.gather(batch[0]).tolist()
+            progress["step"] += 1
+            if progress["step"] % COMMIT_EVERY == 0:
+                state.commit()
+        progress["epoch"] += 1
+    values = [tensor.clone() for tensor in model.state_dict().values()]
+    return values, progress["losses"], progress["ids"], progress["step"]
+
+
+def elastic_training(kills, dropout=0.2):
+    plan(kills)
+    return elastic.run(lambda: training(dropout))
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Gives ``undisturbed(size, dropout)``: what a worker of an undisturbed training returns."""
+
+    @functools.cache
+    def undisturbed(size=2, dropout=0.2):
+        return train(elastic_training, dropout, size=size).results[0]
+
+    return undisturbed
+
+
+def check(trained, undisturbed, *, bits=True):
+    """Every example was read once in each epoch, and the state is that of no disturbance."""
+    assert trained.code == 0
+    assert trained.results
+    right_values, right_losses, right_ids, right_step = undisturbed
+    for values, losses, ids, step in trained.results:
+        assert step == len(losses) == right_step
+        for epoch in ids:
+            assert Counter(epoch) == Counter(range(NUM_EXAMPLES))
+        assert ids == right_ids
+        for one, other in zip(values, right_values, strict=True):
+            if bits:
+                assert torch.equal(one, other)
+            else:
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        if bits:
+            assert losses == right_losses
+
+
+def test_killed_workers_cost_no_example_and_no_bits(undisturbed):
+    kills = [
+        [Kill("a sum is in flight", 9)],
+        [Kill("a commit was exchanged", 3)],
+        [Kill("a state is sent")],
+    ]
+    trained = train(elastic_training, kills=kills)
+    check(trained, undisturbed())
+    assert len(trained.workers) == 5
+
+
+def test_all_but_one_are_lost_at_once_and_new_ones_join(undisturbed):
+    kills = [[], [Kill("a sum starts", 9)], [Kill("a sum starts", 9)]]
+    trained = train(elastic_training, 0.0, size=3, least=1, kills=kills)
+    check(trained, undisturbed(3, 0.0), bits=False)
+    assert len(trained.workers) == 5
+    members = [view.members for view in trained.views if view.phase is Phase.TRAINING]
+    assert members[1][0].endswith(".0.1")  # the survivor is worker 0: it has the commit
+
+
+def test_a_stopped_worker_is_replaced_after_the_timeout(undisturbed):
+    kills = [[Kill("a sum starts", 9, signal.SIGSTOP)]]
+    trained = train(elastic_training, kills=kills, timeout_seconds=1.5)
+    check(trained, undisturbed())
+    assert len(trained.workers) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_costs_no_example_and_no_bits(point, victim, undisturbed):
+    kills = [[Kill("a sum starts", 4)]] if point == "a state is sent" else []
+    kills += [()] * (2 - len(kills) + victim)
+    kills[-1] = [Kill(point, 2 if "sum" in point else 1)]
+    check(train(elastic_training, kills=kills), undisturbed())
+
+
+def drawn(seed):
+    """Returns the number of workers, the fewest, and the kills of each started worker."""
+    draw = random.Random(seed)
+    size = draw.choice([2, 2, 3])
+    least = draw.choice([size, 1])
+    kills = []
+    for _ in range(2 * size):
+        number = draw.choice([signal.SIGKILL] * 4 + [signal.SIGSTOP])
+        kill = Kill(draw.choice(list(POINTS)), draw.randint(1, 5), number)
+        kills.append([kill] if draw.random() < 0.6 else [])
+    return size, least, kills
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(30))
+def test_random_kills_cost_no_example(seed, undisturbed):
+    size, least, kills = drawn(seed)
+    dropout = 0.2 if size == least else 0.0  # other numbers of workers draw other masks
+    trained = train(
+        elastic_training, dropout, size=size, least=least, kills=kills, timeout_seconds=3.0
+    )
+    check(trained, undisturbed(size, dropout), bits=size == least)

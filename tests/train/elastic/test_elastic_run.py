@@ -1,0 +1,173 @@
+"""What elastic.run and ElasticState do beside kills: errors, joins, callbacks, memory."""
+
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+from mirror.errors import ClusterError, StrategyError
+from mirror.train import elastic
+from mirror.train.elastic import elastic_state, membership_coordinator
+from mirror.train.elastic.elastic_state import ElasticState
+from tests.toy_models import ones_layer
+from tests.train.elastic.elastic_workers import Kill, agent_of, plan, train
+
+
+@pytest.fixture(autouse=True)
+def no_commit(monkeypatch):
+    """Each test begins without a commit of this process."""
+    monkeypatch.setattr(elastic_state, "_memory", elastic_state._Memory())
+
+
+def test_without_an_agent_the_function_is_called_once():
+    calls = []
+    assert elastic.run(lambda: calls.append(1) or 5) == 5
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_restore_brings_back_what_commit_has_kept(num_replicas):
+    def begin():
+        strategy = mirror.MirroredStrategy(["cpu"] * num_replicas)
+        with strategy.scope():
+            model = ones_layer()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        return strategy, model, optimizer, {"step": 0}
+
+    def step(strategy, model, optimizer, progress):
+        optimizer.zero_grad()
+        strategy.run(lambda: (model(torch.ones(2, 1)).mean().backward(), optimizer.step()))
+        progress["step"] += 1
+
+    made = begin()
+    state = ElasticState(model=made[1], optimizer=made[2], progress=made[3])
+    assert state.restore() is False
+    step(*made)
+    state.commit()
+    draws = torch.rand(2)
+    step(*made)
+    values = []
+    for _ in range(2):  # the commit is not changed by training after it
+        strategy, model, optimizer, progress = again = begin()
+        state = ElasticState(model=model, optimizer=optimizer, progress=progress)
+        assert state.restore() is True
+        assert (progress["step"], model.weight.item()) == (1, 0.5)
+        assert torch.equal(torch.rand(2), draws)
+        step(*again)
+        values.append(model.weight.item())
+        strategy.close()
+    assert values == [made[1].weight.item()] * 2
+    made[0].close()
+
+
+def test_the_first_start_calls_otherwise_and_commits_what_it_brings():
+    value = {"step": 0}
+    state = ElasticState(value=value)
+    assert state.restore(lambda: value.update(step=7)) is False
+    value["step"] = 8
+    assert state.restore() is True
+    assert value == {"step": 7}
+
+
+def test_commit_needs_restore_and_no_run():
+    state = ElasticState(step=1)
+    with pytest.raises(StrategyError, match="call it once before the first commit"):
+        state.commit()
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        with pytest.raises(StrategyError, match=r"ElasticState\.restore was called inside run"):
+            strategy.run(state.restore)
+        state.restore()
+        with pytest.raises(StrategyError, match=r"ElasticState\.commit was called inside run"):
+            strategy.run(state.commit)
+
+
+def resized(kills, steps, size=1):
+    """Trains for so many steps, and until there are so many workers."""
+    plan(kills)
+    models, calls, live = [], [], []
+
+    def training():
+        gc.collect()
+        live.append(sum(reference() is not None for reference in models))
+        strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+        with strategy.scope():
+            model = nn.Linear(1, 1, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        models.append(weakref.ref(model))
+        progress = {"step": 0}
+        state = ElasticState(model=model, optimizer=optimizer, progress=progress)
+
+        def rescale(before, now):
+            calls.append((before, now))
+            optimizer.param_groups[0]["lr"] *= now / before
+
+        state.restore(on_resize=rescale)
+        while progress["step"] < steps or int(os.environ["WORLD_SIZE"]) < size:
+            loss = model(torch.ones(2, 1)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            progress["step"] += 1
+            state.commit()
+        return os.getpid(), calls, live, optimizer.param_groups[0]["lr"]
+
+    return elastic.run(training)
+
+
+def test_a_survivor_keeps_its_process_and_frees_its_last_model():
+    trained = train(resized, 8, least=1, kills=[[], [Kill("a sum starts", 4)]], max_restarts=0)
+    (pid, calls, live, rate), *others = trained.results
+    assert not others
+    assert pid == trained.workers[0].pid
+    assert calls == [(2, 1)]
+    assert live == [0, 0]
+    assert rate == pytest.approx(0.05)
+
+
+def test_a_new_worker_joins_at_a_commit_with_the_state_of_the_others(monkeypatch):
+    monkeypatch.setattr(membership_coordinator, "_LAST_CALL_SECONDS", 0.0)
+    trained = train(resized, 8, 2, least=1, joins_at=1)
+    (pid, calls, *_, rate), (_, joined, *_, same) = trained.results
+    assert pid == trained.workers[0].pid
+    assert (calls, joined) == ([(1, 2)], [(1, 2)])
+    assert rate == same == pytest.approx(0.2)
+
+
+def fails(kills, error):
+    def training():
+        strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+        if os.environ["RANK"] == "1":
+            if error:
+                raise ValueError("my own")
+            strategy.check_replicas()
+        strategy.reduce("mean", strategy.run(lambda: torch.ones(1)))
+
+    elastic.run(training)
+
+
+def failed(words, program, *args, **options):
+    """Returns how many workers were started until the training failed with an error."""
+    with agent_of(program, *args, **options) as (agent, workers, _):
+        with pytest.raises(ClusterError, match=words):
+            agent.run()
+        return len(workers)
+
+
+def test_an_error_of_a_program_ends_the_training_after_the_restarts():
+    assert failed("ValueError: my own", fails, True, max_restarts=1) == 3
+
+
+def test_workers_that_diverge_are_not_started_again():
+    assert failed("DivergenceError: all workers must reach the same", fails, False) == 2
+
+
+def nested(kills):
+    return elastic.run(lambda: elastic.run(lambda: 5))
+
+
+def test_run_inside_the_training_function_is_refused():
+    assert failed(r"elastic\.run was called inside", nested, size=1, max_restarts=0) == 1
