@@ -126,6 +126,8 @@ def trace_step(
             one = tried(rates, inputs)
             try:
                 found = one.traced(leaves, own)
+            except (RunsUncompiled, StateMissing):
+                raise
             except Exception as another:
                 is_of_step = isinstance(another, CompileError) and rates == "constants"
                 if is_of_step and not one.tracer.failed_in_optimizer:

@@ -69,7 +69,14 @@ def test_a_rate_that_must_be_a_number_is_an_input_too(num_replicas):
     assert beside.compiled.num_traces == 1
 
 
-def test_state_that_is_not_there_yet_is_made_uncompiled():
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        lambda p: torch.optim.Rprop(p, 0.01),  # whose state is made of the rate's number
+    ],
+)
+def test_state_that_is_not_there_yet_is_made_uncompiled(make_optimizer):
     def thaw(beside):
         for model in (beside.model, beside.plain):
             model[0].bias.requires_grad_(True)
@@ -79,7 +86,7 @@ def test_state_that_is_not_there_yet_is_made_uncompiled():
         model[0].bias.requires_grad_(False)
         return model
 
-    beside = Beside(2, make_model=frozen)
+    beside = Beside(2, frozen, make_optimizer)
     beside.train(batches([8] * 3))
     thaw(beside)
     beside.train(batches([8] * 4))

@@ -348,3 +348,31 @@ def test_a_worker_that_compiles_and_one_that_does_not_end_in_an_error(worker_poo
     assert all("all workers must reach the same operations" in said for said in found)
     # The first worker to look sees both; the other one may see that the first has exited.
     assert any("worker 0 of 2: waits in a compiled step at " in said for said in found)
+
+
+def rebuild_the_optimizer(counts):
+    """Only one worker has a trace, which keeps the former optimizer; then checks all replicas."""
+    with strategy_of(counts) as strategy, strategy.scope():
+        torch.manual_seed(0)
+        model = mlp()
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)]
+
+        def step(x, y):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            return loss
+
+        compiled = strategy.compile(step, mode="trace")
+        for own in strategy.distribute_dataset(batches([12, 1])):
+            compiled(*own)
+        num_traces = compiled.num_traces
+        optimizers[0] = torch.optim.SGD(model.parameters(), 0.1)
+        return num_traces, strategy.check_replicas()
+
+
+def test_an_optimizer_that_only_the_trace_of_one_worker_keeps_is_no_difference(worker_pool):
+    found = worker_pool(2).run(rebuild_the_optimizer, (2, 1))
+    assert [checked for _, checked in found] == [6, 6]
+    assert len({num_traces for num_traces, _ in found}) == 2
