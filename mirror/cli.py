@@ -46,7 +46,7 @@ _BENCHMARKS = {
 """The benchmarks: the file of each, and the quantity that it measures."""
 _PLAN_ARGUMENTS = (
     *"batch_size parameters tensors forward_share link network devices_per_machine".split(),
-    *"max_devices scaling algorithm bucket_bytes wire_dtype".split(),
+    *"max_devices scaling algorithm bucket_bytes wire_dtype optimizer_state".split(),
 )
 _OPTIONS = {
     "step_seconds": "--step-ms",
@@ -547,6 +547,7 @@ def _add_plan(commands: Any) -> None:
     more.add_argument("--algorithm", choices=("auto", "ring", "tree", "hierarchical"))
     more.add_argument("--bucket-bytes", type=positive_number, metavar="N", help="default: 25 MiB")
     more.add_argument("--wire-dtype", choices=("float32", "float16", "bfloat16"))
+    more.add_argument("--optimizer-state", choices=("replicated", "sharded"))
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--plot", metavar="FILE", help="also draw it: .png, .svg or .pdf")
     parser.add_argument("--links", action="store_true", help="the links, and their sources")

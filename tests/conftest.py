@@ -34,6 +34,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--schedule", default="auto", help="of the strategies that fixtures make: parallel, say"
     )
+    parser.addoption(
+        "--optimizer-state", default="replicated", help="of the strategies that fixtures make"
+    )
 
 
 def pytest_configure(config):
@@ -41,6 +44,14 @@ def pytest_configure(config):
     if config.getoption("--schedule") == "parallel":
         for start in ("from now on the replicas take turns", "the replicas run at once, but this"):
             config.addinivalue_line("filterwarnings", f'ignore:schedule="parallel". {start}')
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--optimizer-state") == "sharded":
+        skip = pytest.mark.skip(reason="tests how replicated state is kept")
+        for item in items:
+            if item.get_closest_marker("replicated_state"):
+                item.add_marker(skip)
 
 
 def _device_lists():
@@ -149,8 +160,9 @@ def devices(request):
 
 @pytest.fixture
 def strategy(devices, request):
+    state = request.config.getoption("--optimizer-state")
     schedule = request.config.getoption("--schedule")
-    with mirror.MirroredStrategy(devices, schedule=schedule) as strategy:
+    with mirror.MirroredStrategy(devices, schedule=schedule, optimizer_state=state) as strategy:
         yield strategy
 
 
@@ -175,6 +187,7 @@ def make_strategy(request):
 
     def make(n=2, **options):
         options.setdefault("schedule", request.config.getoption("--schedule"))
+        options.setdefault("optimizer_state", request.config.getoption("--optimizer-state"))
         made.append(mirror.MirroredStrategy(["cpu"] * n, **options))
         return made[-1]
 

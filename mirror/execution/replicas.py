@@ -82,14 +82,16 @@ class Replicas:
         parameter_device: holds the parameters in the cross-replica context; optimizers step there.
         has_parameter_device: whether that is a storage of its own, and not the first replica's.
         steps_once: whether one optimizer step serves all replicas.
+        shards_state: whether each replica holds and updates a part of the optimizers' state. Of
+            workers, which step alike, also one with a single replica.
         caches: the caches that may keep optimizers alive.
     """
 
     __slots__ = (
         *("__weakref__", "are_simulated", "caches", "communicator", "device_types", "devices"),
         *("has_parameter_device", "is_nested", "is_one_device", "mirrors", "names"),
-        *("num_replicas", "parameter_device", "places", "steps_once", "strategy", "timeline"),
-        *("weighted", "workers"),
+        *("num_replicas", "parameter_device", "places", "shards_state", "steps_once", "strategy"),
+        *("timeline", "weighted", "workers"),
     )
 
     def __init__(
@@ -102,6 +104,7 @@ class Replicas:
         is_nested: bool = False,
         workers: LocalWorkerGroup | None = None,
         home: torch.device | None = None,
+        shards_state: bool = False,
     ) -> None:
         self.places, self.devices = places, places.positions[0]
         self.communicator = communicator
@@ -118,17 +121,15 @@ class Replicas:
             f"replica {workers.replica_offset + r} of {workers.num_replicas} ({labels[r]})"
             for r in range(self.num_replicas)
         )
-        self.strategy = strategy
-        self.weighted = weighted
-        self.is_nested = is_nested
+        self.strategy, self.weighted, self.is_nested = strategy, weighted, is_nested
         self.timeline = Timeline(self.names)
         self.caches: WeakRegistry[ClearableCache] = WeakRegistry()
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self.are_simulated = is_simulated(self.devices)
         self.is_one_device = len(set(self.devices)) == 1
-        self.steps_once = (
-            self.is_one_device and self.num_replicas > 1
-        ) or self.has_parameter_device
+        self.shards_state = shards_state and workers.num_replicas > 1
+        shares_device = self.is_one_device and self.num_replicas > 1
+        self.steps_once = shares_device or self.has_parameter_device
 
 
 class WeakReplicaMap(Generic[T]):

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.replica.optimizers.piecewise_optimizers import rebuild, set_options
 from mirror.server import server_messages
 from mirror.server.server_messages import (
     Bytes,
@@ -43,7 +44,6 @@ from mirror.server.server_messages import (
     pack,
     unpack,
 )
-from mirror.server.server_optimizers import rebuild, set_options
 
 Key = tuple[int, int, int]  # step, number of the push in the step, attempt
 Commit = dict[str, Any]

@@ -61,6 +61,7 @@ class Group:
         guards: the checks during training.
         workers: the processes that train together; ``None`` for this process only.
         parameter_device: the device of parameters and optimizer state; ``None`` for the replicas'.
+        shards_state: whether each replica holds a part of the optimizers' state.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Group:
         guards: Guards,
         workers: LocalWorkerGroup | None = None,
         parameter_device: torch.device | None = None,
+        shards_state: bool = False,
     ) -> None:
         replicas = Replicas(
             mesh,
@@ -84,6 +86,7 @@ class Group:
             is_nested=current.replica is not None,
             workers=workers,
             home=parameter_device,
+            shards_state=shards_state,
         )
         runner = Runner(replicas, schedule=schedule, timeout_seconds=options.timeout_seconds)
         registry, recorded = MirroredTensors(), PendingModules()

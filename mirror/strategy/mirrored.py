@@ -20,7 +20,7 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.input_options import or_default
 from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import is_simulated, resolve, resolve_places
-from mirror.errors import DeviceError, short_repr
+from mirror.errors import DeviceError, StrategyError, short_repr
 from mirror.execution.parallel_runs import is_gil_enabled
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import (
@@ -29,6 +29,7 @@ from mirror.strategy.strategy_options import (
     GradientReduction,
     Guards,
     Mode,
+    OptimizerState,
     Schedule,
     check_choice,
     make_mesh_communicator,
@@ -38,6 +39,7 @@ from mirror.threads.user_frames import warn_user
 Device = torch.device | str | int
 _SCHEDULES = get_args(Schedule)
 _GRADIENT_REDUCTIONS = get_args(GradientReduction)
+_OPTIMIZER_STATES = get_args(OptimizerState)
 _GIL = (
     'schedule="parallel": the replicas run at once, but this interpreter has a GIL, which they '
     "share: Python code runs in one of them at a time; use a free-threaded build (python3.14t, "
@@ -78,6 +80,10 @@ class MirroredStrategy(Strategy):
             ``run`` at once if there are CPUs for them. Staggered simulated devices share the
             intra-op threads, and run at once if each is busy for more than 2 ms: the order of
             random draws and the division of sums then vary. See ``threads/schedule.py``.
+        optimizer_state: ``"replicated"``: every replica has the whole state of the optimizers.
+            ``"sharded"``: each of the N replicas has and updates 1/N of it, and gets the new
+            values of the rest from the others. State dicts and checkpoints are those of one
+            device. See [Note: Sharded state] in ``replica/optimizers/sharded_states.py``.
 
     **Layers on several devices.** With ``devices=[["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]`` a
     model is written for the first replica: ``self.top.to("cuda:1")`` at its creation, and
@@ -92,7 +98,8 @@ class MirroredStrategy(Strategy):
         DeviceError: a device does not exist, or CPU is mixed with CUDA; or lists differ in
             length, are empty, are mixed with devices, or have a GPU twice.
         BackendError: the backend is unknown or cannot serve the devices.
-        ValueError: ``gradient_reduction`` or ``schedule`` is unknown.
+        ValueError: ``gradient_reduction``, ``schedule`` or ``optimizer_state`` is unknown.
+        StrategyError: the state is to be sharded, and replicas have several devices each.
     """
 
     def __init__(
@@ -104,11 +111,18 @@ class MirroredStrategy(Strategy):
         guards: Guards | None = None,
         gradient_reduction: GradientReduction = "mean",
         schedule: Schedule = "auto",
+        optimizer_state: OptimizerState = "replicated",
     ) -> None:
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
+        check_choice("optimizer_state", optimizer_state, _OPTIMIZER_STATES)
         options = or_default(communication_options, CommunicationOptions)
         mesh = DeviceMesh(self._resolve_devices(devices))
+        if optimizer_state == "sharded" and mesh.is_model_parallel:
+            raise StrategyError(
+                'optimizer_state="sharded" needs replicas with one device each, and these have '
+                "several; leave it out, or pass one device for each replica"
+            )
         resolved, schedule_name = mesh.positions[0], str(schedule)
         simulated = is_simulated(resolved)
         if len(resolved) == 1 and simulated:
@@ -128,6 +142,7 @@ class MirroredStrategy(Strategy):
             weighted=gradient_reduction == "mean",
             workers=self._join_workers(resolved, backend, options),
             parameter_device=self._choose_parameter_device(resolved),
+            shards_state=optimizer_state == "sharded",
         )
 
     @property

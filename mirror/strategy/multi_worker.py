@@ -23,6 +23,7 @@ from mirror.strategy.strategy_options import (
     CommunicationOptions,
     GradientReduction,
     Guards,
+    OptimizerState,
     Schedule,
 )
 from mirror.threads.user_frames import line_of, user_line
@@ -45,8 +46,10 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     start from its initial values, and it writes files.
 
     Args:
-        devices, backend, communication_options, guards, gradient_reduction, schedule: this
-            worker's arguments of ``MirroredStrategy``; workers may differ in number of devices.
+        devices, backend, communication_options, guards, gradient_reduction, schedule,
+            optimizer_state: this worker's arguments of ``MirroredStrategy``; workers may differ in
+            number of devices. Sharded state is sharded over the devices of each worker, and all
+            workers must have the same ``optimizer_state``.
         cluster_resolver: the source of the workers' ranks and addresses. ``None`` selects it by
             the launcher of this process (torchrun, TF_CONFIG, Slurm, Kubernetes).
 
@@ -66,6 +69,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         guards: Guards | None = None,
         gradient_reduction: GradientReduction = "mean",
         schedule: Schedule = "auto",
+        optimizer_state: OptimizerState = "replicated",
     ) -> None:
         self._resolver = cluster_resolver
         super().__init__(
@@ -75,6 +79,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             guards=guards,
             gradient_reduction=gradient_reduction,
             schedule=schedule,
+            optimizer_state=optimizer_state,
         )
 
     @property

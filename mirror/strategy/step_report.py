@@ -123,6 +123,8 @@ class Report:
         advice: the part that limits the step, and a remedy.
         compiled: the times of compiled steps; ``None`` if there were none.
         worker: the name of the reporting worker, such as ``"worker 1 of 2"``; ``None`` for one.
+        optimizer_state: ``"replicated"`` or ``"sharded"``.
+        state_bytes: the bytes of optimizer state that each replica holds now, if it is sharded.
     """
 
     num_steps: int
@@ -140,6 +142,8 @@ class Report:
     advice: str
     compiled: CompiledTimes | None
     worker: str | None = None
+    optimizer_state: str = "replicated"
+    state_bytes: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Returns the attributes as plain values."""
@@ -176,6 +180,12 @@ class Report:
         notes = [] if self.compiled is None else str(self.compiled).splitlines()
         if self.hidden_share is not None:
             notes.append(f"{self.hidden_share:.0%} of the reductions' time was hidden")
+        if sum(self.state_bytes):
+            most, mean = max(self.state_bytes), sum(self.state_bytes) / len(self.state_bytes)
+            notes.append(
+                f"optimizer state: {self.optimizer_state}, at most {most / 1e6:.3f} MB on a "
+                f"replica, {most / mean:.2f} times the mean"
+            )
         host = ", ".join(f"{seconds * 1e3:.3f}" for seconds in self.host_seconds)
         return [*notes, f"host time per replica: {host} ms", self.advice]
 

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -58,7 +59,7 @@ class Strategy(NoCopy):
 
     Args:
         mesh: the devices of all replicas.
-        schedule, weighted, workers, parameter_device: see ``Group``.
+        schedule, weighted, workers, parameter_device, shards_state: see ``Group``.
     """
 
     _instead = "make a strategy in each process; copy.deepcopy(model) gives an ordinary model"
@@ -74,6 +75,7 @@ class Strategy(NoCopy):
         weighted: bool,
         workers: LocalWorkerGroup | None = None,
         parameter_device: torch.device | None = None,
+        shards_state: bool = False,
     ) -> None:
         self._devices = mesh.positions[0]
         self._backend = communicator.name
@@ -87,6 +89,7 @@ class Strategy(NoCopy):
             guards=guards,
             workers=workers,
             parameter_device=parameter_device,
+            shards_state=shards_state,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         weakref.finalize(self, close_threads, self._group.runner.locksteps)
@@ -333,7 +336,11 @@ class Strategy(NoCopy):
     def report(self) -> Report:
         """Returns the times of the parts of the last steps, up to 1000; it prints as a table."""
         keeps_order = self._group.runner.schedule.keeps_order
-        return make_report(self._group.replicas.timeline, takes_turns=keeps_order)
+        report = make_report(self._group.replicas.timeline, takes_turns=keeps_order)
+        if not self._group.replicas.shards_state:
+            return report
+        held = self._group.optimizers.bytes_of_replicas()
+        return replace(report, optimizer_state="sharded", state_bytes=held)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:
@@ -377,16 +384,17 @@ def make_compiled_step(
     """Returns a step of this group's replicas that is compiled when it is called.
 
     Raises:
-        CompileError: a replica has several devices, or the strategy has a parameter device, and
-            ``fallback`` is "error".
+        CompileError: a replica has several devices, or the strategy has a parameter device or
+            sharded optimizer state, and ``fallback`` is "error".
         TypeError: ``run`` could not call ``step``.
         ValueError: ``fallback`` or ``mode`` is unknown.
     """
     check_choice("fallback", fallback, FALLBACKS)
     check_choice("mode", mode, MODES)
     check_call(step, (), {})
-    has_places = group.replicas.places.is_model_parallel
-    is_eager = has_places or group.replicas.has_parameter_device
+    replicas = group.replicas
+    has_places = replicas.places.is_model_parallel
+    is_eager = has_places or replicas.has_parameter_device or replicas.shards_state
     if has_places and fallback == "error":
         raise CompileError(
             "compiled steps are programs of one device each, and a replica of this strategy has "
@@ -398,6 +406,13 @@ def make_compiled_step(
             "parameters and optimizer state on the parameter device; call strategy.run(step, "
             "...), where torch.compile may compile the model, or pass fallback='eager' to do so; "
             "or use mirror.MirroredStrategy"
+        )
+    if replicas.shards_state and fallback == "error":
+        raise CompileError(
+            "a compiled step updates all parameters on every device, and with "
+            'optimizer_state="sharded" each device has the state of some only; call '
+            "strategy.run(step, ...), where torch.compile may compile the model, or pass "
+            "fallback='eager' to do so; or leave optimizer_state out"
         )
     coherence = ParamSync(
         group.replicas, group.runner, group.variables, group.access, group.beside_copies

@@ -22,6 +22,7 @@ from mirror.replica.collectives.over_workers import (
 Fallback: TypeAlias = Literal["error", "eager"]
 GradientReduction: TypeAlias = Literal["mean", "sum"]
 Mode: TypeAlias = Literal["auto", "inductor", "trace"]
+OptimizerState: TypeAlias = Literal["replicated", "sharded"]
 Schedule: TypeAlias = Literal["auto", "lockstep", "staggered", "parallel"]
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

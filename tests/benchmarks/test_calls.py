@@ -140,6 +140,27 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
     assert added - pass_calls() <= 23
 
 
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("way", [1, 3])
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_step_with_sharded_state_makes_about_as_many_calls(n, way, options):
+    batch = torch.ones(24, 2, 2, 2)
+
+    def step_calls(state):
+        with mirror.MirroredStrategy(["cpu"] * n, optimizer_state=state) as strategy:
+            model = strategy.mirror(Convolutions())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+            def step():
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+
+            return calls_of(step if way == 1 else lambda: strategy.run(step))
+
+    assert step_calls("sharded") <= 1.06 * step_calls("replicated")
+
+
 def test_giving_combined_buffers_to_replicas_that_have_them():
     with mirror.MirroredStrategy(["cpu"] * 8) as strategy:
         model = strategy.mirror(Convolutions())

@@ -96,6 +96,7 @@ class FailingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.replicated_state
 @pytest.mark.parametrize("who", [[0], [2], range(N)], ids=str)
 def test_an_error_in_optimizer_step_gives_the_optimizer_back(who, strategy):
     plain, model, x = trained_pair(strategy)

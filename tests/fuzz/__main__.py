@@ -25,6 +25,7 @@ def main():
     parser.add_argument("--shrink", action="store_true", help="reduce what goes wrong")
     parser.add_argument("--quiet", action="store_true", help="no sources, buckets only")
     parser.add_argument("--seconds", type=float, default=60, help="a program hangs after these")
+    parser.add_argument("--sharded", action="store_true", help="with sharded optimizer state only")
     parser.add_argument("--compiled", action="store_true", help="programs of compiled steps")
     parser.add_argument("--mode", default="trace", help="of compiled steps")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -57,7 +58,8 @@ def _work(seeds, options):
 
 
 def _program(seed, options):
-    return program(seed, is_compiled=options.compiled, mode=options.mode)
+    fixed = {"optimizer state": 1} if options.sharded else None
+    return program(seed, fixed, is_compiled=options.compiled, mode=options.mode)
 
 
 def _supervise(seeds, options):
@@ -67,6 +69,7 @@ def _supervise(seeds, options):
     while start < seeds.stop:
         command = [sys.executable, "-m", "tests.fuzz", f"{start}..{seeds.stop}", "--worker"]
         command += ["--seconds", str(options.seconds)] + ["--shrink"] * options.shrink
+        command += ["--sharded"] * options.sharded
         command += ["--mode", options.mode] + ["--compiled"] * options.compiled
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

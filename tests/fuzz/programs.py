@@ -125,7 +125,9 @@ class _Draft:
         unable = unable or any(one in self.model.source for one in REFUSED)
         is_plain = is_plain and not (self.is_closed or unable)
         is_plain = is_plain and (is_compiled or not self.scaled)
-        if self.way == 3 and is_plain:
+        states = ("replicated",) if is_compiled else ("replicated", "sharded")
+        self.state = k.choose("optimizer state", states)
+        if self.way == 3 and is_plain and self.state == "replicated":
             options = ("", "all", "in turn")[is_compiled:]
             self.compiles = k.choose("compiled", options, simplest=0.4)
         self.factor = k.choose("factor", FACTORS, simplest=0.7) if is_compiled else ""
@@ -165,6 +167,8 @@ class _Draft:
             "gradient_reduction": self.reduction,
             "schedule": k.choose("schedule", ("lockstep", "staggered"), simplest=0.3),
         }
+        if self.state == "sharded":
+            strategy["optimizer_state"] = self.state
         if self.is_compiled:
             guards = (None, "Guards(replicas_every=1)", "Guards(finite_gradients=True)")
             guards = guards[:2] if self.scaled else guards

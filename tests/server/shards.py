@@ -2,8 +2,8 @@
 
 import torch
 
+from mirror.replica.optimizers.piecewise_optimizers import describe
 from mirror.server.server_messages import Update, cut_state, join_states, pack
-from mirror.server.server_optimizers import describe
 from mirror.server.shard import PieceSpec, PushMessage, Shard
 from mirror.server.variable_placement import VariableSpec, place
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror.errors import StrategyError
+from mirror.replica.optimizers.piecewise_optimizers import describe
 from mirror.server.server_messages import (
     Update,
     as_tensor,
@@ -22,7 +23,6 @@ from mirror.server.server_messages import (
     pack,
     unpack,
 )
-from mirror.server.server_optimizers import describe
 from mirror.server.shard import PieceSpec, PushMessage, Shard
 from mirror.server.variable_placement import FixedShards
 from tests.server.shards import Servers

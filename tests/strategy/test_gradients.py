@@ -81,6 +81,7 @@ class Unfaithful(torch.optim.SGD):
             self.state[parameter]["momentum_buffer"].add_(replica_id() // 2)
 
 
+@pytest.mark.replicated_state
 def test_check_replicas_sees_the_optimizer_state(make_strategy):
     strategy = make_strategy(3)
     model = strategy.mirror(nn.Linear(2, 1))

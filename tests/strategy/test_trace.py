@@ -34,6 +34,7 @@ def events_of(path):
     return lanes, spans
 
 
+@pytest.mark.replicated_state
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 def test_a_trace_has_a_lane_for_each_replica_with_its_passes(make_strategy, tmp_path, n, schedule):

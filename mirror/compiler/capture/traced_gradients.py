@@ -196,6 +196,7 @@ class _Always:
 
     pending = unsettled = ([True],)
     deferred: tuple[object, ...] = ()
+    scattered: tuple[object, ...] = ()
     deferring = False
 
 

@@ -42,6 +42,7 @@ from mirror.device.streams import SideStream
 from mirror.execution.replicas import Replicas, current
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.gradients.grad_scatter import GradScatter, Scattering
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
@@ -72,6 +73,8 @@ class _Reduction:
     Attributes:
         columns: per replica, the gradients that are being reduced.
         wait: waits for the reduction.
+        scale: a factor for the sums that are scattered.
+        scattering: the reduction, if it gives each replica a part of the gradients.
         dropped: the variables and replicas whose reduced gradients are thrown away.
     """
 
@@ -80,6 +83,8 @@ class _Reduction:
     targets: list[list[nn.Parameter]]
     columns: list[list[Tensor]]
     wait: Callable[[], None]
+    scale: float
+    scattering: Scattering | None
     dropped: set[tuple[ReplicatedParam, int]] = field(default_factory=set)
 
 
@@ -89,6 +94,7 @@ class Buckets:
     Args:
         may_launch: returns whether gradients may be reduced now; False under ``no_sync``.
         finite: checks gradients; a bucket with others is left to the end of the pass.
+        scatter: gives replicas the gradients that they need; ``None`` if each needs all.
 
     Attributes:
         in_flight: the reductions launched and not collected.
@@ -103,8 +109,10 @@ class Buckets:
         tracker: GradTracker,
         may_launch: Callable[[], bool],
         finite: NonFiniteCheck | None,
+        scatter: GradScatter | None = None,
     ) -> None:
         self._replicas, self._runner, self._reducer = replicas, runner, reducer
+        self._scatter = scatter
         self._tracker = tracker
         self._are_wanted, self._finite = may_launch, finite
         self._side = SideStream(replicas.places.devices)
@@ -200,6 +208,12 @@ class Buckets:
             reduction.wait()
             timeline.end(CROSS, EXPOSED)
             self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
+            if reduction.scattering is not None and self._scatter is not None:
+                reduction.scattering.finish(reduction.scale)
+                for variable, r in reduction.dropped:
+                    self._scatter.drop(variable, (r,))
+                self._runner.unfinished = self._runner.running is not None
+                continue
             for r, targets in enumerate(reduction.targets):
                 kept = [
                     i
@@ -264,26 +278,38 @@ class Buckets:
         del grads  # unshare counts the references to their memory
         self._tracker.remove(copies)
         columns = take(copies)
-        moved = self._reducer.move(columns, self._streams)
-        unshare(columns, moved.staying)
+        targets = [mine[part] for mine in order.targets]
+        scattering = None
+        if self._scatter is not None and self._scatter.split(variables, targets) is None:
+            scattering = self._scatter.begin(variables, columns, self._streams)
         scale = common_scale(shares)
-        if scale is None:
-            scale = 1.0
-            weigh(columns, shares)
+        if scattering is None:
+            moved = self._reducer.move(columns, self._streams)
+            unshare(columns, moved.staying)
+            if scale is None:
+                weigh(columns, shares)
+        elif scale is None:
+            scattering.weigh(shares)
+        factor = 1.0 if scale is None else scale
         name = f"bucket {len(self.in_flight) + 1}: {len(variables)} parameters"
 
         def reduce() -> None:
             self._replicas.timeline.begin(OVERLAPPED, REDUCTION, name)
             with torch.no_grad():
-                self._reducer.all_reduce(moved, scale)
+                if scattering is None:
+                    self._reducer.all_reduce(moved, factor)
+                else:
+                    scattering.reduce(self._replicas)
             self._replicas.timeline.end(OVERLAPPED, REDUCTION)
 
-        targets = [mine[part] for mine in order.targets]
         if not self.in_flight:
             for unsettled in self._tracker.unsettled:
                 unsettled.append(self.in_flight)
+        wait = self._side.start(reduce)
+        if scattering is not None:
+            columns = []  # the gradients are in the buffers
         self.in_flight.append(
-            _Reduction(variables, copies, targets, columns, self._side.start(reduce))
+            _Reduction(variables, copies, targets, columns, wait, factor, scattering)
         )
 
     def _shares(self) -> dict[int, float] | None:

@@ -73,6 +73,9 @@ class GradAccess:
                 self.broadcast(variable, source, idle)
 
         def recover() -> None:
+            gradients = self.unreduced
+            if gradients.scattered and gradients.scatter is not None:
+                gradients.scatter.follow_first()
             for variable in variables:
                 self.broadcast(variable)
 
@@ -116,6 +119,8 @@ class GradAccess:
         if self._common:
             self.distribute_common()
         self.unreduced.flush()
+        if self.unreduced.scattered:
+            self.unreduced.gather()
         grad = variable.targets[0].grad
         if grad is not None:
             self.exposed[variable] = copy_without_bucket(grad)
@@ -136,7 +141,7 @@ class GradAccess:
                 value = value.clone()
             self._assigned[variable] = None
         waits = gradients.pending[r] or gradients.unsettled[r] or gradients.deferred
-        if not waits:  # the fast path of zero_grad
+        if not waits and not gradients.scattered:  # the fast path of zero_grad
             variable.targets[r].grad = value
             set_local_grad(variable.copies[r], None)
             return
@@ -177,6 +182,8 @@ class GradAccess:
             if gradients.has_arrived(replica.replica_id) or gradients.deferred:
                 return False
             targets = [targets[replica.replica_id]]
+            if gradients.scattered and gradients.scatter is not None:
+                gradients.scatter.drop_all_of(variables, replica.replica_id)
         else:
             self._runner.check_between_runs("a gradient")
             if self._common:
@@ -186,6 +193,8 @@ class GradAccess:
             if self.exposed:
                 for variable in variables:
                     self.exposed.pop(variable, None)
+            if gradients.scattered and gradients.scatter is not None:
+                gradients.scatter.drop_all_of(variables, None)
         for mine in targets:
             for target in mine:
                 target.grad = None

@@ -41,6 +41,7 @@ from mirror.execution.replicas import Replica, Replicas, Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.buckets import Buckets
+from mirror.replica.gradients.grad_scatter import GradScatter, reduce_scattered
 from mirror.replica.gradients.grad_tracker import GradTracker, register_listener
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
@@ -75,6 +76,8 @@ class GradReducer:
         pending, unsettled: see ``GradTracker``.
         deferred: per variable, the replicas' weighted gradients from under ``no_sync``.
         deferring: whether a ``no_sync`` is open.
+        scatter: reduces gradients to the replicas that update them; ``None`` if all need them.
+        scattered: the gradients that it has.
     """
 
     def __init__(
@@ -87,6 +90,10 @@ class GradReducer:
         self._sources = (*self.pending, *self.unsettled)
         self.deferred = DeferredGrads()
         self.deferring = False
+        self.scatter: GradScatter | None = None
+        if replicas.shards_state and not replicas.workers.is_multi_process:
+            self.scatter = GradScatter(replicas, reducer.wire_dtype)
+        self.scattered = {} if self.scatter is None else self.scatter.scattered
         self.buckets = Buckets(
             replicas,
             runner,
@@ -94,10 +101,20 @@ class GradReducer:
             self.tracker,
             lambda: not (self.deferring or self.deferred),
             finite,
+            self.scatter,
         )
         self._arrivals: ReadyGrads | None = None  # of the last pass, for the next one
         self._may_be_silent = replicas.mirrors and register_listener(self.tracker)
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() returned, their versions
+
+    @property
+    def bytes_per_pack(self) -> int:
+        """The bytes of a bucket."""
+        return self._reducer.bytes_per_pack
+
+    def order_of_arrival(self) -> Sequence[ReplicatedParam]:
+        """Returns the variables in the order in which gradients have last arrived, if known."""
+        return () if self._arrivals is None else self._arrivals.variables
 
     def part(self) -> LifecycleHooks:
         """Returns the hooks that reduce or defer gradients at the end of a run."""
@@ -113,11 +130,15 @@ class GradReducer:
             self.finish(self.equal_shares)
 
     def _finish(self, run: Run) -> None:
+        if self.scattered and self.scatter is not None:
+            self.scatter.settle(run.active)
         if self._shown or self.tracker.may_have_arrived or any(self._sources):
             self.finish(partial(self.shares_in, run))
 
     def must_reduce(self, replica_id: int) -> bool:
         """Whether a replica that reads a gradient must wait for a reduction first."""
+        if self.scattered and self.scatter is not None and self.scatter.has(replica_id):
+            return True
         return bool(self.has_arrived(replica_id) or self.deferred)
 
     def has_arrived(self, replica_id: int) -> bool:
@@ -138,7 +159,10 @@ class GradReducer:
         run = replica.run
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
+            if self.scattered and self.scatter is not None:
+                self.scatter.settle(run.active)
             self.reduce_pending(self.shares_in(run))
+            self.gather()
             return payloads
 
         point = MergePoint("the first look at the gradients", (), None, action)
@@ -161,12 +185,18 @@ class GradReducer:
         if self.have_arrived() or self.deferred:
             self.reduce(self.equal_shares())
 
+    def gather(self) -> None:
+        """Gives all replicas the whole of the gradients that are scattered."""
+        if self.scattered and self.scatter is not None:
+            self.scatter.gather()
+
     @contextmanager
     def deferred_within(self) -> Iterator[None]:
         """Defers gradients inside the ``with`` block; the next reduction reduces their sum."""
         self._runner.check_between_runs("no_sync")
         outer = self.deferring
         self.flush()
+        self.gather()
         self.deferring = True
         try:
             yield
@@ -221,6 +251,8 @@ class GradReducer:
     def forget(self, variable: ReplicatedParam) -> None:
         """Drops the pending gradients of a variable that was freed."""
         self._arrivals = None
+        if self.scatter is not None:
+            self.scatter.forget(variable)
         self.buckets.forget(variable)
         self.tracker.forget(variable)
         self.deferred.pop(variable, None)
@@ -231,6 +263,8 @@ class GradReducer:
         if any(self.pending[r] for r in replicas) or self.buckets.in_flight:
             self.buckets.drop(variable, replicas)
         self.deferred.drop(variable, replicas)
+        if self.scattered and self.scatter is not None:
+            self.scatter.drop(variable, replicas)
 
     def local(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns the sum of one replica's gradients under ``no_sync``, not reduced."""
@@ -253,6 +287,8 @@ class GradReducer:
         A replica that did not use a variable counts zero for it; if no replica used it, ``.grad``
         is unchanged.
         """
+        if self.scattered and self.scatter is not None:
+            self.scatter.settle(shares)
         arrivals, columns = self._take(shares)
         self.buckets.collect()
         variables, targets = arrivals.variables, arrivals.targets
@@ -263,6 +299,11 @@ class GradReducer:
         if self.deferred or not all(map(are_usual, columns)) or arrivals.is_complex:
             variables, columns = self._without_unusual(variables, columns, scale)
             targets = [[v.targets[r] for v in variables] for r in range(len(columns))]
+        if variables and self.scatter is not None:
+            streams = self.tracker.streams
+            variables, columns, targets = reduce_scattered(
+                self.scatter, variables, columns, targets, scale, streams, self._replicas
+            )
         if variables:
             self._replicas.timeline.begin(
                 CROSS, REDUCTION, f"gradients of {len(variables)} parameters"

@@ -111,12 +111,14 @@ def merge_call_shared(
     *,
     seen: Any = None,
     check: Callable[[dict[int, Any]], None] | None = None,
+    serial: int | None = None,
 ) -> tuple[Any, bool]:
     """Merges the replicas and calls ``method(target, ...)`` once. See [Note: Once].
 
     Args:
         seen: the options that this replica sees in the target.
         check: called before the method with the options of all replicas, by replica id.
+        serial: the number of an optimizer that steps; replicas that step another one diverge.
 
     Returns:
         This replica's result, and whether a closure was called.
@@ -152,7 +154,10 @@ def merge_call_shared(
                 return {r: (loss, True) for r, loss in closure.losses.items()}
         return dict.fromkeys(payloads, (result, has_called))
 
-    point = MergePoint(what, (kind,), (target, tuple(args), dict(kwargs), seen), action)
+    key, name = kind, what
+    if serial is not None:
+        key, name = kind if _MADE in vars(target) else f"{kind} #{serial}", "optimizer.step"
+    point = MergePoint(name, (key,), (target, tuple(args), dict(kwargs), seen), action)
     result: tuple[Any, bool] = context.run.merge(context.replica_id, point)
     return result
 

@@ -71,19 +71,22 @@ class MirroredOptimizer:
     """One optimizer over mirrored parameters.
 
     Attributes:
+        serial: its number; replicas that step another one diverge.
         loan: swaps its groups and state for one replica's.
         states: its state on every replica.
         met: the replicas that have met, and step one after the other now.
         steps_once: whether a step has changed values of the optimizer outside its state.
     """
 
+    states_kind: type[ReplicaStates] = ReplicaStates
+
     def __init__(self, optimizer: Optimizer, optimizers: OptimizerRegistry) -> None:
         self.replicas = optimizers.replicas
         self.runner = optimizers.runner
         self._optimizers, self._gradients = optimizers, optimizers.gradients
         self._optimizer = weakref.ref(optimizer)
-        self._serial = next(_serials)
-        self.states = ReplicaStates(self.replicas)
+        self.serial = next(_serials)
+        self.states = self.states_kind(self.replicas)
         self.loan = ParamGroupSwap(
             optimizer, self.states, self.replicas.num_replicas, optimizers.lent
         )
@@ -134,7 +137,7 @@ class MirroredOptimizer:
                 return payloads
 
             seen = options_of(optimizer)
-            point = step_point(optimizer, self._serial, "optimizer.step", seen, action)
+            point = step_point(optimizer, self.serial, "optimizer.step", seen, action)
             context.run.merge(context.replica_id, point)
         if at_once:
             return self._step_clone(step, optimizer, context)
@@ -210,7 +213,7 @@ class MirroredOptimizer:
     def _merge(
         self, optimizer: Optimizer, context: Replica, what: str, action: Action, payload: Any
     ) -> Any:
-        point = step_point(optimizer, self._serial, what, payload, action)
+        point = step_point(optimizer, self.serial, what, payload, action)
         return context.run.merge(context.replica_id, point)
 
     def _end_together(self, optimizer: Optimizer, context: Replica, left: Options) -> None:
@@ -344,6 +347,10 @@ class MirroredOptimizer:
         if optimizer is None or not parameters.are_in(optimizer.param_groups):
             return False
         return self._gradients.clear(parameters.variables, parameters.targets)
+
+    def bytes_of_replicas(self) -> list[int]:
+        """Returns the bytes of state that each replica holds."""
+        return self.states.bytes_of_replicas()
 
     def sync_idle(self, source: int, others: Sequence[int]) -> None:
         """Copies one replica's state to others."""

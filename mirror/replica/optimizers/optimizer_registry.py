@@ -33,6 +33,9 @@ class OptimizerOfReplicas(Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer, while it lives."""
 
+    def bytes_of_replicas(self) -> list[int]:
+        """Returns the bytes of state that each replica holds."""
+
     def sync_idle(self, source: int, others: Sequence[int]) -> None:
         """Copies one replica's state to others."""
 
@@ -83,6 +86,11 @@ class OptimizerRegistry:
         """Returns all optimizers."""
         found = [mirrored.optimizer for mirrored in tuple(self._all)]
         return [optimizer for optimizer in found if optimizer is not None]
+
+    def bytes_of_replicas(self) -> tuple[int, ...]:
+        """Returns the bytes of state that each replica holds, of all optimizers."""
+        held = [optimizer.bytes_of_replicas() for optimizer in self._in_use()]
+        return tuple(map(sum, zip(*held, strict=True)))
 
     def check(self, look: ComparePair) -> None:
         """Calls ``look`` with the state of every replica and that of the first one."""

@@ -141,9 +141,11 @@ class ReplicaStates:
     they are copied when they are used, see ``mirrored_optimizer.py``.
     """
 
+    shared_kind: type[SharedState] = SharedState
+
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self.shared = SharedState(self, {})  # what optimizer.state is between steps
+        self.shared = self.shared_kind(self, {})  # what optimizer.state is between steps
         self._by_replica: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
         self._are_behind = False
         self.after_fork()
@@ -181,7 +183,7 @@ class ReplicaStates:
         if found is not self.shared:
             if is_whole and isinstance(found, SharedState) and found.is_kept():
                 return
-            self.shared = SharedState(self, found)
+            self.shared = self.shared_kind(self, found)
             optimizer.state = self.shared
             _replace_in_wrappers(found, self.shared)
         if self.shared.seen:
@@ -224,7 +226,9 @@ class ReplicaStates:
                     def what(
                         key: Any = key, variable: ReplicatedParam = variable, r: int = r
                     ) -> str:
-                        return f"{_named(key, variable)} differs on {names[r]} from {names[0]}"
+                        return (
+                            f"{named_state(key, variable)} differs on {names[r]} from {names[0]}"
+                        )
 
                     look(first.get(key), other.get(key), what)
 
@@ -232,7 +236,13 @@ class ReplicaStates:
         """Calls ``see`` with the first replica's state."""
         for variable in variables:
             for key, value in self._by_replica[0].get(variable.home, {}).items():
-                see(value, partial(_named, key, variable))
+                see(value, partial(named_state, key, variable))
+
+    def bytes_of_replicas(self) -> list[int]:
+        """Returns the bytes of state that each replica holds; 0 for one that follows the first."""
+        first = num_bytes(value for _, value in self.shared.raw_items())
+        others = [0 if self._are_behind else num_bytes(own.values()) for own in self._by_replica]
+        return [first, *others[1:]]
 
     def find_here(self, key: Any) -> Here | None:
         """Returns the place of a state entry inside ``run``; ``None`` outside."""
@@ -292,7 +302,16 @@ def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
                     attributes[name] = shared
 
 
-def _named(key: Any, variable: ReplicatedParam) -> str:
+def num_bytes(entries: Iterable[Any]) -> int:
+    """Returns the bytes of the tensors in state entries."""
+    sizes: list[int] = []
+    for entry in entries:
+        map_structure(lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)), entry)
+    return sum(sizes)
+
+
+def named_state(key: Any, variable: ReplicatedParam) -> str:
+    """Returns the name of a state entry, for messages."""
     return f"optimizer state {key!r} of parameter {path_of(variable.owner(), variable.name)!r}"
 
 

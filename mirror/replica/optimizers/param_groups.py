@@ -24,10 +24,11 @@ class ParamGroupsView:
     Attributes:
         variables: the records of the mirrored parameters of all groups, in order.
         targets: per replica, the ordinary parameters that its optimizer step updates.
+        sizes: the number of parameters of each group.
         are_mirrored: whether there are no other parameters.
     """
 
-    __slots__ = ("_lists", "_of_replicas", "are_mirrored", "targets", "variables")
+    __slots__ = ("_lists", "_of_replicas", "are_mirrored", "sizes", "targets", "variables")
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._lists = [tuple(options["params"]) for options in groups]
@@ -36,6 +37,7 @@ class ParamGroupsView:
         mirrored = [p for p in held if isinstance(p, MirroredParameter)]
         self.variables: list[ReplicatedParam] = [parameter._mirrored for parameter in mirrored]
         self.targets = list(zip(*[variable.targets for variable in self.variables], strict=True))
+        self.sizes = [len(parameters) for parameters in self._lists]
         self.are_mirrored = len(mirrored) == len(held)
 
     def are_in(self, groups: Sequence[dict[str, Any]]) -> bool:
@@ -58,7 +60,7 @@ class ParamGroupsView:
             lists = [_of_replica(parameters, replica_id) for parameters in self._lists]
             self._of_replicas[replica_id] = lists
         if replica_id:
-            groups = [_own_options(options) for options in groups]
+            groups = [own_options(options) for options in groups]
         return [options | {"params": [*mine]} for options, mine in zip(groups, lists, strict=True)]
 
 
@@ -75,7 +77,8 @@ def stepped_by(variable: ReplicatedParam, replica_id: int) -> nn.Parameter:
     return variable.targets[replica_id] if replica_id else variable.home
 
 
-def _own_options(options: dict[str, Any]) -> dict[str, Any]:
+def own_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a group's options for one replica, with tensors of its own."""
     return {n: v.clone() if isinstance(v, Tensor) else v for n, v in options.items()}
 
 

@@ -69,7 +69,7 @@ def is_torchs_own(kind: type) -> bool:
 @lru_cache(maxsize=256)
 def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
     return (
-        kind.__module__.startswith(_TORCHS)
+        f"{kind.__module__}.".startswith(_TORCHS)  # that of some is torch.optim itself
         and kind is not Optimizer
         and raw_step(kind).__module__.startswith(_TORCHS)
         and not issubclass(kind, torch.optim.LBFGS)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from mirror.base.dynamo import (
@@ -58,6 +59,7 @@ from mirror.replica.optimizers.param_groups import (
     replicas_in,
     replicas_reached,
 )
+from mirror.replica.optimizers.sharded_optimizer import ShardedOptimizer
 from mirror.replica.optimizers.step_dispatch import (
     hooked_code,
     is_torchs_own,
@@ -139,18 +141,22 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
     if context.tracing is not None:
         return _step(step, optimizer, context, args, kwargs)
     refuse_wrappers(optimizer)
-    is_apart = context.replicas.has_parameter_device
-    is_own = is_torchs_own(type(optimizer)) and not (is_apart and has_step_hooks(optimizer))
+    is_apart, is_sharded = context.replicas.has_parameter_device, context.replicas.shards_state
+    is_own = is_torchs_own(type(optimizer)) and not is_sharded
+    is_own = is_own and not (is_apart and has_step_hooks(optimizer))
     if is_own or replicas_reached(optimizer) is not context.replicas:
         return _step(step, optimizer, context, args, kwargs)
     if context.lent and len(current.stepping) > 1:  # a step of one replica has called this one
         return _step(step, optimizer, context, args, kwargs)
-    if not is_apart and may_step_by_turns(optimizer) and not (args or kwargs):
+    by_turns = not (is_apart or is_sharded or args or kwargs) and may_step_by_turns(optimizer)
+    if by_turns:
         mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
         if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
             mirror = _mirror_of(optimizer, context.replicas)
         own_step = partial(_step, step, optimizer, context, (), {})
         return mirror.step_leader_first(own_step, optimizer, context)
+    if is_sharded and is_torchs_own(type(optimizer)):
+        return _step_sharded(step, optimizer, context, args, kwargs)
     result, _ = merge_call_shared(
         context,
         _once(step, context),
@@ -163,13 +169,41 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
     return result
 
 
+def _step_sharded(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
+    """Makes one step for all replicas, after each has called its own closure; returns its loss."""
+    closure, loss = args[0] if args else kwargs.get("closure"), None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+        args, kwargs = args[1:], {n: v for n, v in kwargs.items() if n != "closure"}
+    mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
+    if mirror is None or mirror.replicas is not context.replicas:
+        mirror = _mirror_of(optimizer, context.replicas)
+    merge_call_shared(
+        context,
+        _once(step, context),
+        optimizer,
+        args,
+        kwargs,
+        seen=options_of(optimizer),
+        check=lambda seen: refuse_different(optimizer, seen, "before a step"),
+        serial=mirror.serial,
+    )
+    return loss
+
+
 def _once(step: Step, context: Replica) -> Step:
     """Returns a step over mirrored parameters, in the cross-replica context."""
 
     def once(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_what_is_not_mirrored(optimizer)
+        mirror = vars(optimizer).get("_mirror")
+        if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
+            refuse_what_is_not_mirrored(optimizer)
         own_step = partial(_step, step, optimizer, None, args, kwargs)
-        if any(map(callable, (*args, *kwargs.values()))):  # forward may draw
+        if context.replicas.shards_state:
+            optimizers_of(context.replicas).gradients.refuse_unequal(context.run)
+        may_draw = any(map(callable, (*args, *kwargs.values())))  # a forward
+        if may_draw or is_torchs_own(type(optimizer)):
             result = own_step()
         else:
             result = refusing_draws(own_step, context.replicas.devices[0])
@@ -251,7 +285,8 @@ def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> MirroredOptimizer:
         mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
         if mirror is None or mirror.replicas is not replicas:
             # There it lives as long as the optimizer; copies and pickles leave it out.
-            mirror = MirroredOptimizer(optimizer, optimizers_of(replicas))
+            kind = ShardedOptimizer if replicas.shards_state else MirroredOptimizer
+            mirror = kind(optimizer, optimizers_of(replicas))
             optimizer.__dict__["_mirror"] = mirror
         mirror.loan.parameters = ParamGroupsView(optimizer.param_groups)
         return mirror

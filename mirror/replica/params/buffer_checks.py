@@ -1,13 +1,16 @@
 """What is said of buffers that replicas leave different: the logger "mirror" warns once of each.
 
 The first runs that write a buffer are checked. Statistics of batch normalisations, which are
-averaged, get a warning of their own, one for all layers.
+averaged, get a message of their own, one for all layers. It is a warning under ``mirror run``,
+whose scripts know nothing of replicas. A program that makes a strategy has the default of
+tf.distribute and DistributedDataParallel; there its level is INFO.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NUM_CHECKED_RUNS = 2
 _logger = logging.getLogger("mirror")
+_statistics_level = [logging.INFO]
 
 # The words of the warning, and of `mirror check`.
 STATISTICS_OF_PARTS = (
@@ -60,7 +64,17 @@ def warn_of_buffer(name: str, is_mean: bool) -> None:
     )
 
 
-def warn_of_statistics(norm: nn.Module, name: str, num_more: int) -> None:
+@contextmanager
+def statistics_are_warnings() -> Iterator[None]:
+    """Has the message on statistics of parts be a warning inside."""
+    _statistics_level.append(logging.WARNING)
+    try:
+        yield
+    finally:
+        _statistics_level.pop()
+
+
+def log_statistics(norm: nn.Module, name: str, num_more: int) -> None:
     """Logs that layers normalise each part of the batch by itself.
 
     Args:
@@ -68,7 +82,8 @@ def warn_of_statistics(norm: nn.Module, name: str, num_more: int) -> None:
         num_more: how many others there are.
     """
     layer = f"{type(norm).__name__}({getattr(norm, 'num_features', '')})"
-    _logger.warning(
+    _logger.log(
+        _statistics_level[-1],
         "%s, so training differs from one device's%s; to use the whole batch: %s",
         STATISTICS_OF_PARTS.format(f"{layer} {name!r}" if name else layer),
         f" ({num_more} more such layer{'s' * (num_more > 1)})" if num_more else "",

@@ -39,9 +39,9 @@ from mirror.replica.collectives.reduce_ops import summed, weighted_mean
 from mirror.replica.params.buffer_checks import (
     BATCH_NORMS,
     are_different,
+    log_statistics,
     num_checked_runs,
     warn_of_buffer,
-    warn_of_statistics,
 )
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
@@ -492,35 +492,19 @@ class Buffers:
             # A worker without examples runs too, because all workers must arrive here; its values
             # count in sums only.
             with_examples = [message for message in messages if message.numbers[0]] or messages
-            parts = {
-                buffer: [message.tensors[i] for message in with_examples]
-                for i, buffer in enumerate(changed)
-            }
-            for buffer in changed if workers.rank == 0 else ():
-                if buffer.num_checks and buffer.has_new_versions():
-                    self._check(buffer, lambda other: parts.get(other, []))
             for i, buffer in enumerate(changed):
                 counted = messages if buffer.aggregation == "sum" else with_examples
                 buffer.combine_workers([(m.tensors[i], m.numbers[i + 1]) for m in counted])
 
     def _on_run_end(self, active: tuple[int, ...]) -> None:
-        def copies_of(buffer: ReplicatedBuffer) -> list[Tensor]:
-            return [buffer.copies[r] for r in active]
-
         for buffer in tuple(self._by_id.values()):
             if buffer.num_checks and len(active) > 1 and buffer.is_written():
-                self._check(buffer, copies_of)
+                self._check(buffer, active)
             buffer.note_run(active)
 
-    def _check(
-        self, buffer: ReplicatedBuffer, copies_of: Callable[[ReplicatedBuffer], list[Tensor]]
-    ) -> None:
-        """Logs a warning if replicas, or workers, have left a buffer different.
-
-        Args:
-            copies_of: returns their values of a buffer.
-        """
-        module, is_different = buffer.module(), are_different(copies_of(buffer))
+    def _check(self, buffer: ReplicatedBuffer, active: tuple[int, ...]) -> None:
+        """Logs a warning if the replicas of a run have left a buffer different."""
+        module, is_different = buffer.module(), are_different([buffer.copies[r] for r in active])
         if isinstance(module, BATCH_NORMS):
             if not buffer.has_new_versions():
                 return  # the layer has not been called yet
@@ -528,21 +512,21 @@ class Buffers:
             mean = module._buffers.get("running_mean")
             if is_different or not isinstance(mean, MirroredBuffer):
                 return  # the run has failed on the way, or nothing is tracked
-            if are_different(copies_of(mean._mirrored)):
-                self._warn_of_statistics(module, buffer.name.rpartition(".")[0])
+            if are_different([mean._mirrored.copies[r] for r in active]):
+                self._report_statistics(module, buffer.name.rpartition(".")[0])
             return
         buffer.num_checks -= 1
         if is_different:
             buffer.num_checks = 0
             warn_of_buffer(buffer.name, buffer.aggregation == "mean")
 
-    def _warn_of_statistics(self, norm: nn.Module, name: str) -> None:
-        """Logs one warning for all layers that normalise each part of the batch by itself."""
+    def _report_statistics(self, norm: nn.Module, name: str) -> None:
+        """Logs one message for all layers that normalise each part of the batch by itself."""
         norms = [buffer for buffer in self if isinstance(buffer.module(), BATCH_NORMS)]
         for buffer in norms:
             buffer.num_checks = 0
         num_more = len({id(buffer.module()) for buffer in norms}) - 1
-        warn_of_statistics(norm, name, num_more)
+        log_statistics(norm, name, num_more)
 
     def _sync_idle(self, source: int, idle: Sequence[int]) -> None:
         with torch.no_grad():

@@ -181,6 +181,7 @@ class Unreduced(Protocol):
             incomplete.
         deferred: the gradients deferred by ``no_sync``.
         deferring: whether a ``no_sync`` is open.
+        scattered: the reduced gradients of which each replica has a part.
     """
 
     pending: tuple[list[ReplicaParameter], ...]
@@ -190,6 +191,10 @@ class Unreduced(Protocol):
     @property
     def deferred(self) -> Sized:
         """The deferred gradients, by variable."""
+
+    @property
+    def scattered(self) -> Sized:
+        """The records of scattered gradients."""
 
 
 class GradientAccess(Protocol):
@@ -236,6 +241,7 @@ class ReplicatedParam:
             that it sees. The first replica's, unless there is a parameter device.
         leaves: the tensors where gradients arrive in the cross-replica context, ``shown`` first.
         version: the version of ``shown`` when all copies were last equal.
+        num_moves: how often a copy got another storage.
         hooks: the gradient hooks, by handle id; see ``replicated_param.py``.
         handles: the tensors that expose raw storage in the cross-replica context.
     """
@@ -251,6 +257,7 @@ class ReplicatedParam:
         "leaves",
         "mirror",
         "name",
+        "num_moves",
         "owner",
         "replicas",
         "shown",
@@ -271,6 +278,7 @@ class ReplicatedParam:
         self.name, self.devices = name, replicas.places.replica_at(parameter.device)
         self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
         self.handles = StorageAliases()
+        self.num_moves = 0
         self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle needs this class
         requires_grad = parameter.requires_grad
         values = self._first_values(parameter.detach())
@@ -359,6 +367,7 @@ class ReplicatedParam:
         # Replicas that assign one tensor must not share its memory.
         if any(share_storage(value, target) for target in others):
             value = value_on(data, device)
+        self.num_moves += 1
         self.targets[replica_id].data = value
         DATA.__set__(self.copies[replica_id], value)
         owner = self.owner()

@@ -89,6 +89,7 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
             or unreduced.unsettled[r]
             or unreduced.deferring
             or unreduced.deferred
+            or unreduced.scattered
             or torch.compiler.is_compiling()
         ):
             return variable.gradients.read(variable, r)

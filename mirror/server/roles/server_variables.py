@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError, short_repr
+from mirror.replica.optimizers.piecewise_optimizers import check_piecewise, describe, options_of
 from mirror.server import server_messages
 from mirror.server.cluster_tasks import Settings
 from mirror.server.persistent_ids import PersistentId, dump
 from mirror.server.recorded_model import Model, RecordedModules, check_model, watch
 from mirror.server.roles.actor_pool import ActorPool
 from mirror.server.roles.variable_client import VariableClient
-from mirror.server.server_optimizers import check_piecewise, describe, options_of
 from mirror.server.shard import PieceSpec
 from mirror.server.variable_placement import Layout, place
 

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from mirror.data.input_options import InputContext
 from mirror.errors import ActorDied, StepError, StrategyError, short_repr
+from mirror.replica.optimizers.piecewise_optimizers import options_of, rebuild
 from mirror.server.engine.engine_types import ActorClient
 from mirror.server.engine.socket_client import connect
 from mirror.server.persistent_ids import PersistentId, dump, load
 from mirror.server.recorded_model import Model, is_table_of_rows, watch
 from mirror.server.roles.variable_client import VariableClient
 from mirror.server.roles.worker_datasets import PerWorkerValues, WorkerIterator, num_examples
-from mirror.server.server_optimizers import options_of, rebuild
 from mirror.server.servers_report import Traffic
 from mirror.server.shard import PushMessage, PushResult
 

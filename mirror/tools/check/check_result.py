@@ -101,5 +101,5 @@ class CheckResult:
         if self.quantity == "error":
             return "yes: the strategy raises this error"
         if self.reported:
-            return "yes: the strategy also warns of this while it trains"
+            return "yes: mirror run also warns of this"
         return "no: the strategy does not detect this by itself"

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from mirror.replica.layers.sync_batch_norm import synchronize_all
+from mirror.replica.params.buffer_checks import statistics_are_warnings
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.threads.user_frames import line_of
 from mirror.tools.check.record import Record, RecordOptions
@@ -106,6 +107,7 @@ def recording(
         noise=RoundingNoise() if options.rounding_noise else None,
     )
     with ExitStack() as stack:
+        stack.enter_context(statistics_are_warnings())  # as under mirror run
         stack.enter_context(_logged_warnings(recorder.record))
         if options.double:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())

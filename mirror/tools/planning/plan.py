@@ -36,6 +36,7 @@ def plan(
     algorithm: str = "auto",
     bucket_bytes: float = BUCKET_BYTES,
     wire_dtype: torch.dtype | None = None,
+    optimizer_state: str | None = None,
 ) -> Plan:
     """Predicts a step's time, throughput and efficiency on 1 to ``max_devices`` devices.
 
@@ -72,6 +73,8 @@ def plan(
         algorithm: "ring", "tree", "hierarchical", or "auto", the faster one of ring and tree.
         bucket_bytes: the capacity of a bucket, which is reduced at once.
         wire_dtype: the dtype of gradients on the wire; by default that of the parameters.
+        optimizer_state: "replicated", or "sharded" over the devices of each machine, see
+            ``MirroredStrategy``; by default that of the measured strategy.
 
     Raises:
         PlanError: a ``ValueError`` that names the argument and its value.
@@ -86,12 +89,14 @@ def plan(
     from mirror.tools.planning.plan_result import Plan, advice
     from mirror.tools.planning.prediction import SCALINGS, Predictor
     from mirror.tools.planning.workload import (
+        OPTIMIZER_STATES,
         PlanError,
         check_choice,
         check_count,
         check_number,
         make_workload,
         measure,
+        optimizer_state_of,
         sizes_of_model,
         sizes_of_numbers,
     )
@@ -113,6 +118,9 @@ def plan(
         algorithm=check_choice("algorithm", algorithm, ALGORITHMS),
     )
     check_choice("scaling", scaling, SCALINGS)
+    if optimizer_state is None:
+        optimizer_state = optimizer_state_of(measured)
+    check_choice("optimizer_state", optimizer_state, OPTIMIZER_STATES)
     bucket = check_number("bucket_bytes", bucket_bytes)
     most = check_count("max_devices", max_devices)
     seen = measure(measured, model, step_seconds)
@@ -126,6 +134,7 @@ def plan(
     )
     if scaling == "strong" and workload.batch_size == 1 and most > 1:
         raise PlanError("scaling='strong' shares one batch between the devices: pass batch_size=")
-    rows = tuple(Predictor(workload, cluster, scaling, bucket).rows(most))
+    shards = optimizer_state == "sharded"
+    rows = tuple(Predictor(workload, cluster, scaling, bucket, shards).rows(most))
     sentences = advice(rows, cluster.devices_per_machine)
-    return Plan(rows, workload, cluster, scaling, sentences)
+    return Plan(rows, workload, cluster, scaling, sentences, optimizer_state)

@@ -68,6 +68,7 @@ class Plan:
         scaling: "weak" or "strong".
         advice: sentences: how many devices one process can drive, what to use beyond that, and
             what limits the step.
+        optimizer_state: "replicated" or "sharded".
     """
 
     rows: tuple[Row, ...]
@@ -75,6 +76,7 @@ class Plan:
     cluster: Cluster
     scaling: str
     advice: tuple[str, ...]
+    optimizer_state: str = "replicated"
 
     def to_dict(self) -> dict[str, object]:
         """Returns everything as plain values."""
@@ -107,6 +109,7 @@ def _head(plan: Plan) -> list[str]:
     work, cluster = plan.workload, plan.cluster
     known = "" if work.host_is_known else ", estimated"
     batch = "on each device" if plan.scaling == "weak" else "shared by all devices"
+    sharded = f"sharded over the devices of a machine: 1/{cluster.devices_per_machine} on each"
     return [
         f"one device    {1e3 * work.step_seconds:.4g} ms a step of {work.batch_size} examples; "
         f"{1e3 * work.host_seconds:.3g} ms to launch it{known}",
@@ -115,6 +118,7 @@ def _head(plan: Plan) -> list[str]:
         f"machines      of {cluster.devices_per_machine}; {_speed(cluster.link.name)}"
         f"{cluster.link.bytes_per_second / 1e9:g} GB/s inside, {_speed(cluster.network.name)}"
         f"{cluster.network.bytes_per_second / 1e9:g} GB/s between; {cluster.algorithm}",
+        *([f"optimizer     state {sharded}"] if plan.optimizer_state == "sharded" else []),
     ]
 
 

@@ -19,6 +19,11 @@ Buckets are reduced while the backward pass produces the next ones::
 Gradients arrive in reverse order of registration, each after an equal share of the backward pass.
 A bucket is closed when the next gradient does not fit; a gradient larger than a bucket has its
 own. There is one channel: it reduces one bucket at a time, in order.
+
+With sharded optimizer state one process reduces each bucket to the devices that update it, which
+takes half as long, and gathers the new values after the update, which takes the other half. A
+device updates 1/N of the parameters, N being the devices of the process. Several machines reduce
+all gradients to all devices. The other ways keep the state as it is.
 """
 
 from __future__ import annotations
@@ -176,12 +181,14 @@ class Predictor:
         cluster: the machines, with their links and network.
         scaling: "weak": every device has the batch of ``workload``; "strong": they share it.
         bucket_bytes: the capacity of a bucket.
+        shards_state: whether the devices of one process share the optimizer state.
     """
 
     workload: Workload
     cluster: Cluster
     scaling: str
     bucket_bytes: float
+    shards_state: bool = False
 
     def rows(self, max_devices: int) -> Iterator[Row]:
         """Yields the rows for 1, 2, 4, ... and ``max_devices`` devices.
@@ -201,7 +208,8 @@ class Predictor:
         """Returns the prediction for a number of devices."""
         steps = {way: self._step(devices, way) for way in WAYS}
         best = min(step.seconds for step in steps.values())
-        way = next(way for way in WAYS if steps[way].seconds <= ENOUGH * best)
+        fitting = (way for way in WAYS if steps[way].seconds <= ENOUGH * best)
+        way = ONE_PROCESS if self.shards_state else next(fitting)  # no other way has shards
         step = steps[way]
         batches = devices if self.scaling == "weak" else 1
         alone = self.workload.step_seconds
@@ -230,8 +238,33 @@ class Predictor:
             buckets = buckets_of(work.sizes_bytes, self.bucket_bytes)
             communication = reduce_during_backward(buckets, backward, all_reduce)
         busy = work.busy_seconds(part)
+        if self.shards_state and way == ONE_PROCESS:
+            return self._sharded_step(devices, part)
         return _Step(
             busy + communication.exposed_seconds, self._host_seconds(devices, way), communication
+        )
+
+    def _sharded_step(self, devices: int, part: float) -> _Step:
+        """Returns the step of one process with sharded optimizer state."""
+        work = self.workload
+        driven = min(devices, self.cluster.devices_per_machine)
+        all_reduce = partial(self.cluster.all_reduce_seconds, num_devices=devices)
+        is_one = devices == driven
+
+        def reduce(num_bytes: float) -> float:
+            return all_reduce(num_bytes) / 2 if is_one else all_reduce(num_bytes)
+
+        buckets = buckets_of(work.sizes_bytes, self.bucket_bytes)
+        reduced = reduce_during_backward(buckets, work.backward_seconds(part), reduce)
+        gather = 0.0
+        if driven > 1 and work.num_bytes:
+            gather = self.cluster.all_reduce_seconds(work.num_bytes, num_devices=driven) / 2
+        communication = Communication(reduced.seconds + gather, reduced.exposed_seconds + gather)
+        busy = work.busy_seconds(part) - work.update_seconds * (1 - 1 / driven)
+        return _Step(
+            busy + communication.exposed_seconds,
+            self._host_seconds(devices, ONE_PROCESS),
+            communication,
         )
 
     def _host_seconds(self, devices: int, way: str) -> float:

@@ -232,6 +232,14 @@ class Measured:
     update_seconds: float | None = None
 
 
+OPTIMIZER_STATES = ("replicated", "sharded")
+
+
+def optimizer_state_of(measured: object) -> str:
+    """Returns how a measured strategy keeps optimizer state; "replicated" without a strategy."""
+    return measured.report().optimizer_state if isinstance(measured, Strategy) else "replicated"
+
+
 def measure(
     measured: Strategy | Callable[[], object] | None,
     model: nn.Module | None,

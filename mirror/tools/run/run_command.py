@@ -14,6 +14,7 @@ from mirror.cluster.launchers import launchers
 from mirror.devices import is_simulated, resolve
 from mirror.errors import StrategyError
 from mirror.replica.layers.sync_batch_norm import synchronize_all
+from mirror.replica.params.buffer_checks import statistics_are_warnings
 from mirror.strategy.mirrored import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.strategy_base import Strategy
@@ -62,6 +63,7 @@ def run_command(script: Script, options: RunOptions) -> int:
         synchronize_all()
     process = os.getpid()
     with ExitStack() as stack:
+        stack.enter_context(statistics_are_warnings())
         if options.report:
             stack.callback(_print_report, strategy, process)
         if options.trace is not None:

@@ -146,6 +146,8 @@ class ElasticState:
             snapshot = whole.with_tensors(_memory.spare.copy(whole.tensors))
         # 2. exchange
         member = _memory.member
+        if member is not None:
+            member.check_coordinator()
         is_due = member is not None and member.is_change_due
         is_due = bool(workers.agree("ElasticState.commit, to join", int(is_due)))
         # 3. count

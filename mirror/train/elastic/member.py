@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from time import sleep
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
@@ -84,6 +85,14 @@ class Member:
     def is_broken(self) -> bool:
         """Whether the coordinator is gone."""
         return self._broken is not None
+
+    def check_coordinator(self) -> None:
+        """Raises WorkerLostError if the coordinator is gone."""
+        if self._broken is not None:
+            raise WorkerLostError(
+                "the coordinator of the elastic training is gone, and with it the store: "
+                f"{self._broken}; start the training again"
+            ) from self._broken
 
     def store_of(self, generation: int) -> Store:
         """Returns the store for the process groups of a generation, over its own connection."""
@@ -159,11 +168,7 @@ class Member:
     def _wait(self, is_due: Callable[[View], bool]) -> View:
         with self._changed:
             while not is_due(self._view):
-                if self._broken is not None:
-                    raise WorkerLostError(
-                        "the coordinator of the elastic training is gone, and with it the store: "
-                        f"{self._broken}; start the training again"
-                    ) from self._broken
+                self.check_coordinator()
                 self._changed.wait(_BEAT_SECONDS)  # short, so that Ctrl-C arrives
             return self._view
 
@@ -180,16 +185,21 @@ class Member:
             while not self._beat():
                 pass
         except Exception as error:
+            sleep(_BEAT_SECONDS)  # a process closes its connections before its children notice
+            self._exit_without_agent()
             with self._changed:
                 self._broken = error
                 self._changed.notify_all()
             self._on_over(f"the coordinator is gone: {error}")
 
-    def _beat(self) -> bool:
-        """Publishes the record and reads the view; returns whether this worker has left."""
+    def _exit_without_agent(self) -> None:
         if self._parent is not None and os.getppid() != self._parent:
             _log.error("the agent of this worker is gone; the process ends")
             os._exit(1)
+
+    def _beat(self) -> bool:
+        """Publishes the record and reads the view; returns whether this worker has left."""
+        self._exit_without_agent()
         with self._changed:
             record = self._record = replace(self._record, beat=self._record.beat + 1)
         self._store.write_record(self.name, record)

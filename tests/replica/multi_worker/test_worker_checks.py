@@ -1,7 +1,6 @@
 """Workers that have drifted apart are named on every worker, with the difference."""
 
 import gc
-import logging
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import mirror
 from mirror.errors import DivergenceError, ReplicaMismatchError
-from tests.replica.multi_worker.programs import Net, rank, strategy_of
+from tests.replica.multi_worker.programs import rank, strategy_of
 
 
 def drift(of):
@@ -102,29 +101,3 @@ def test_what_one_worker_alone_keeps_is_a_divergence(worker_pool):
     for message in worker_pool(2).run(drop, "one keeps them", 1, inside=True):
         assert "worker 0 of 2: check_replicas of 8 " in message
         assert "worker 1 of 2: check_replicas of 24 " in message
-
-
-def warnings_of_norms(num_local, convert):
-    """Trains two steps with a batch normalisation; returns what was logged."""
-    texts = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("mirror").addHandler(handler)
-    try:
-        strategy = strategy_of(num_local)
-        model = Net()
-        strategy.mirror(mirror.nn.convert_sync_batchnorm(model) if convert else model)
-        for batch in strategy.distribute_dataset([torch.randn(8, 4)] * 2):
-            strategy.run(lambda x: model(x).mean().backward(), (batch,))
-    finally:
-        logging.getLogger("mirror").removeHandler(handler)
-    return texts
-
-
-@pytest.mark.parametrize("num_local", [1, 2])
-def test_statistics_of_parts_are_reported_once(worker_pool, num_local):
-    chief, other = worker_pool(2).run(warnings_of_norms, num_local, convert=False)
-    assert len(chief) == 1
-    assert chief[0].startswith("BatchNorm1d(6) 'norm' normalises with mean and variance")
-    assert len(other) == (num_local > 1)
-    assert worker_pool(2).run(warnings_of_norms, num_local, convert=True) == [[], []]

@@ -215,6 +215,7 @@ def test_hooks_of_steps_change_options_as_on_one_device(make_strategy, schedule,
     strategy.check_replicas()
 
 
+@pytest.mark.replicated_state
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
 @pytest.mark.parametrize("kind", ["pre", "post"])
 def test_hooks_of_steps_that_change_a_rate_differently_are_reported(make_strategy, schedule, kind):

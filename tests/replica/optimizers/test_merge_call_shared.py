@@ -75,6 +75,7 @@ def test_a_class_of_the_users_counts_every_step_once(strategy):
         strategy.check_replicas()
 
 
+@pytest.mark.replicated_state
 @pytest.mark.parametrize("kind", ["pre", "post"])
 def test_hooks_of_the_users_see_the_parameters_of_every_step(strategy, kind):
     _, (model, optimizer) = pair(strategy, adam)

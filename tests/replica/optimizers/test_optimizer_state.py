@@ -286,6 +286,7 @@ def test_state_that_a_step_replaces_is_the_optimizers_state(make_strategy):
 # Optimizers and their state
 
 
+@pytest.mark.replicated_state
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_replicas_on_one_device_keep_one_state(make_strategy, where):
     # Outside run every step copied the state to all replicas, without use.

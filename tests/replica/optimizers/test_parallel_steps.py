@@ -63,6 +63,7 @@ def test_steps_at_once_have_the_bits_of_steps_in_turn(make_devices, kind, n):
     assert_same(trained(make_devices(n, "parallel"), OPTIMIZERS[kind]), wanted)
 
 
+@pytest.mark.replicated_state
 def test_no_replica_waits_for_the_step_of_another_one(make_devices, monkeypatch):
     strategy = make_devices(3, "parallel")
     strategy.run(lambda: None)
@@ -77,6 +78,7 @@ def test_no_replica_waits_for_the_step_of_another_one(make_devices, monkeypatch)
     assert error is None
 
 
+@pytest.mark.replicated_state
 def test_a_step_that_fails_gives_the_optimizer_back(make_devices, monkeypatch):
     strategy = make_devices(3, "parallel")
     with strategy.scope():
@@ -110,6 +112,7 @@ class Counted(torch.optim.SGD):
     """Not torch's own class: the first replica steps, then the others, one at a time."""
 
 
+@pytest.mark.replicated_state
 def test_a_replica_that_comes_while_another_one_steps_finds_the_optimizer(
     make_strategy, monkeypatch
 ):

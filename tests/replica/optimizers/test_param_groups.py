@@ -149,6 +149,7 @@ def test_schedulers_set_the_rate_of_the_one_step(strategy, way):
     assert_same_training(model, optimizer, plain, plain_optimizer)
 
 
+@pytest.mark.replicated_state
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_on_one_device_one_step_does_for_all(n, make_strategy, monkeypatch):
     module, steps = sys.modules[torch.optim.SGD.__module__], []

@@ -97,6 +97,7 @@ def test_closure_that_raises_leaves_the_optimizer_as_it_was(make_strategy):
     strategy.check_replicas()
 
 
+@pytest.mark.replicated_state
 def test_collective_inside_a_step_is_refused(make_strategy):
     # The merge took the optimizer back in mid-step: Adam began anew in each step, in silence.
     strategy = make_strategy(2)

@@ -251,6 +251,7 @@ def test_a_scaler_that_skips_a_step_ends_none(in_run, make_strategy, ends):
     strategy.check_replicas()
 
 
+@pytest.mark.replicated_state
 def test_a_collective_in_a_hook_of_a_replicas_step_is_refused(make_strategy):
     strategy = make_strategy(2)
     _, (model, optimizer) = pair(strategy, momentum)

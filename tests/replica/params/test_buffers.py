@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import pickle
 
 import pytest
@@ -295,7 +296,8 @@ class Norms(nn.Module):
 
 
 @pytest.mark.parametrize("way", [1, 2, 3])
-def test_statistics_of_parts_warn_once(way, strategy, caplog):
+def test_statistics_of_parts_are_logged_once(way, strategy, caplog):
+    caplog.set_level(logging.INFO, "mirror")
     layers = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2)
     model = strategy.mirror(nn.Sequential(*layers))
 
@@ -310,6 +312,7 @@ def test_statistics_of_parts_warn_once(way, strategy, caplog):
         else:
             strategy.run(lambda x: loss_of(x).backward(), (x,))
     (record,) = caplog.records
+    assert record.levelno == logging.INFO
     text = record.getMessage()
     assert text.startswith(
         "BatchNorm1d(2) '1' normalises with mean and variance of its replica's part"
@@ -318,7 +321,8 @@ def test_statistics_of_parts_warn_once(way, strategy, caplog):
     assert "mirror.nn.convert_sync_batchnorm(model), or mirror run --sync-batch-norm" in text
 
 
-def test_statistics_of_a_layer_that_is_called_late_warn_too(strategy, caplog):
+def test_statistics_of_a_layer_that_is_called_late_are_logged_too(strategy, caplog):
+    caplog.set_level(logging.INFO, "mirror")
     model = strategy.mirror(Norms())
     for _ in range(3):
         assert not caplog.records
@@ -326,7 +330,8 @@ def test_statistics_of_a_layer_that_is_called_late_warn_too(strategy, caplog):
     assert "BatchNorm1d(2) 'late'" in caplog.text
 
 
-def test_statistics_of_the_whole_batch_and_of_each_example_do_not_warn(strategy, caplog):
+def test_statistics_of_the_whole_batch_and_of_each_example_are_not_logged(strategy, caplog):
+    caplog.set_level(logging.INFO, "mirror")
     for norm in (
         mirror.nn.convert_sync_batchnorm(nn.BatchNorm1d(2)),
         nn.SyncBatchNorm(2),
@@ -339,7 +344,8 @@ def test_statistics_of_the_whole_batch_and_of_each_example_do_not_warn(strategy,
     assert not caplog.records
 
 
-def test_a_run_that_fails_on_the_way_does_not_warn(strategy, caplog):
+def test_a_run_that_fails_on_the_way_logs_nothing(strategy, caplog):
+    caplog.set_level(logging.INFO, "mirror")
     model = strategy.mirror(nn.BatchNorm1d(2))
 
     def step(x):

@@ -108,6 +108,7 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(tmp_path, monkeypatch):
         ({"scaling": "up"}, "scaling must be one of weak, strong; got 'up'"),
         ({"algorithm": None}, "algorithm must be one of auto, ring, .* got None"),
         ({"bucket_bytes": 0}, "bucket_bytes must be above 0, got 0"),
+        ({"optimizer_state": "split"}, "optimizer_state must be one of replicated, sharded"),
         ({"wire_dtype": "float16"}, "wire_dtype must be a torch.dtype, got 'float16'"),
         ({"scaling": "strong", "batch_size": 1}, "shares one batch .*: pass batch_size="),
         ({"link": "ethernet"}, "link must be one of nvlink1"),
@@ -134,6 +135,7 @@ def test_options_are_those_of_the_function(capsys):
     more = ["--host-ms", "2", "--update-ms", "48.5", "--forward-share", "0.5", "--json"]
     machines = ["--link", "50,2", "--network", "4x100g", "--devices-per-machine", "4"]
     rest = ["--algorithm", "tree", "--scaling", "strong", "--wire-dtype", "bfloat16"]
+    rest += ["--optimizer-state", "sharded"]
     assert main([*STEP, *more, *machines, *rest, "--bucket-bytes", "1e6"]) == 0
     read = json.loads(capsys.readouterr().out)
     work, cluster = read["workload"], read["cluster"]
@@ -143,6 +145,7 @@ def test_options_are_those_of_the_function(capsys):
     assert cluster["link"]["bytes_per_second"] == 50e9
     assert cluster["network"]["name"] == "4x100g"
     assert (cluster["devices_per_machine"], cluster["algorithm"]) == (4, "tree")
+    assert read["optimizer_state"] == "sharded"
     assert (read["scaling"], read["rows"][-1]["devices"]) == ("strong", 128)
 
 

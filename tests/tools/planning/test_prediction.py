@@ -1,5 +1,6 @@
 """Predictions: limits, growth, and the advice on the simplest sufficient way."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -41,6 +42,19 @@ def predictor(
     )
     links = link_between_devices("nvlink3"), link_between_machines("100g")
     return Predictor(workload, cluster or Cluster(*links, 8), scaling, 25 * 2**20)
+
+
+def test_sharded_state_shares_the_update_and_gathers_its_values():
+    plain = predictor(step=0.1, update=0.04, size=1e9)
+    sharded = replace(plain, shards_state=True)
+    assert sharded.row(1) == plain.row(1)
+    before, after = plain.row(8), sharded.row(8)
+    assert after.way == ONE_PROCESS
+    gather = plain.cluster.all_reduce_seconds(1e9, num_devices=8) / 2
+    assert after.communication_seconds == pytest.approx(before.communication_seconds, rel=0.2)
+    saved = before.seconds_by_way[ONE_PROCESS] - after.step_seconds
+    assert saved == pytest.approx(0.04 * 7 / 8 - gather, abs=0.005)
+    assert "compiled" not in {row.way for row in sharded.rows(64)}
 
 
 steps = st.builds(

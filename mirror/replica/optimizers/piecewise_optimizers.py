@@ -1,6 +1,7 @@
-"""The user's optimizers on servers, rebuilt there from class and options, over pieces.
+"""Optimizers over pieces of their parameters, rebuilt from class and options.
 
-A server steps an optimizer over its own pieces only. The result is right if the update of an
+A server steps an optimizer over its own pieces only, and so does a replica with
+``optimizer_state="sharded"``. The result is right if the update of an
 element depends only on that element's value, gradient and state, as in SGD and Adam. It is wrong
 for an optimizer that uses norms of variables (LARS, LAMB), rows and columns (Adafactor, Muon) or
 all variables together, or that calls a closure (LBFGS). No list can classify a user's class, so
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
+from mirror.replica.optimizers.step_dispatch import raw_step
 
 # Attributes that ``rebuild`` sets itself, or that every optimizer creates for itself.
-_REBUILT = ("state", "param_groups", "defaults", "step")
+_REBUILT = ("state", "param_groups", "defaults", "step", "_mirror", "_made_in_run")
 _CREATED = ("_opt", "_zero_grad", "_warned")
 _NUM_STEPS = 3
 _SHAPES = ((6, 4), (5, 4))
@@ -95,10 +98,11 @@ def check_piecewise(description: Mapping[str, Any], *, cuts: bool, spreads: bool
     name = description["class"].__name__
     options = {**description, "members": [[0, 1]], "groups": [dict(description["groups"][0])]}
     generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(shape, generator=generator) for shape in _SHAPES]
-    gradients = [
-        [torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(_NUM_STEPS)
-    ]
+
+    def draw() -> list[Tensor]:
+        return [torch.randn(shape, generator=generator, device="cpu") for shape in _SHAPES]
+
+    values, gradients = draw(), [draw() for _ in range(_NUM_STEPS)]
     state = torch.get_rng_state()
     try:
         whole, is_sparse = _run_steps(options, [[0, 1]], values, gradients, 1)
@@ -123,6 +127,43 @@ def check_piecewise(description: Mapping[str, Any], *, cuts: bool, spreads: bool
                     f"another server; {remedy}, or use an optimizer that updates each element "
                     "by itself"
                 )
+
+
+class Divisible(Enum):
+    """How small the parts may be that an optimizer steps apart from each other."""
+
+    BY_ELEMENT = "elements"
+    BY_PARAMETER = "parameters"
+    NOT = "nothing"
+
+
+_divisible: dict[type, Divisible] = {}
+# Options of the check: a rate of 0, as in a warm-up, would hide what an update depends on.
+_CHECKED = {"lr": 0.1, "foreach": False, "fused": False, "capturable": False}
+
+
+def divisible(optimizer: Optimizer) -> Divisible:
+    """Returns which parts an optimizer of torch.optim may step apart; measured once per class."""
+    kind = type(optimizer)
+    found = _divisible.get(kind)
+    if found is None:
+        description = describe(optimizer, lambda parameter: 0)
+        options = description["groups"][0]
+        options |= {n: value for n, value in _CHECKED.items() if n in options}
+        options["differentiable"] = False
+        with torch.inference_mode(False):
+            found = _divisible[kind] = _measure(description)
+    return found
+
+
+def _measure(description: Mapping[str, Any]) -> Divisible:
+    for cuts, found in ((True, Divisible.BY_ELEMENT), (False, Divisible.BY_PARAMETER)):
+        try:
+            check_piecewise(description, cuts=cuts, spreads=True)
+        except StrategyError:
+            continue
+        return found
+    return Divisible.NOT
 
 
 def _run_steps(
@@ -152,5 +193,5 @@ def _run_steps(
             for piece, part in zip(own, gradient.tensor_split(num_pieces), strict=True):
                 piece.grad = part.to_sparse(1) if is_sparse else part.clone()
         for optimizer in optimizers:
-            optimizer.step()
+            raw_step(type(optimizer))(optimizer)
     return [torch.cat([piece.detach() for piece in own]) for own in pieces], is_sparse

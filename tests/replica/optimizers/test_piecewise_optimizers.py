@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.server.server_optimizers import (
+from mirror.replica.optimizers import piecewise_optimizers
+from mirror.replica.optimizers.piecewise_optimizers import (
+    Divisible,
     check_piecewise,
     describe,
+    divisible,
     options_of,
     rebuild,
     set_options,
@@ -83,3 +86,23 @@ def test_a_rebuilt_optimizer_has_the_options_and_none_of_the_weights():
     assert [len(group["params"]) for group in found.param_groups] == [2, 1]
     set_options(found, [{"lr": 0.1}, {"lr": 0.2}])
     assert [group["lr"] for group in found.param_groups] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, Divisible.BY_ELEMENT) for name in ("SGD", "AdamW", "Rprop", "SparseAdam")),
+        *((name, Divisible.BY_PARAMETER) for name in ("Adafactor", "Muon")),
+    ],
+)
+def test_how_small_parts_may_be_is_measured_also_before_a_warm_up(
+    name, expected, rate, monkeypatch
+):
+    monkeypatch.setattr(piecewise_optimizers, "_divisible", {})
+    optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(4, 4))], lr=0.1)
+    optimizer.param_groups[0]["lr"] = rate  # as in a warm-up
+    before = torch.get_rng_state()
+    assert divisible(optimizer) is expected
+    assert torch.equal(torch.get_rng_state(), before)
+    assert optimizer.param_groups[0]["lr"] == rate

@@ -1,0 +1,227 @@
+"""ShardedOptimizer: one step, of which every replica makes its part.
+
+With ``optimizer_state="sharded"`` an optimizer of torch's own steps once for all replicas, in the
+cross-replica context; inside ``run`` that is a merge. [Note: Sharded state] says where the state
+is.
+
+    1. the closure is called, gradients are reduced, changes of the program reach all replicas
+    2. every replica gets the state of its slices, if the program has read or changed the state
+    3. a clone of the optimizer for each replica steps the slices of that replica, on its device
+    4. every replica gets the values of the other replicas' slices
+
+Hooks of the step run once, around all of this, as on one device.
+
+    class of the optimizer                 slices
+    elementwise (SGD, AdamW, ...)          every bucket of gradients is cut into N equal runs
+    not elementwise (Adafactor, Muon)      whole parameters, balanced by size
+    sparse gradients, gaps in memory       the parameter is whole
+    all others: LBFGS, which uses all      none: one step over the mirrored parameters, with the
+    parameters at once; classes that are   state on the first replica's device and no other one,
+    not torch's; parameters of no module   see [Note: Step dispatch]
+
+A class is measured, not listed: ``piecewise_optimizers.py`` steps it over small tensors, whole and
+cut, and compares.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mirror.base.torch_private import put_hooks_around
+from mirror.devices import using
+from mirror.replica.gradients.buckets import bucket_ends
+from mirror.replica.gradients.grad_scatter import SlicedGrads
+from mirror.replica.optimizers.merge_call_shared import whole_loss
+from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, Step
+from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, own_options
+from mirror.replica.optimizers.piecewise_optimizers import Divisible, divisible
+from mirror.replica.optimizers.sharded_states import ShardedStates
+from mirror.replica.optimizers.slice_plan import ParamSlice, plan_cut, plan_whole
+from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
+from mirror.replica.optimizers.step_dispatch import is_torchs_own, raw_step
+from mirror.replica.params.replicated_param import ReplicatedParam
+from mirror.replica.params.replicated_params import mark_synced
+from mirror.replica.replica_checks import ComparePair, VisitValue
+
+_logger = logging.getLogger("mirror")
+
+
+class ShardedOptimizer(MirroredOptimizer):
+    """One optimizer over mirrored parameters, with its state sharded over the replicas.
+
+    Attributes:
+        sliced: the slices of its last step; ``None`` before, and if its state is not sharded.
+    """
+
+    states: ShardedStates
+    states_kind = ShardedStates
+    sliced: SlicedParams | None = None
+    _grads: SlicedGrads | None = None  # of these slices
+    _whole: frozenset[ReplicatedParam] = frozenset()  # with gradients that cannot be cut
+    _undivided: ParamGroupsView | None = None  # groups whose state is known not to be sharded
+
+    def step_cross_replica(self, step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Makes one step for all replicas, each of which updates its slices."""
+        if self._find_slices(optimizer) is None:
+            return super().step_cross_replica(step, optimizer, args, kwargs)
+        return _step_with_hooks(optimizer, *args, **kwargs)
+
+    def step_slices(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes the step itself, without hooks; returns the closure's loss."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+            workers = self.replicas.workers
+            if workers.is_multi_process:
+                result = whole_loss(self.replicas, result, workers.weight)
+        self.runner.prepare("optimizer.step")
+        self._optimizers.reduce()
+        sliced = self._find_slices(optimizer)
+        assert sliced is not None
+        uncut = [v for v in sliced.cut_variables() if not _can_be_cut(v)]
+        if uncut:
+            self._whole, self.sliced = self._whole.union(uncut), None
+            sliced = self._find_slices(optimizer)
+            assert sliced is not None
+        self.states.scatter(optimizer, sliced)
+        scatter, grads = self._gradients.unreduced.scatter, self._grads
+        assert grads is not None
+        is_scattered = scatter is not None and scatter.prepare_step(grads)
+        positions = sliced.set_gradients(grads.grads if is_scattered else None)
+        versions = sliced.grad_versions()
+        clones = [self._clone(optimizer, sliced, r) for r in range(self.replicas.num_replicas)]
+        step = raw_step(type(optimizer))
+        self.runner.unfinished = self.loan.is_begun = True
+        try:
+            for clone, device in zip(clones, self.replicas.devices, strict=True):
+                with using(device):
+                    step(clone)
+        finally:
+            sliced.drop_gradients(versions)
+            sliced.all_gather(positions)
+        keep_options(optimizer.param_groups, clones[0].param_groups)
+        mark_synced(sliced.variables_of(positions))
+        self.loan.is_begun = False
+        self.runner.unfinished = self.runner.running is not None
+        return result
+
+    def _clone(self, optimizer: Optimizer, sliced: SlicedParams, replica_id: int) -> Optimizer:
+        """Returns an optimizer of the same class over the slices of one replica."""
+        groups: Sequence[dict[str, Any]] = optimizer.param_groups
+        if replica_id:
+            groups = [own_options(options) for options in groups]
+        clone: Any = object.__new__(type(optimizer))
+        vars(clone).update(vars(optimizer))
+        clone.param_groups = [
+            options | {"params": [*mine]}
+            for options, mine in zip(groups, sliced.params_of(replica_id), strict=True)
+        ]
+        clone.state = self.states.shard_of(replica_id)
+        made: Optimizer = clone
+        return made
+
+    # Slices
+
+    def _find_slices(self, optimizer: Optimizer) -> SlicedParams | None:
+        """Returns the slices of the optimizer's parameters; ``None`` if it has none."""
+        parameters, sliced = self.loan.parameters, self.sliced
+        if sliced is not None and sliced.are_valid(parameters):
+            return sliced
+        if self._undivided is not None and self._undivided is parameters:
+            return None
+        self.sliced = self._undivided = None
+        former, self._grads = self._grads, None
+        scatter = self._gradients.unreduced.scatter
+        reason = _why_undivided(optimizer, parameters)
+        if reason is not None:
+            self._undivided = parameters
+            if scatter is not None:
+                scatter.exclude(parameters.variables)
+            _logger.warning(
+                "the state of %s is not sharded, and is on %s: %s",
+                type(optimizer).__name__,
+                self.replicas.names[0],
+                reason,
+            )
+            return None
+        if scatter is not None and former is not None:
+            scatter.unregister(former)
+        self.sliced = SlicedParams(parameters, self._plan(optimizer, parameters), self.replicas)
+        self._grads = SlicedGrads(parameters.variables, self.sliced.slices)
+        if scatter is not None:
+            scatter.register(self._grads)
+        return self.sliced
+
+    def _plan(self, optimizer: Optimizer, parameters: ParamGroupsView) -> list[ParamSlice]:
+        variables, num_replicas = parameters.variables, self.replicas.num_replicas
+        sizes = [variable.targets[0].numel() for variable in variables]
+        whole = set(range(len(variables)))
+        if divisible(optimizer) is Divisible.BY_ELEMENT:
+            whole = {i for i, v in enumerate(variables) if v in self._whole or not is_cuttable(v)}
+        position = {variable: i for i, variable in enumerate(variables)}
+        arrived = self._gradients.unreduced.order_of_arrival()
+        order = [position[v] for v in arrived if v in position]
+        order += sorted({*position.values()}.difference(order), reverse=True)
+        order = [i for i in order if i not in whole]
+        sizes_bytes = [variables[i].targets[0].nbytes for i in order]
+        buckets: list[list[int]] = []
+        begin = 0
+        for end in bucket_ends(sizes_bytes, self._gradients.unreduced.bytes_per_pack):
+            by_dtype: dict[torch.dtype, list[int]] = {}
+            for i in order[begin:end]:
+                by_dtype.setdefault(variables[i].targets[0].dtype, []).append(i)
+            buckets += by_dtype.values()
+            begin = end
+        return [*plan_cut(sizes, buckets, num_replicas), *plan_whole(sizes, whole, num_replicas)]
+
+    # Comparing
+
+    def check(self, look: ComparePair) -> None:
+        """Shows the state that replicas have in common to ``look``, and checks the slices."""
+        optimizer = self.optimizer
+        if optimizer is None or not self.states.is_scattered(optimizer):
+            super().check(look)
+            return
+        self.states.check(self.loan.parameters.variables, look)
+
+    def show_first(self, see: VisitValue) -> None:
+        """Shows the state of whole parameters to ``see``."""
+        optimizer = self.optimizer
+        if optimizer is None or not self.states.is_scattered(optimizer):
+            super().show_first(see)
+            return
+        self.states.show_first(self.loan.parameters.variables, see)
+
+
+def _step_slices(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    mirror: ShardedOptimizer = vars(optimizer)["_mirror"]
+    return mirror.step_slices(optimizer, *args, **kwargs)
+
+
+_step_with_hooks = put_hooks_around(_step_slices)
+
+
+def _can_be_cut(variable: ReplicatedParam) -> bool:
+    """Whether the gradient of a variable can be cut as the variable is."""
+    target = variable.targets[0]
+    grad = target.grad
+    return grad is None or (grad.layout is torch.strided and grad.dtype is target.dtype)
+
+
+def _why_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str | None:
+    """Returns why an optimizer's state is not sharded; ``None`` if it is."""
+    if not parameters.are_mirrored:
+        return "a parameter of its groups is in no mirrored module"
+    if len({*parameters.variables}) < len(parameters.variables):
+        return "a parameter is in its groups twice"
+    if not is_torchs_own(type(optimizer)):
+        return "it steps over all parameters at once, or its class is not of torch.optim"
+    if divisible(optimizer) is Divisible.NOT:
+        return "its update of a parameter depends on other parameters"
+    return None

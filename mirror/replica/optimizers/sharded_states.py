@@ -1,0 +1,275 @@
+"""ShardedStates: the state of one optimizer, of which every replica holds a part.
+
+[Note: Sharded state]
+With ``optimizer_state="sharded"`` a replica has the state of its slices only: ``_shards[r]`` maps
+the parameters that replica r steps to their entries. ``optimizer.state`` is that of one device all
+the same, so it is gathered when it is read::
+
+    scattered    _shards[r] has entries, ``optimizer.state`` none
+    gathered     ``optimizer.state`` has entries of whole parameters, _shards[r] none
+
+    any access to optimizer.state        -> gathered: a tensor as large as its parameter is put
+    (state_dict, a checkpoint, logging)     together on the first replica's device, anything else
+                                            (a count of steps) is the first slice's
+    the next step of sharded parameters  -> scattered: what the program has changed counts
+
+So what is read is a copy of that moment: it does not change with later steps, and changes to it
+count at the next step. While it is gathered, the first replica's device holds all of it.
+Inside ``run`` every replica gets a gathered copy of its own, as with replicated state, and each
+replica's changes count for the slices that it holds.
+
+An optimizer that steps over all parameters at once (LBFGS), or that is not torch's, has its state
+gathered at all times: on the first replica's device, and on no other one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mirror.errors import ReplicaMismatchError
+from mirror.execution.replicas import Replicas
+from mirror.replica.optimizers.optimizer_state import (
+    ReplicaStates,
+    SharedState,
+    named_state,
+    num_bytes,
+)
+from mirror.replica.optimizers.slice_plan import find_uncovered
+from mirror.replica.optimizers.sliced_params import SlicedParams, flat, flat_like
+from mirror.replica.params.mirrored_tensor import path_of
+from mirror.replica.params.replicated_param import ReplicatedParam
+from mirror.replica.params.replicated_params import param_of
+from mirror.replica.replica_checks import ComparePair, VisitValue
+from mirror.values import map_structure
+
+Entry = dict[Any, Any]
+
+
+class GatheredState(SharedState):
+    """``optimizer.state`` between steps; any access gathers the replicas' parts first."""
+
+
+def _gathering(name: str) -> Callable[..., Any]:
+    original = getattr(SharedState, name)
+
+    def method(self: GatheredState, *args: Any, **kwargs: Any) -> Any:
+        keeper = self._keeper()
+        if isinstance(keeper, ShardedStates):
+            keeper.gather()
+        return original(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "__getitem__ __setitem__ __delitem__ __contains__ __iter__ __reversed__ __len__ __eq__ __ne__ "
+    "__or__ __ror__ __ior__ __repr__ __reduce_ex__ __deepcopy__ keys values items get setdefault "
+    "copy pop popitem update clear raw_items"
+).split():
+    setattr(GatheredState, _name, _gathering(_name))
+
+
+class ShardedStates(ReplicaStates):
+    """The state of one optimizer, sharded over the replicas. See [Note: Sharded state]."""
+
+    shared_kind = GatheredState
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.sliced: SlicedParams | None = None  # while the state is scattered
+        self._shards: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
+        super().__init__(replicas)
+
+    def after_fork(self) -> None:
+        """Creates the locks, also in a forked process: the threads that held them are gone."""
+        super().after_fork()
+        self._gathering = threading.Lock()
+
+    def is_scattered(self, optimizer: Optimizer) -> bool:
+        """Whether the replicas hold the optimizer's state in parts now."""
+        return self.sliced is not None and optimizer.state is self.shared
+
+    def shard_of(self, replica_id: int) -> dict[Any, Any]:
+        """Returns the state of the slices that a replica steps."""
+        return self._shards[replica_id]
+
+    # Between the two forms
+
+    @torch.no_grad()
+    def scatter(self, optimizer: Optimizer, sliced: SlicedParams) -> None:
+        """Gives every replica the state of its slices, and drops all other state."""
+        if self.sliced is sliced and optimizer.state is self.shared:
+            return
+        self.gather()
+        self.read(optimizer)
+        entries = [self._by_replica[0] if self._are_behind else own for own in self._by_replica]
+        for variable, positions in sliced.of_variable.items():
+            for i in positions:
+                r = sliced.slices[i].replica_id
+                key = variable.home if self._are_behind else variable.targets[r]
+                entry = entries[r].get(key)
+                if entry is not None:
+                    source = 0 if self._are_behind else r
+                    self._shards[r][sliced.stepped[i]] = self._part(entry, sliced, i, source)
+            owner = variable.owner()
+            if dict.__contains__(self.shared, owner):
+                dict.__delitem__(self.shared, owner)
+        self._by_replica = [defaultdict(dict) for _ in self._by_replica]
+        self._are_behind, self.shared.seen = True, False
+        self.sliced = sliced
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Puts the state of whole parameters together, on the first replica's device."""
+        if self.sliced is None:
+            return
+        with self._gathering:
+            sliced = self.sliced
+            if sliced is None:  # another replica has gathered it
+                return  # type: ignore[unreachable]
+            with torch.inference_mode(False):
+                for variable in sliced.of_variable:
+                    entry = self._whole(variable, sliced)
+                    owner = variable.owner()
+                    if entry is not None and owner is not None:
+                        self.shared.put(owner, entry)
+            self._by_replica[0] = defaultdict(dict)
+            for key, value in dict.items(self.shared):
+                of_key = param_of(key)
+                self._by_replica[0][key if of_key is None else of_key.home] = value
+            self._shards = [defaultdict(dict) for _ in self._shards]
+            self._are_behind, self.shared.seen = True, False
+            self.sliced = None
+
+    def _part(self, entry: Entry, sliced: SlicedParams, position: int, source: int) -> Entry:
+        """Returns a copy of one slice's part of an entry, on the replica that holds it."""
+        one = sliced.slices[position]
+        target = sliced.parameters.targets[source][one.param_index]
+        is_cut = (
+            sliced.stepped[position]
+            is not sliced.parameters.targets[one.replica_id][one.param_index]
+        )
+        home, device = self._replicas.devices[source], self._replicas.devices[one.replica_id]
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return self._copied(leaf, source, one.replica_id)
+            if is_cut and leaf.shape == target.shape and leaf.layout is torch.strided:
+                leaf = flat_like(leaf, target)[one.start : one.stop]
+            return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
+
+        return map_structure(part, entry)  # type: ignore[no-any-return]
+
+    def _whole(self, variable: ReplicatedParam, sliced: SlicedParams) -> Entry | None:
+        """Returns the entry of a whole parameter, on the first replica's device."""
+        positions = sliced.of_variable[variable]
+        entries = [
+            self._shards[sliced.slices[i].replica_id].get(sliced.stepped[i]) for i in positions
+        ]
+        if not entries or any(entry is None for entry in entries):
+            return None
+        target, home = variable.targets[0], self._replicas.devices[0]
+        first = sliced.slices[positions[0]]
+        device = self._replicas.devices[first.replica_id]
+
+        def whole(*leaves: Any) -> Any:
+            leaf = leaves[0]
+            if not isinstance(leaf, Tensor):
+                return leaf
+            is_part = len(leaves) > 1 and leaf.shape == sliced.stepped[positions[0]].shape
+            if not is_part or leaf.layout is not torch.strided:
+                return leaf.to(home if leaf.device == device else leaf.device)
+            full = torch.empty_like(target, dtype=leaf.dtype, requires_grad=False)
+            elements = flat(full)
+            for i, part in zip(positions, leaves, strict=True):
+                elements[sliced.slices[i].start : sliced.slices[i].stop].copy_(part)
+            return full
+
+        return map_structure(whole, *entries)  # type: ignore[no-any-return]
+
+    # What the parts of replicated state do; scattered state has no other copies
+
+    def catch_up(self) -> None:
+        """Gathers the state, and copies the first replica's to the others."""
+        self.gather()
+        super().catch_up()
+
+    def read(self, optimizer: Optimizer, *, is_whole: bool = False) -> None:
+        """Reads the state that the cross-replica context may have changed."""
+        if "state" in vars(optimizer) and optimizer.state is self.shared:
+            self.gather()
+        else:  # another one replaces it
+            self.sliced = None
+            self._shards = [defaultdict(dict) for _ in self._shards]
+        super().read(optimizer, is_whole=is_whole)
+
+    def check(self, variables: Sequence[ReplicatedParam], look: ComparePair) -> None:
+        """Checks that slices cover all elements once, and that their counts of steps are equal."""
+        sliced, names = self.sliced, self._replicas.names
+        if sliced is None:
+            super().check(variables, look)
+            return
+        known = sliced.parameters.variables
+        uncovered = find_uncovered(sliced.slices, [v.targets[0].numel() for v in known])
+        if uncovered is not None:
+            index, element = uncovered
+            path = path_of(known[index].owner(), known[index].name)
+            raise ReplicaMismatchError(
+                f"element {element} of parameter {path!r} is in no slice, or in two: the "
+                "optimizer state is sharded wrongly; this is a fault of mirror, please report it"
+            )
+        for variable, positions in sliced.of_variable.items():
+            first_of, *others = positions
+            first = self._shared_values(sliced, first_of)
+            for i in others:
+                other, replica_id = self._shared_values(sliced, i), sliced.slices[i].replica_id
+                for key in first.keys() | other.keys():
+
+                    def what(
+                        key: Any = key,
+                        variable: ReplicatedParam = variable,
+                        r: int = replica_id,
+                        s: int = sliced.slices[first_of].replica_id,
+                    ) -> str:
+                        return (
+                            f"{named_state(key, variable)} differs on {names[r]} from {names[s]}"
+                        )
+
+                    look(first.get(key), other.get(key), what)
+
+    def _shared_values(self, sliced: SlicedParams, position: int) -> Mapping[Any, Any]:
+        """Returns the values of a slice's entry that are equal for all slices of its parameter."""
+        shard = self._shards[sliced.slices[position].replica_id]
+        entry = shard.get(sliced.stepped[position], {})
+        size = sliced.stepped[position].shape
+
+        def kept(leaf: Any) -> Any:
+            return "a part" if isinstance(leaf, Tensor) and leaf.shape == size else leaf
+
+        kept_entry: Mapping[Any, Any] = map_structure(kept, entry)
+        return kept_entry
+
+    def show_first(self, variables: Sequence[ReplicatedParam], see: VisitValue) -> None:
+        """Calls ``see`` with the state of whole parameters, gathered one after the other."""
+        sliced = self.sliced
+        if sliced is None:
+            super().show_first(variables, see)
+            return
+        for variable in variables:
+            entry = self._whole(variable, sliced) if variable in sliced.of_variable else None
+            for key, value in ({} if entry is None else entry).items():
+                see(value, partial(named_state, key, variable))
+
+    def bytes_of_replicas(self) -> list[int]:
+        """Returns the bytes of state that each replica holds."""
+        if self.sliced is None:
+            return super().bytes_of_replicas()
+        return [num_bytes(shard.values()) for shard in self._shards]

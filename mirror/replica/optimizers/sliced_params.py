@@ -1,0 +1,301 @@
+"""SlicedParams: the slices of an optimizer's parameters as tensors, and the exchange of values.
+
+A slice is stepped on one replica, ``slice_plan.py`` says which. There it is
+
+    a whole parameter    ``targets[r]`` itself, with its gradient
+    a part of one        an ordinary flat parameter on a part of the storage of ``targets[r]``
+
+Its gradient is the scattered one, or the same part of ``targets[r].grad``: see
+[Note: Scattered gradients] in ``gradients/grad_scatter.py``.
+
+Flat means in the order in which the elements are in memory, so a weight in channels-last layout
+can be cut, too. After a step every replica gets the slices that the others have updated: one
+``all_gather`` for each dtype, of buffers that have a section for each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mirror.base.timeline import CROSS, REDUCTION
+from mirror.comm.communicator import DTYPES
+from mirror.comm.packing import have_same_strides
+from mirror.execution.replicas import Replicas
+from mirror.replica.optimizers.param_groups import ParamGroupsView
+from mirror.replica.optimizers.slice_plan import ParamSlice
+from mirror.replica.params.replicated_param import ReplicatedParam
+
+_MAX_EXCHANGES = 8  # that are kept, one for each set of parameters with a gradient
+
+
+class SlicedParams:
+    """The slices of an optimizer's parameters, on every replica.
+
+    Args:
+        slices: their plan; the indices are positions in ``parameters.variables``.
+
+    Attributes:
+        parameters: the contents of the optimizer's groups that were planned.
+        slices: in the order of the parameters.
+        stepped: for each slice the parameter that its replica's optimizer step updates.
+        of_variable: the positions of each variable's slices.
+    """
+
+    def __init__(
+        self, parameters: ParamGroupsView, slices: Sequence[ParamSlice], replicas: Replicas
+    ) -> None:
+        self.parameters, self._replicas = parameters, replicas
+        self.slices = sorted(slices)
+        variables = parameters.variables
+        self._moves = [variable.num_moves for variable in variables]
+        self.of_variable: dict[ReplicatedParam, list[int]] = {v: [] for v in variables}
+        self.stepped: list[nn.Parameter] = []
+        self._views: list[list[Tensor]] = [[] for _ in replicas.devices]
+        self._cut: list[int] = []
+        self._whole: list[int] = []
+        for position, one in enumerate(self.slices):
+            variable = variables[one.param_index]
+            self.of_variable[variable].append(position)
+            is_cut = one.stop - one.start < variable.targets[0].numel()
+            for views, target in zip(self._views, variable.targets, strict=True):
+                view = flat(target.detach()) if is_cuttable(variable) else target.detach()
+                views.append(view[one.start : one.stop] if is_cut else view)
+            stepped = variable.targets[one.replica_id]
+            if is_cut:
+                self._cut.append(position)
+                view = self._views[one.replica_id][position]
+                stepped = nn.Parameter(view, requires_grad=stepped.requires_grad)
+            else:
+                self._whole.append(position)
+            self.stepped.append(stepped)
+        # Of whole parameters; ``map`` over these makes no call for each.
+        self._shapes = [self.stepped[position].shape for position in self._whole]
+        self._strides = [self.stepped[position].stride() for position in self._whole]
+        self._is_lent = False
+        self._lists = [self._params_of(r) for r in range(replicas.num_replicas)]
+        self._exchanges: dict[tuple[int, ...], SliceExchange] = {}
+
+    def are_valid(self, parameters: ParamGroupsView) -> bool:
+        """Whether these are the slices of the optimizer's groups, on today's storages."""
+        if parameters is not self.parameters:
+            return False
+        return [variable.num_moves for variable in parameters.variables] == self._moves
+
+    def cut_variables(self) -> list[ReplicatedParam]:
+        """Returns the variables of which a replica steps a part only."""
+        indices = dict.fromkeys(self.slices[position].param_index for position in self._cut)
+        return [self.parameters.variables[index] for index in indices]
+
+    def variables_of(self, positions: Sequence[int]) -> list[ReplicatedParam]:
+        """Returns the variables of the slices at these positions."""
+        indices = dict.fromkeys([self.slices[position].param_index for position in positions])
+        return [self.parameters.variables[index] for index in indices]
+
+    def params_of(self, replica_id: int) -> list[list[nn.Parameter]]:
+        """Returns what one replica steps, for each group; do not change the lists."""
+        return self._lists[replica_id]
+
+    def _params_of(self, replica_id: int) -> list[list[nn.Parameter]]:
+        lists: list[list[nn.Parameter]] = []
+        position, first = 0, 0
+        for size in self.parameters.sizes:
+            mine: list[nn.Parameter] = []
+            while position < len(self.slices) and self.slices[position].param_index < first + size:
+                if self.slices[position].replica_id == replica_id:
+                    mine.append(self.stepped[position])
+                position += 1
+            first += size
+            lists.append(mine)
+        return lists
+
+    def set_gradients(self, scattered: Sequence[Tensor | None] | None) -> tuple[int, ...]:
+        """Gives the slices their gradients; returns the positions of slices that have one.
+
+        Args:
+            scattered: the scattered gradient of every slice; ``None`` if the gradients are those
+                of ``targets``.
+        """
+        self._is_lent = scattered is not None
+        if scattered is not None:
+            for position in self._cut:
+                self.stepped[position].grad = scattered[position]
+            grads = [scattered[position] for position in self._whole]
+            present = [grad for grad in grads if grad is not None]
+            if len(present) < len(grads):
+                for position, shape, stride in zip(
+                    self._whole, self._shapes, self._strides, strict=True
+                ):
+                    grad = scattered[position]
+                    if grad is not None:
+                        grad = grad.as_strided(shape, stride)
+                    self.stepped[position].grad = grad
+            else:
+                shaped = list(map(Tensor.as_strided, present, self._shapes, self._strides))
+                for position, grad in zip(self._whole, shaped, strict=True):
+                    self.stepped[position].grad = grad
+        else:
+            for position in self._cut:
+                one = self.slices[position]
+                target = self.parameters.targets[one.replica_id][one.param_index]
+                grad = target.grad
+                if grad is not None:
+                    grad = flat_like(grad, target)[one.start : one.stop]
+                self.stepped[position].grad = grad
+        have_one = [i for i, stepped in enumerate(self.stepped) if stepped.grad is not None]
+        return tuple(have_one)
+
+    def grad_versions(self) -> list[int | None]:
+        """Returns the versions of the slices' gradients."""
+        grads = [stepped.grad for stepped in self.stepped]
+        return [None if grad is None else grad._version for grad in grads]
+
+    def drop_gradients(self, versions: Sequence[int | None]) -> None:
+        """Takes the gradients from the slices, after a step.
+
+        A step that has written into gradients (by lists, with ``nesterov``) has done so on one
+        replica: the others get that part of ``targets[r].grad``. Scattered gradients have it.
+
+        Args:
+            versions: the versions of the gradients before the step.
+        """
+        if not self._is_lent and versions != self.grad_versions():
+            self._share_written_gradients()
+        for position in self._cut:
+            self.stepped[position].grad = None
+        if self._is_lent:
+            for position in self._whole:
+                self.stepped[position].grad = None
+        self._is_lent = False
+
+    @torch.no_grad()
+    def _share_written_gradients(self) -> None:
+        positions = [i for i, stepped in enumerate(self.stepped) if stepped.grad is not None]
+        views: list[list[Tensor]] = [[] for _ in self._views]
+        for views_of_one, targets in zip(views, self.parameters.targets, strict=True):
+            for one in self.slices:
+                target = targets[one.param_index]
+                grad = target.grad
+                if grad is None or grad.layout is not torch.strided:
+                    views_of_one.append(target)  # not exchanged, or as it is
+                elif grad.stride() == target.stride():
+                    views_of_one.append(flat(grad.detach())[one.start : one.stop])
+                else:
+                    views_of_one.append(grad.detach())
+        flat_ones = [i for i in positions if all(own[i].dim() == 1 for own in views)]
+        SliceExchange(self._replicas, self.slices, views, flat_ones).all_gather()
+
+    @torch.no_grad()
+    def all_gather(self, positions: tuple[int, ...]) -> None:
+        """Copies these slices from the replicas that have stepped them to all others."""
+        exchange = self._exchanges.get(positions)
+        if exchange is None:
+            if len(self._exchanges) >= _MAX_EXCHANGES:
+                self._exchanges.clear()
+            exchange = SliceExchange(self._replicas, self.slices, self._views, positions)
+            self._exchanges[positions] = exchange
+        exchange.all_gather()
+
+
+class SliceExchange:
+    """The copies of some slices from their replicas to all others."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        slices: Sequence[ParamSlice],
+        views: Sequence[Sequence[Tensor]],
+        positions: Sequence[int],
+    ) -> None:
+        self._replicas = replicas
+        self._sections: list[_Sections] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # of slices that are not flat
+        self._name = f"values of {len(positions)} slices"
+        by_dtype: dict[torch.dtype, list[list[int]]] = {}
+        for i in positions:
+            source = views[slices[i].replica_id][i]
+            if source.dim() == 1 and source.layout is torch.strided:
+                of_replicas = by_dtype.setdefault(source.dtype, [[] for _ in views])
+                of_replicas[slices[i].replica_id].append(i)
+            else:
+                self._copies += [(own[i], source) for own in views if own[i] is not source]
+        for of_replicas in by_dtype.values():
+            self._sections.append(_Sections(of_replicas, views))
+
+    def all_gather(self) -> None:
+        """Copies the slices; enqueued on the current stream of each device."""
+        if self._replicas.num_replicas == 1:  # one of several workers
+            return
+        self._replicas.timeline.begin(CROSS, REDUCTION, self._name)
+        for sections in self._sections:
+            sections.all_gather(self._replicas)
+        for destination, source in self._copies:
+            destination.copy_(source)
+        self._replicas.timeline.end(CROSS, REDUCTION)
+
+
+class _Sections:
+    """Slices of one dtype that are gathered at once: one section of a flat buffer per replica."""
+
+    def __init__(
+        self, of_replicas: Sequence[Sequence[int]], views: Sequence[Sequence[Tensor]]
+    ) -> None:
+        def bits(view: Tensor) -> Tensor:
+            return view if view.dtype in DTYPES else view.view(torch.uint8)
+
+        # views[r] of the slices that replica s has stepped, by r and s
+        parts = [[[bits(own[i]) for i in mine] for mine in of_replicas] for own in views]
+        self._sizes = [[view.numel() for view in mine] for mine in parts[0]]
+        self._length = max(map(sum, self._sizes))
+        self._sources = [mine[r] for r, mine in enumerate(parts)]
+        self._destinations = [
+            [view for s, mine in enumerate(own) if s != r for view in mine]
+            for r, own in enumerate(parts)
+        ]
+        self._dtype = next(view.dtype for mine in parts[0] for view in mine)
+
+    def all_gather(self, replicas: Replicas) -> None:
+        length, total = self._length, self._length * replicas.num_replicas
+        make = partial(torch.empty, total, dtype=self._dtype)
+        buffers = [make(device=device) for device in replicas.devices]
+        for r, sources in enumerate(self._sources):
+            if sources:
+                begin = r * length
+                torch.cat(sources, out=buffers[r][begin : begin + sum(self._sizes[r])])
+        replicas.communicator.all_gather(buffers)
+        for r, destinations in enumerate(self._destinations):
+            if destinations:
+                parts: list[Tensor] = []
+                for s, sizes in enumerate(self._sizes):
+                    if s != r and sizes:
+                        section = buffers[r][s * length : s * length + sum(sizes)]
+                        parts += section.split_with_sizes(sizes)
+                torch._foreach_copy_(destinations, parts)
+
+
+def is_cuttable(variable: ReplicatedParam) -> bool:
+    """Whether equal positions in memory are equal elements on all replicas, without gaps."""
+    if any(target.layout is not torch.strided for target in variable.targets):
+        return False
+    return have_same_strides(variable.targets)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Returns a view of a tensor without gaps: its elements in the order of memory."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns the elements of a tensor in the order in which those of ``like`` are in memory.
+
+    It is a view if both have the same strides, else a copy.
+    """
+    tensor = tensor.detach()
+    if tensor.stride() != like.stride() and not (tensor.is_contiguous() and like.is_contiguous()):
+        tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return flat(tensor)
