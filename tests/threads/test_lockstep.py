@@ -226,7 +226,7 @@ def test_who_gives_the_turn_away_ends_its_team(
     monkeypatch.setattr(
         lockstep, "release_thread_pool", lambda: ended.append(threading.get_ident())
     )
-    strategy = make_strategy(2)
+    strategy = make_strategy(2, schedule="lockstep")
     for num_threads, expected in ((1, 0), (2, handed_over)):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=num_threads: n)
         strategy.run(lambda: [meet() for _ in range(num_merges)])
