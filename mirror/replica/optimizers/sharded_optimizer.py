@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class ShardedOptimizer(MirroredOptimizer):
         """Makes one step for all replicas, each of which updates its slices."""
         if self._find_slices(optimizer) is None:
             return super().step_cross_replica(step, optimizer, args, kwargs)
-        return _step_with_hooks(optimizer, *args, **kwargs)
+        return _step_with_hooks()(optimizer, *args, **kwargs)
 
     def step_slices(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Makes the step itself, without hooks; returns the closure's loss."""
@@ -204,7 +205,9 @@ def _step_slices(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     return mirror.step_slices(optimizer, *args, **kwargs)
 
 
-_step_with_hooks = put_hooks_around(_step_slices)
+@cache
+def _step_with_hooks() -> Callable[..., Any]:
+    return put_hooks_around(_step_slices)
 
 
 def _can_be_cut(variable: ReplicatedParam) -> bool:
