@@ -11,10 +11,12 @@ Python and importing torch takes seconds of processor time, a fork a tenth of a 
 that checks imports, or sends a signal, starts Python itself.
 """
 
+import faulthandler
 import gc
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,6 +79,7 @@ class ScriptPool:
         done = []
         for program, code, (out, err) in zip(programs, codes, outputs, strict=True):
             if code is None:
+                print(err, file=sys.stderr)  # the message of the exception has no output
                 raise subprocess.TimeoutExpired(program, timeout, out, err)
             done.append(subprocess.CompletedProcess(program, code, out, err))
         return done
@@ -116,6 +119,7 @@ def _redirect(outputs, arguments):
     for descriptor in (1, 2):
         with open(f"{outputs}.{descriptor}", "wb") as file:
             os.dup2(file.fileno(), descriptor)
+    faulthandler.register(signal.SIGUSR1)
     sys.argv = ["-c", *arguments]
 
 
@@ -126,7 +130,9 @@ def _code_of(process, deadline):
         if done:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
-            os.kill(process, 9)
+            os.kill(process, signal.SIGUSR1)  # writes the stacks of its threads
+            time.sleep(0.5)
+            os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
             return None
         time.sleep(0.005)
