@@ -17,6 +17,7 @@ from mirror.base.pictures import Trace
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.devices import resolve
+from mirror.errors import StrategyError
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.step_report import Report
 from mirror.strategy.strategy_options import (
@@ -46,16 +47,17 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     start from its initial values, and it writes files.
 
     Args:
-        devices, backend, communication_options, guards, gradient_reduction, schedule,
-            optimizer_state: this worker's arguments of ``MirroredStrategy``; workers may differ in
-            number of devices. Sharded state is sharded over the devices of each worker, and all
-            workers must have the same ``optimizer_state``.
+        devices, backend, communication_options, guards, gradient_reduction, schedule: this
+            worker's arguments of ``MirroredStrategy``; workers may differ in number of devices.
+        optimizer_state: the same on all workers. ``"sharded"`` shards the state over the devices
+            of each worker, and needs as many devices on each.
         cluster_resolver: the source of the workers' ranks and addresses. ``None`` selects it by
             the launcher of this process (torchrun, TF_CONFIG, Slurm, Kubernetes).
 
     Raises:
         ClusterError: the description of the cluster is wrong or contradictory.
         WorkerLostError: a worker has not arrived, or is lost.
+        StrategyError: the state is to be sharded, and workers differ in number of devices.
         As ``MirroredStrategy``.
     """
 
@@ -81,6 +83,15 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             schedule=schedule,
             optimizer_state=optimizer_state,
         )
+        counts = self._group.replicas.workers.counts
+        if optimizer_state == "sharded" and len(set(counts)) > 1:
+            # Pieces of other sizes are computed with other rounding, so the workers would drift.
+            self.close()
+            raise StrategyError(
+                'optimizer_state="sharded" needs as many devices on each worker, and these have '
+                f"{', '.join(map(str, counts))}; give all workers as many, or leave "
+                "optimizer_state out"
+            )
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

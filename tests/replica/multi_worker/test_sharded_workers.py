@@ -45,13 +45,25 @@ def trained(counts, way, state):
         return [result for _ in strategy.devices]
 
 
-@pytest.mark.parametrize("counts", [(2, 2), (1, 3)], ids=str)
+@pytest.mark.parametrize("counts", [(2, 2), (3, 3)], ids=str)
 @pytest.mark.parametrize("way", [2, 3])
 def test_workers_with_sharded_state_train_as_one_process(worker_pool, counts, way):
     of_workers, of_one = both(worker_pool, trained, counts, way, "sharded")
     (expected, *_) = trained((sum(counts),), way, "replicated")
     for model, state, _ in (*of_workers, *of_one):
         assert_same((model, state), expected[:2])
+
+
+def refusal(counts):
+    with pytest.raises(mirror.StrategyError) as refused:
+        strategy_of(counts, optimizer_state="sharded")
+    return str(refused.value)
+
+
+def test_workers_with_unlike_numbers_of_devices_are_refused(worker_pool):
+    # Their pieces would have other sizes, and the last bits of an update depend on the size.
+    for message in worker_pool(2).run(refusal, (1, 3)):
+        assert "needs as many devices on each worker, and these have 1, 3" in message
 
 
 def test_each_device_of_a_worker_holds_its_share(worker_pool):
