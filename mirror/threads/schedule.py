@@ -32,8 +32,7 @@ from time import monotonic
 import torch
 from torch.utils.hooks import RemovableHandle
 
-AUTO, LOCKSTEP, STAGGERED, CONCURRENT = "auto", "lockstep", "staggered", "concurrent"
-PARALLEL = "parallel"
+AUTO, LOCKSTEP, PARALLEL = "auto", "lockstep", "parallel"
 
 LONG_PASS_SECONDS, SHORT_PASS_SECONDS = 0.010, 0.004  # of the backward passes of a step
 NUM_STEPS = 4  # consecutive steps that decide

@@ -46,6 +46,23 @@ def merge(loss, model):
     return loss
 
 
+def after_a_call(what):
+    """Returns two runs of a step that ends with ``what``, after one call, and the next batch."""
+
+    def make_step(model, optimizer):
+        usual = usual_step(model, optimizer)
+
+        def step(x, y):
+            return what(usual(x, y), model)
+
+        return step
+
+    beside = Beside(2, make_step=make_step)
+    first, second = beside.strategy.distribute_dataset(batches([8, 8]))
+    beside.compiled(*first)
+    return beside, second
+
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -60,17 +77,7 @@ def merge(loss, model):
     ],
 )
 def test_what_a_trace_would_freeze_is_refused_with_its_line(what):
-    def make_step(model, optimizer):
-        usual = usual_step(model, optimizer)
-
-        def step(x, y):
-            return what(usual(x, y), model)
-
-        return step
-
-    beside = Beside(2, make_step=make_step)
-    first, second = beside.strategy.distribute_dataset(batches([8, 8]))
-    beside.compiled(*first)
+    beside, second = after_a_call(what)
     before = [p.detach().clone() for p in beside.model.parameters()]
     line = what.__code__.co_firstlineno
     with pytest.raises(
@@ -167,17 +174,7 @@ not_mirrored = nn.Linear(2, 2)
 
 
 def refusal_of(what):
-    def make_step(model, optimizer):
-        usual = usual_step(model, optimizer)
-
-        def step(x, y):
-            return what(usual(x, y), model)
-
-        return step
-
-    beside = Beside(2, make_step=make_step)
-    first, second = beside.strategy.distribute_dataset(batches([8, 8]))
-    beside.compiled(*first)
+    beside, second = after_a_call(what)
     with pytest.raises(mirror.CompileError) as refused:
         beside.compiled(*second)
     return str(refused.value)
