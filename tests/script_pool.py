@@ -78,8 +78,9 @@ class ScriptPool:
             ]
         done = []
         for program, code, (out, err) in zip(programs, codes, outputs, strict=True):
-            if code is None:
-                print(err, file=sys.stderr)  # the message of the exception has no output
+            if code is None:  # the message of the exception has no output; another may have failed
+                for i, each in enumerate(codes):
+                    print(f"program {i}: exit code {each}\n", *outputs[i], file=sys.stderr)
                 raise subprocess.TimeoutExpired(program, timeout, out, err)
             done.append(subprocess.CompletedProcess(program, code, out, err))
         return done

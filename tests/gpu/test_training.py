@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import mirror
+from mirror.device.streams import ReplicaStreams
+from mirror.replica.gradients.ready_grads import unshare
 from tests.gpu.compiling import Training, compiling_gpus, model
 from tests.gpu.fake import FakeGpus
 from tests.gpu.graphs import graphs_on
@@ -45,6 +47,29 @@ def test_every_schedule_is_in_order(way, schedule):
 def test_replicas_that_share_gpus_are_in_order(way):
     with FakeGpus(2):
         train(TWICE, way)
+
+
+def test_a_gradient_with_another_holder_is_cloned_in_order():
+    """A thread launches a bucket while the engine still holds the gradient of another thread."""
+    with FakeGpus(1) as gpus:
+        gpu = gpus.devices[0]
+        own, launching = torch.cuda.Stream(gpu), torch.cuda.Stream(gpu)
+        streams = ReplicaStreams([[gpu]])
+        with torch.cuda.stream(own):
+            columns = [[torch.ones(8, device=gpu) + 1]]
+            streams.record(0)
+        held = columns[0][0].view(2, 4)
+        launching.wait_stream(own)
+        with torch.cuda.stream(launching):
+            unshare(columns, [0], streams)
+        del held
+        with torch.cuda.stream(own):
+            again = torch.zeros(8, device=gpu)  # must not get memory that the clone still reads
+        own.wait_stream(launching)
+        with torch.cuda.stream(own):
+            again += columns[0].pop()
+        with torch.cuda.stream(launching):
+            torch.zeros(8, device=gpu)
 
 
 @pytest.mark.parametrize("rows", [names(2), names(3), ROWS, [*ROWS, ["cuda:4", "cuda:5"]]])

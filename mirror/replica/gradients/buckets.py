@@ -285,7 +285,7 @@ class Buckets:
         scale = common_scale(shares)
         if scattering is None:
             moved = self._reducer.move(columns, self._streams)
-            unshare(columns, moved.staying)
+            unshare(columns, moved.staying, self._streams)
             if scale is None:
                 weigh(columns, shares)
         elif scale is None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import num_sharers
+from mirror.device.streams import ReplicaStreams
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.params.mirrored_tensor import GRAD
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam, through_hooks
@@ -72,7 +73,9 @@ def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
     return columns
 
 
-def unshare(columns: list[ReplicaGrads], positions: Sequence[int]) -> None:
+def unshare(
+    columns: list[ReplicaGrads], positions: Sequence[int], streams: ReplicaStreams | None
+) -> None:
     """Clones gradients whose memory has other holders, so that it can be written.
 
     During a backward pass another gradient may lie in the same memory: the gradient of ``p`` in
@@ -81,12 +84,19 @@ def unshare(columns: list[ReplicaGrads], positions: Sequence[int]) -> None:
 
     Args:
         positions: the indices of the gradients that will be written.
+        streams: the streams on which replicas may use the clones; ``None`` without GPUs.
     """
-    for column in columns:
+    shared: list[ReplicaGrads] = [[] for _ in columns]
+    clones: list[ReplicaGrads] = [[] for _ in columns]
+    for r, column in enumerate(columns):
         counts = num_sharers([column[i] for i in positions])
         for i, sharers in zip(positions, counts, strict=True):
             if sharers:
+                shared[r].append(column[i])
                 column[i] = column[i].clone()
+                clones[r].append(column[i])
+    if streams is not None:
+        streams.keep(shared, clones)
 
 
 def common_scale(shares: Mapping[int, float]) -> float | None:

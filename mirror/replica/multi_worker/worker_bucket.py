@@ -101,7 +101,7 @@ class Contributions:
         if len(columns) == 1 or not flags:
             return Contribution(columns[:1], flags, [shares.get(0, 0.0)])
         moved = self._reducer.move(columns, self._streams)
-        unshare(columns, moved.staying)
+        unshare(columns, moved.staying, self._streams)
         scale = common_scale(shares) if len(shares) == len(columns) else None
         if scale is None:
             scale = 1.0
