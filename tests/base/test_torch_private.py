@@ -30,7 +30,7 @@ def test_this_torch_has_the_name_or_something_stands_in(name):
 def test_the_table_has_every_name_that_is_used():
     sources = Path(torch_private.__file__).read_text() + Path(dynamo.__file__).read_text()
     used = set(re.findall(r'_find\(\s*"(torch\.[^"]+)"', sources))
-    assert len(used) > 15
+    assert len(used) > 10
     assert used <= set(private_names())
     scaler = (ROOT / "mirror" / "replica" / "optimizers" / "grad_scaler.py").read_text()
     sources += (ROOT / "mirror" / "compiler" / "torch_internals.py").read_text()
@@ -240,16 +240,6 @@ def test_who_else_holds_a_gradient_is_counted():
         assert torch_private.num_sharers([alone, shared, view]) == [0, 1, 1]
     other = shared.view(2, 1)
     assert torch_private.num_sharers([alone, view, other]) == [0, 2, 2]
-
-
-def test_hooks_of_optimizers_are_seen():
-    optimizer = torch.optim.SGD([torch.ones(1)])
-    assert not torch_private.step_hooks(optimizer)
-    handle = optimizer.register_step_pre_hook(lambda *args: None)
-    assert torch_private.step_hooks(optimizer)
-    handle.remove()
-    optimizer.register_step_post_hook(lambda *args: None)
-    assert torch_private.step_hooks(optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")

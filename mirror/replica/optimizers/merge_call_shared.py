@@ -112,7 +112,7 @@ def merge_call_shared(
     seen: Any = None,
     check: Callable[[dict[int, Any]], None] | None = None,
     serial: int | None = None,
-) -> tuple[Any, bool]:
+) -> Any:
     """Merges the replicas and calls ``method(target, ...)`` once. See [Note: Once].
 
     Args:
@@ -121,7 +121,7 @@ def merge_call_shared(
         serial: the number of an optimizer that steps; replicas that step another one diverge.
 
     Returns:
-        This replica's result, and whether a closure was called.
+        This replica's result.
 
     Raises:
         StrategyError: the replicas' targets are not one object, or arguments differ.
@@ -148,18 +148,16 @@ def merge_call_shared(
             return method(target, *one_args, **one_kwargs)
 
         result = runner_of(run.replicas).call_cross_replica(run, call)
-        has_called = any(closure.losses is not None for closure in closures)
         for closure in closures:
             if closure.losses is not None and closure.loss is result:
-                return {r: (loss, True) for r, loss in closure.losses.items()}
-        return dict.fromkeys(payloads, (result, has_called))
+                return closure.losses
+        return dict.fromkeys(payloads, result)
 
     key, name = kind, what
     if serial is not None:
         key, name = kind if _MADE in vars(target) else f"{kind} #{serial}", "optimizer.step"
     point = MergePoint(name, (key,), (target, tuple(args), dict(kwargs), seen), action)
-    result: tuple[Any, bool] = context.run.merge(context.replica_id, point)
-    return result
+    return context.run.merge(context.replica_id, point)
 
 
 class _Closure:
@@ -315,8 +313,7 @@ def _add_in_run(
         return add(optimizer, *args, **kwargs)
     args = tuple(map(_of_all, args))
     kwargs = {name: _of_all(value) for name, value in kwargs.items()}
-    result, _ = merge_call_shared(context, add, optimizer, args, kwargs)
-    return result
+    return merge_call_shared(context, add, optimizer, args, kwargs)
 
 
 def _of_all(group: Any) -> Any:
@@ -344,5 +341,4 @@ def _step_in_run(
     optimizer = getattr(scheduler, "optimizer", None)
     if optimizer is None or replicas_reached(optimizer) is not context.replicas:
         return step(scheduler, *args, **kwargs)
-    result, _ = merge_call_shared(context, step, scheduler, args, kwargs)
-    return result
+    return merge_call_shared(context, step, scheduler, args, kwargs)

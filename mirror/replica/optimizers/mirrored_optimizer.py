@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mirror.base.torch_private import has_step_hooks
 from mirror.devices import using
 from mirror.execution.replicas import Replica, replica_of
 from mirror.replica.optimizers.merge_call_shared import Action, step_point, whole_loss
@@ -39,10 +38,12 @@ from mirror.replica.optimizers.optimizer_state import NO_REPLICA, ParamGroupSwap
 from mirror.replica.optimizers.param_groups import (
     Options,
     StepOnce,
+    has_step_hooks,
     keep_options,
     options_of,
     refuse_different,
     refuse_what_is_not_mirrored,
+    step_hooks,
 )
 from mirror.replica.optimizers.step_dispatch import (
     is_torchs_own,
@@ -93,6 +94,7 @@ class MirroredOptimizer:
         self.met: set[int] = set()
         self._left: dict[int, Options] = {}  # by replica, the options that its step has left
         self.steps_once = False
+        step_hooks(optimizer)  # sets an attribute of the optimizer, before steps are compared
         optimizers.add(self)
 
     @property

@@ -47,7 +47,8 @@ _MOST_VALUES = 1000  # of an optimizer are compared
 # Attributes that torch and mirror set on an optimizer. They do not matter for a step, or are
 # checked elsewhere.
 _KNOWN = frozenset(
-    "state param_groups _mirror _opt_called _optimizer_step_pre_hooks _optimizer_step_post_hooks "
+    "state param_groups _mirror _mirror_step_hooks _opt_called "
+    "_optimizer_step_pre_hooks _optimizer_step_post_hooks "
     "_optimizer_state_dict_pre_hooks _optimizer_state_dict_post_hooks "
     "_optimizer_load_state_dict_pre_hooks _optimizer_load_state_dict_post_hooks "
     "_warned_capturable_if_run_uncaptured _need_device_dtype_check_for_fused".split()
