@@ -1,5 +1,6 @@
 """Mistakes with values that run returns, with reductions, and with collectives."""
 
+import copy
 import json
 import math
 import pickle
@@ -408,3 +409,29 @@ def test_early_stopping_on_a_replicas_own_loss_is_refused(strategy):
 
     with pytest.raises(DivergenceError, match="replica 0"):
         trains_as_plain(strategy, program)
+
+
+def repackage(hidden, kinds):
+    """Detaches hidden states, as a language model's training loop does between batches."""
+    if isinstance(hidden, kinds):
+        return hidden.detach()
+    return tuple(repackage(h, kinds) for h in hidden)
+
+
+@pytest.mark.parametrize("kinds", [torch.Tensor, (torch.Tensor, mirror.PerReplica)], ids=str)
+def test_hidden_states_of_replicas_are_repackaged_or_the_error_says_how(kinds):
+    def train(model):
+        hidden = (torch.zeros(1, 4, 2), torch.zeros(1, 4, 2))
+        out, hidden = model(torch.ones(4, 3, 3), hidden)
+        out.sum().backward()
+        hidden = repackage(hidden, kinds)
+        return model(torch.ones(4, 3, 3), hidden)[0].detach()
+
+    torch.manual_seed(0)
+    plain = torch.nn.LSTM(3, 2, batch_first=True)
+    model = mirror.MirroredStrategy(["cpu"] * 2).mirror(copy.deepcopy(plain))
+    if kinds is torch.Tensor:
+        with pytest.raises(TypeError, match=r"is no torch\.Tensor.* mirror\.PerReplica"):
+            train(model)
+    else:
+        assert torch.allclose(train(model), train(plain))

@@ -129,7 +129,7 @@ def test_a_file_that_is_taken_for_a_directory_is_named(tmp_path):
 def test_a_damaged_file_is_named(directory, name, damage):
     path = directory / name
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ImagesError, match=f"{name} .*; fetch it anew"):
+    with pytest.raises(ImagesError, match=f"{name} .*; fetch it again"):
         load_images(directory)
 
 

@@ -71,7 +71,7 @@ class _RecordedRun:
         (self._folder / name).write_text(str(number))
 
     def _save_and_exit(self, record: Record) -> None:
-        """Ends the script after enough steps, whatever it would catch or do at its end."""
+        """Ends the script after enough steps; its handlers and exit functions do not run."""
         if os.getpid() != self._process:
             return
         self._save(record)

@@ -1,4 +1,4 @@
-"""The recorder: notes what happens in a training step, on one device and under a strategy alike.
+"""The recorder: notes what happens in a training step, on one device or under a strategy.
 
 [Note: What is recorded]
 Problem: a call of a mirrored module is split, and each replica sees its part only.
