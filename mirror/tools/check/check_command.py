@@ -7,7 +7,7 @@ How a check is made, from here down::
     torch_patches.py    wraps module calls, backward passes and optimizer steps
     recorder.py         notes inputs, outputs, losses, gradients, parameters and buffers
     op_trace.py         notes the functions of tensors inside modules, with their lines
-    join_parts.py       joins the replicas' parts of a tensor; fingerprint.py keeps it small
+    fingerprint.py       joins the replicas' parts of a tensor; fingerprint.py keeps it small
     record.py           the events of a run, as files
     rounding_noise.py   adds rounding errors, to see how far they carry one device
     run_comparison.py   decides: equal, different, or not comparable

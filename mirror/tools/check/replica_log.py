@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mirror.tools.check.fingerprint import fingerprint
-from mirror.tools.check.join_parts import join_parts
+from mirror.tools.check.fingerprint import fingerprint, join_parts
 from mirror.tools.check.record import LOSS, OP, OUTPUT, PART, RecordedEvent
 from mirror.values import PerReplica
 
