@@ -37,14 +37,12 @@ from mirror.tools.check.record import (
     LOSS,
     OP,
     OUTPUT,
+    OUTSIDE,
     PARAMETER,
     PART,
+    PendingEvent,
     Record,
     RecordedEvent,
-)
-from mirror.tools.check.replica_log import (
-    OUTSIDE,
-    PendingEvent,
     ReplicaLog,
     joined_events,
     tensors_in,
