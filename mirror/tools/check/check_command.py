@@ -4,7 +4,7 @@ How a check is made, from here down::
 
     check_command.py    runs the script in processes of its own, shows progress, prints the result
     recorded_run.py     one such process: seeds, opens the scope, records, ends after N steps
-    torch_patches.py    wraps module calls, backward passes and optimizer steps
+    recorded_run.py    wraps module calls, backward passes and optimizer steps
     recorder.py         notes inputs, outputs, losses, gradients, parameters and buffers
     op_trace.py         notes the functions of tensors inside modules, with their lines
     fingerprint.py       joins the replicas' parts of a tensor; fingerprint.py keeps it small
