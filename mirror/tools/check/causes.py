@@ -19,8 +19,7 @@ from typing import Any
 
 from mirror.replica.exactness.mixing_forward import GATHER_FIRST, MIXES_EXAMPLES
 from mirror.replica.params.buffer_checks import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
-from mirror.tools.check.check_result import CheckResult
-from mirror.tools.check.differences import Difference, aligned, nearest_of
+from mirror.tools.check.differences import CheckResult, Difference, aligned, nearest_of
 from mirror.tools.check.fingerprint import relative
 from mirror.tools.check.record import (
     GRADIENT,

@@ -13,7 +13,7 @@ How a check is made, from here down::
     run_comparison.py   decides: equal, different, or not comparable
     differences.py      what differs first beyond rounding
     causes.py           the likely cause and the remedy
-    check_result.py     the sentence, the table and the JSON; the exit codes
+    differences.py     the sentence, the table and the JSON; the exit codes
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 
 from mirror.errors import MirrorError
-from mirror.tools.check.check_result import (
+from mirror.tools.check.differences import (
     FAILS,
     MISSING,
     NEEDS_ARGUMENTS,
