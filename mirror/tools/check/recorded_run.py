@@ -30,9 +30,8 @@ from mirror.replica.layers.sync_batch_norm import synchronize_all
 from mirror.replica.params.buffer_checks import statistics_are_warnings
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.threads.user_frames import line_of
-from mirror.tools.check.module_names import DROPOUT_LAYERS
 from mirror.tools.check.record import Record, RecordOptions
-from mirror.tools.check.recorder import Recorder
+from mirror.tools.check.recorder import DROPOUT_LAYERS, Recorder
 from mirror.tools.check.rounding_noise import RoundingNoise
 from mirror.tools.run.script import Script, run_script
 
