@@ -32,7 +32,7 @@ from mirror.tools.option_types import (
 )
 
 if TYPE_CHECKING:
-    from mirror.tools.run.script import Script
+    from mirror.tools.run.run_command import Script
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -163,7 +163,7 @@ def _add_script_command(
 
 
 def _script_of(args: argparse.Namespace) -> Script:
-    from mirror.tools.run.script import Script
+    from mirror.tools.run.run_command import Script
 
     return Script(args.script, tuple(args.arguments), args.is_module)
 

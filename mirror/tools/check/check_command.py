@@ -43,7 +43,7 @@ from mirror.tools.check.differences import (
 )
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.run_comparison import RunComparison
-from mirror.tools.run.script import Script, ScriptError
+from mirror.tools.run.run_command import Script, ScriptError
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
