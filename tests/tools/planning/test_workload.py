@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mirror.tools.planning import workload as module
-from mirror.tools.planning.all_reduce_cost import LINKS
+from mirror.tools.planning.prediction import LINKS
 from mirror.tools.planning.published_figures import CASES, checks, table_of_checks
 from mirror.tools.planning.workload import (
     PlanError,
