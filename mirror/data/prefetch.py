@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from mirror.data.distributed_steps import DistributedStep, DistributedSteps
-from mirror.data.rng_state import TorchDraws, capture_rng, same_rng
+from mirror.data.resume_state import TorchDraws, capture_rng, same_rng
 
 # The time that a consumer that stops waits for a loader in the middle of a batch, in seconds.
 DRAIN_SECONDS = 5.0

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
-from mirror.data.rng_state import capture_rng, restore_rng, same_rng
+from mirror.data.resume_state import capture_rng, restore_rng, same_rng
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
