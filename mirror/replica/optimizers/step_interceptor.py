@@ -54,8 +54,7 @@ from mirror.replica.optimizers.merge_call_shared import (
     watch_schedulers,
     wrap_in_subclasses,
 )
-from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
-from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, optimizers_of
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
     has_step_hooks,
