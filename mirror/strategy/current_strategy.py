@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from mirror.devices import resolve
 from mirror.errors import StrategyError, short_repr
 from mirror.execution.replicas import current
-from mirror.replica.modules.module_dicts import ReplicaDict
+from mirror.replica.modules.module_owner import ReplicaDict
 from mirror.replica.params.mirrored_buffer import AGGREGATIONS, MirroredBuffer
 from mirror.strategy.group import all_groups
 from mirror.strategy.mirrored import MirroredStrategy

@@ -33,7 +33,7 @@ from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, comparable
 from mirror.compiler.step_inputs import StateTensor
 from mirror.compiler.torch_internals import MODULE_HOOKS
-from mirror.replica.modules.module_dicts import ReplicaDict
+from mirror.replica.modules.module_owner import ReplicaDict
 from mirror.replica.optimizers.param_groups import step_hooks
 
 _SCALER = [
