@@ -28,7 +28,7 @@ from mirror.cluster.launchers import launchers
 from mirror.devices import is_simulated, resolve
 from mirror.errors import MirrorError, StrategyError
 from mirror.replica.layers.sync_batch_norm import synchronize_all
-from mirror.replica.params.buffer_checks import statistics_are_warnings
+from mirror.replica.replica_checks import statistics_are_warnings
 from mirror.strategy.mirrored import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.strategy_base import Strategy
