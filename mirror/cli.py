@@ -419,14 +419,14 @@ def _add_checkpoint(commands: Any) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from mirror.train.checkpoint.describe_checkpoint import describe_checkpoint
+    from mirror.train.checkpoint.manager import describe_checkpoint
 
     print(describe_checkpoint(args.path, verify=args.verify))
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    from mirror.train.checkpoint.describe_checkpoint import export_checkpoint
+    from mirror.train.checkpoint.manager import export_checkpoint
 
     export_checkpoint(args.path, args.to)
     return 0
