@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.communicator import DTYPES
-from mirror.comm.kernels.kernel_arguments import (
+from mirror.comm.kernels.launcher import (
     ABORTED,
     FLAG_BYTES,
     KernelArguments,
