@@ -12,8 +12,7 @@ from time import perf_counter
 import torch
 
 from mirror.cluster.launchers import launchers, resolver_of
-from mirror.cluster.rendezvous import EnvironmentVariables, Rendezvous
-from mirror.cluster.spec import ClusterSpec
+from mirror.cluster.rendezvous import ClusterSpec, EnvironmentVariables, Rendezvous
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import ClusterError, DivergenceError, WorkerLostError
 

@@ -1,11 +1,11 @@
-"""mirror/cluster/spec.py and resolver.py: given clusters, and unions of clusters."""
+"""mirror/cluster/rendezvous.py and resolver.py: given clusters, and unions of clusters."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror.cluster import ClusterError, ClusterSpec, SimpleResolver, UnionResolver
-from mirror.cluster.spec import MAX_TASKS
+from mirror.cluster.rendezvous import MAX_TASKS
 
 addresses = st.text("abc.:0123456789", max_size=12)
 jobs = st.lists(addresses, max_size=4) | st.dictionaries(st.integers(0, 9), addresses, max_size=4)

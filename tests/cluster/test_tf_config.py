@@ -24,9 +24,8 @@ from mirror.cluster import (
     TFConfigResolver,
     UnionResolver,
 )
-from mirror.cluster.rendezvous import rendezvous_of
+from mirror.cluster.rendezvous import MAX_TASKS, rendezvous_of
 from mirror.cluster.slurm import expand_hostlist, expand_tasks_per_node
-from mirror.cluster.spec import MAX_TASKS
 from tests.cluster.questions import answers, inputs
 
 CLUSTER = {"chief": ["c:1"], "worker": ["a:2222", "b:2222"]}
