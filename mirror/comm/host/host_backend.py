@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mirror.comm.communicator import HALF_DTYPES, Communicator, in_place
-from mirror.comm.native_library import unusable_reason
 from mirror.comm.packing import have_same_strides
-from mirror.comm.registry import register
+from mirror.comm.registry import register, unusable_reason
 from mirror.devices import is_simulated, parse
 from mirror.errors import BackendError
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from mirror.comm.native_library import unusable_reason
+from mirror.comm.registry import unusable_reason
 from mirror.errors import BackendError
 
 MAX_REPLICAS = 16

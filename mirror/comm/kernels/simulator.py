@@ -18,7 +18,7 @@ from mirror.comm.kernels.launcher import (
     KernelArguments,
     workspace_bytes,
 )
-from mirror.comm.native_library import unusable_reason
+from mirror.comm.registry import unusable_reason
 from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_simulate.so"
