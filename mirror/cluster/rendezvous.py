@@ -6,6 +6,8 @@ connect to rank 0, and it writes files. A task of job ``evaluator`` is a cluster
 of job ``ps`` and of unknown jobs have no rank. If a job has gaps in its indices, no rank is
 assigned: a sparse spec may leave out tasks, and with a wrong number of workers the rendezvous
 would never end.
+
+``ClusterSpec`` has the tasks of a cluster by job, and their addresses.
 """
 
 from __future__ import annotations

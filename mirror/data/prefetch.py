@@ -58,7 +58,7 @@ class Prefetcher:
     """Keeps up to ``depth`` steps ready, read by a background thread for one consumer thread.
 
     The thread reads while fewer than ``depth`` steps are ready. It reads steps that draw random
-    numbers only while the consumer waits; see [Note: Draws of a loader]. It ends with the pass, at
+    numbers only while the consumer waits; see ``resume_state.py``. It ends with the pass, at
     an error (the consumer may continue after it), by ``stop``, which keeps the ready steps, or by
     ``close``. The condition ``_changed`` guards the attributes below it.
     """

@@ -1,4 +1,24 @@
-"""The position of a pass: the order of its examples, saved, checked, gathered from all workers."""
+"""The position of a pass: the order of its examples, saved, checked, gathered from all workers.
+
+The global random generators of the process: torch's on the CPU, Python's and NumPy's.
+
+A loader in this process may draw from the global generators (a random crop, a shuffle), and so
+may the training step (dropout). If both drew concurrently, the order of draws would depend on
+timing, and a seed would not make a run reproducible. So a batch that draws is read on demand,
+while the consumer waits: it gets the numbers of a plain loop. Only batches that draw nothing are
+read ahead:
+
+- the first batch of a pass is read on demand, and the generators are compared before and after;
+- a later batch is read ahead if the one before it drew nothing. If it draws by torch after all,
+  it waits before the draw until the consumer asks for it.
+
+A ``torch.Generator`` of the dataset counts as well. If a loop ended early, its reads ahead would
+have advanced that generator past the batches that the loop took, and the next epoch would have
+another order. Generators of NumPy and Python that a dataset owns are not detected: such a dataset
+needs ``prefetch=0`` if a loop over it may end early.
+
+Workers of a ``DataLoader`` draw in their own processes, and need no such order.
+"""
 
 from __future__ import annotations
 

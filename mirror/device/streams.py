@@ -10,7 +10,12 @@ Side streams carry reductions, and batches on their way to a GPU.
 Events order the work of streams, and measure it on devices; none of them makes the host wait.
 ``SerialExecutor`` runs host work in order, in a thread of its own.
 
-``CudaGraph`` captures the work of one GPU once, and replays it by one call of the host.
+CUDA graphs: the work of one GPU, captured once and replayed by one call of the host.
+
+A capture has a private memory pool only on the GPU where it began. So every GPU has its own
+graphs, which are captured one after the other, each with its own pool and on its own stream. Other
+threads may use CUDA during a capture, for example to prefetch batches: the capture mode is
+"thread_local".
 """
 
 from __future__ import annotations

@@ -11,6 +11,12 @@ same tensors and the same random keys:
 
 The second and the third call have the same forward operations on the same values, and XLA
 computes them once. Python's side effects happen three times for each shape of a batch.
+
+The optimizers that a program on TPUs can contain: torch's arithmetic, written in jax.
+
+State has torch's names, shapes and dtypes, so a saved state is that of one device. Numbers that
+depend on step counts and rates are computed on the host, in double precision, and passed to the
+program: schedulers change them without a new compilation.
 """
 
 from __future__ import annotations

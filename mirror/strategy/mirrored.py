@@ -5,6 +5,8 @@
     OneDeviceStrategy        one replica, for programs that are written for any number of replicas
 
 ``Strategy`` in ``strategy_base.py`` has their public members.
+
+``get_strategy`` and the other functions below ask for the current strategy and replica.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``mirror doctor``: examines devices, backends, torch, the GIL and workers; runs self-tests."""
+"""``mirror doctor``: examines devices, backends, torch, the GIL and workers; runs self-tests.
+
+Of several workers it reports the cluster, by the variables of launchers, and measured links.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """The backend "host": replicas on the CPU, reduced in place in replica order by C++ threads.
 
 The C++ library is csrc/host/reduce.cpp; it is loaded when first needed.
+
+The backend "naive": slow and plain, on any devices; the reference for all other backends.
+
+``reduce_in_order`` is the reference reduction, by torch in replica order.
 """
 
 from __future__ import annotations

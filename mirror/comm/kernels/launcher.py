@@ -2,6 +2,8 @@
 
 csrc/host/launch.cpp explains why Python does not launch them in turn. This has not yet been run on
 a GPU; the tests run the same library with a driver of their own.
+
+It also packs the arguments of the kernels in csrc/, and computes the sizes of their workspaces.
 """
 
 from __future__ import annotations

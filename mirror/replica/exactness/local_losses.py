@@ -11,6 +11,18 @@ examples, and not for other losses. The graphs show the loss by the rules of spl
 The first passes from a line of the program are checked, and each line causes one warning. If the
 program sets weights or adds gradients up, only losses that combine examples in another way than
 by means and sums cause one.
+
+Finds a forward that combines the examples of its part, in the graphs of its outputs.
+
+A softmax or a flip over the batch, or ``x - x.mean(0)``, gives every example a value that depends
+on the others. A replica has only those of its part, so the result differs from one device's.
+
+Where the parts of a batch differ in size, a dimension whose size differs between the replicas in
+the same way is that of the examples; nothing else in a graph shows that for certain. So a module
+is checked at its first split call with uneven parts, and a loss in ``run`` likewise.
+
+A loss combines examples by itself. So above its last layer only functions count that no mean
+over examples has, as a softmax over them.
 """
 
 from __future__ import annotations

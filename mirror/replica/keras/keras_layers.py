@@ -17,6 +17,8 @@ assigning them. After all replicas have called, each variable is assigned once:
     other integers                  the value, if all are equal; the old value plus the sum of the
                                     changes, if these are the numbers of examples
     a trainable variable            StrategyError: its gradient belongs to the old value
+
+``BatchNormalization`` of Keras computes over the whole batch, for any split over replicas.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """A call that all replicas make on an object they share is made once, in a merge.
 
-[Note: Once]
 Problem: a scheduler, or an optimizer with counters and lists of its own, is one Python object. If
 each of N replicas called its ``step``, it would count N steps.
 Rule: inside ``run`` such a call is a merge. The call is made once, in the cross-replica context,
@@ -16,6 +15,26 @@ object that wraps an optimizer or keeps values anywhere.
 Learning-rate schedulers step this way, and parameter groups are added this way. If every replica
 creates an optimizer inside ``run``, there are N optimizers over parameters that all replicas
 share: that raises an error when they step, because one replica may create it for all.
+
+[Note: Step dispatch]
+Which replicas make a step, if every replica calls ``optimizer.step()`` inside ``run``?
+Problem: a step may change more than parameters and ``state``: it counts on ``self``, adds to a
+tensor in a group, keeps lists, wraps another optimizer. Only torch's own classes certainly do not.
+
+    class of the optimizer            inside run                       outside
+    torch.optim's own                 every replica's, or one for      the same; with closures or
+                                      all on one device                hooks: once
+    a subclass of these that keeps    the first one's, then the        once
+    only numbers, names and lists     others', unless the first one
+                                      changed these: then once
+    any other, and LBFGS              once                             once
+    with a parameter device:          one, on that device              one, on that device; with
+    torch's own without hooks                                          closures or hooks: once
+    any other there                   once                             once
+
+"Once" is a step over the mirrored parameters, in the cross-replica context; all replicas get the
+changes. Over several GPUs that costs a broadcast of the parameters; the state stays with the first
+replica until other replicas read it.
 """
 
 from __future__ import annotations
@@ -119,7 +138,7 @@ def merge_call_shared(
     check: Callable[[dict[int, Any]], None] | None = None,
     serial: int | None = None,
 ) -> Any:
-    """Merges the replicas and calls ``method(target, ...)`` once. See [Note: Once].
+    """Merges the replicas and calls ``method(target, ...)`` once. See the docstring of this file.
 
     Args:
         seen: the options that this replica sees in the target.
@@ -185,7 +204,7 @@ class _Closure:
 
 
 def _join(run: Run, what: str, closures: list[_Closure], *leaves: Any) -> Any:
-    """Returns the argument of the one call, from the replicas' arguments. See [Note: Once]."""
+    """Returns the argument of the one call, from the replicas' arguments."""
     first = leaves[0]
     if callable(first) and not isinstance(first, (type, Tensor, nn.Module)):
         closures.append(_Closure(run, dict(zip(run.active, leaves, strict=True))))
@@ -337,7 +356,7 @@ def _owner(leaf: Any) -> Any:
 
 
 def watch_schedulers() -> None:
-    """Makes a scheduler step once if all replicas step it. See [Note: Once]; call it once."""
+    """Makes a scheduler step once if all replicas step it. Call it once."""
     wrap_in_subclasses(LRScheduler, "step", lambda step: watched(step, _step_in_run))
 
 

@@ -19,7 +19,9 @@ instead of N. The steps that were called then find no parameter groups. Torch's 
 that, others may not: [Note: Step dispatch] in ``merge_call_shared.py``. The state of replicas
 1 .. N-1 is copied from the first one's when their code reads it.
 
-``OptimizerRegistry`` has all optimizers over the mirrored parameters of one strategy.
+OptimizerRegistry: the optimizers over one strategy's parameters, and the values they exchange.
+
+``CentralOptimizers`` replaces it with a parameter device, see ``params/central_param.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Compares recorded runs: what differs first, beyond rounding.
 
-[Note: Beyond rounding]
 Three runs are compared: on one device (A), under the strategy (C), and, where A and C are not as
 good as equal, on one device with rounding errors added (B).
 
@@ -12,7 +11,17 @@ good as equal, on one device with rounding errors added (B).
 Gradients are compared relative to those of the whole optimizer as well: one that is nothing but
 rounding has no scale of its own.
 
-``CheckResult`` is what ``mirror check`` reports.
+The result of a check: one sentence, a short table, and JSON.
+
+code    meaning
+0       equal
+1       different
+2       cannot be compared: no optimizer step, or not repeatable on one device
+3       there is no such script or module, or it is not Python
+4       the script fails by itself, on one device
+5       the script needs other arguments
+6       the script trains in processes that it starts
+7       the script took no optimizer step within ``--timeout`` seconds
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """One recorded run of a script, in a process of its own: ``python -m ...recorded_run``.
 
-``patched_torch`` wraps the functions of torch that a recorded run observes. They are wrapped from
-outside, not by hooks of torch, because the presence of hooks changes how mirror steps.
+Puts a recorder into torch: around module calls, backward passes and optimizer steps.
+
+The wrappers are in torch while a recording lasts, and are taken out afterwards. Optimizers are
+wrapped from outside and not by torch's hooks, whose presence changes how mirror steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The recorder: notes what happens in a training step, on one device or under a strategy.
 
-[Note: What is recorded]
 Problem: a call of a mirrored module is split, and each replica sees its part only.
 Rule:    the outermost call is noted where the script makes it, with whole inputs and outputs
          what happens inside is noted per replica: its n-th event belongs to the n-th of the others

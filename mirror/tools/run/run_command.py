@@ -1,6 +1,10 @@
 """``mirror run``: makes the strategy, opens its scope, and runs the script inside.
 
-A script runs as under ``python``: its exit code, arguments, tracebacks and signals are the same.
+Runs a script, or a module, as ``python SCRIPT`` or ``python -m MODULE`` would.
+
+The script is the module ``__main__``; ``sys.argv``, ``sys.path[0]`` and the working directory are
+those that Python would have set. So pickles name its classes rightly, and processes that start by
+spawn or forkserver import the same file again, under the name ``__mp_main__``, without a strategy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,16 @@
-"""Checkpoint: everything that a training run needs to continue, saved and restored together."""
+"""Checkpoint: everything that a training run needs to continue, saved and restored together.
+
+Checkpoints of several workers: the chief writes, all restore, and all agree.
+
+Worker 0, the chief, writes the state of the one logical model. Some states may differ between
+workers: random generators, and per-replica buffers. If they do, the chief receives them, and they
+go into the same checkpoint. So every worker calls ``save`` and ``restore``, at the same place of
+the program. The calls return when the chief's file is on the disk, or raise on all workers.
+
+On restoring, each worker reads the checkpoint, and the workers compare what they have read. The
+error names a worker that sees another directory, for example because it is not shared between
+machines. With another number of workers, all continue with the chief's state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""CheckpointManager: the newest checkpoints of a run, in one directory."""
+"""CheckpointManager: the newest checkpoints of a run, in one directory.
+
+``mirror checkpoint`` shows what a checkpoint holds, as text, and as a file for ``torch.load``.
+"""
 
 from __future__ import annotations
 

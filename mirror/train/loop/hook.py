@@ -1,4 +1,16 @@
-"""The interface of hooks: what a hook sees of a training, its events, and when it is due."""
+"""The interface of hooks: what a hook sees of a training, its events, and when it is due.
+
+StepsInFlight: scheduled steps of a loop that workers of parameter servers still run.
+
+Problem: a loop that waits for each step before it schedules the next one keeps one worker busy.
+Rule: the loop may be some steps ahead of the workers. A step is everything that one pass of the
+loop has scheduled. It ends when all of that has ended; then its values have arrived, and hooks see
+it, in the order of the passes. All steps in flight end before a checkpoint is saved, before the
+next pass if a hook waits for this step (``Hook.waits_for``), and before the training ends.
+Consequence: a checkpoint of step k has the updates of exactly k steps. The closure queue runs a
+step of a lost worker again, and it stays one step. A step that raised, or that was not run because
+another one raised, raises here and is never counted.
+"""
 
 from __future__ import annotations
 
