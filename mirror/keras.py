@@ -1,7 +1,7 @@
 """The public names of ``mirror.keras``: Keras layers for mirrored models. Imports Keras."""
 
 try:
-    from mirror.replica.keras.keras_layers import SyncBatchNormalization
+    from mirror.replica.keras.keras_normalization import SyncBatchNormalization
 except ModuleNotFoundError as error:  # Keras, or another library that it would compute with
     raise ModuleNotFoundError(
         f"{error}; mirror.keras takes Keras over torch: pip install 'mirror-strategy[keras]', and "
