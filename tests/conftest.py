@@ -147,6 +147,18 @@ def threads_switch_often():
 
 
 @pytest.fixture
+def one_thread():
+    """Makes replicas compute with one intra-op thread, alone or at once.
+
+    Bits depend on the number: LayerNorm, for one, adds its gradients up per thread.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def eager(monkeypatch):
     """Makes every turn count as a long one."""
     monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", -1.0)

@@ -110,6 +110,7 @@ def trained(make_strategy, schedule, n, model, optimizer, way=3, is_inside=True)
     return result
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("way", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
@@ -118,6 +119,7 @@ def test_parallel_replicas_have_the_bits_of_lockstep(make_strategy, model, way, 
     assert_same(trained(make_strategy, "parallel", n, model, "adamw", way), wanted)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "outside"])
 def test_they_have_them_with_every_optimizer_inside_and_outside_the_scope(
