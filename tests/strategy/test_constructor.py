@@ -10,7 +10,7 @@ import mirror
 from tests.oracle import assert_same
 from tests.strategy.programs import ids, values
 from tests.toy_models import replica_id
-from tests.transparency.cases import CASES, WAYS, compare, make_batches, prepared
+from tests.training.cases import CASES, WAYS, compare, make_batches, prepared
 
 
 def test_devices_default_to_what_is_visible():

@@ -11,7 +11,7 @@ from mirror.values import leaves_of
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
 from tests.pairs import each_once
 from tests.toy_models import ONES, mirrored_layer, sgd
-from tests.transparency.cases import CASES, WAYS, compare, make_batches, prepared
+from tests.training.cases import CASES, WAYS, compare, make_batches, prepared
 
 SIZES = [7, 3, 1]
 
