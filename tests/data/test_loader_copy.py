@@ -11,7 +11,7 @@ from mirror.data import DistributedDataset, from_arrays
 from mirror.data.input_options import InputOptions
 from mirror.data.loader_copy import WindowDataset
 from mirror.values import ABSENT, PerReplica, leaves_of
-from tests.data.pretended import Pretended
+from tests.data.reading import Pretended
 from tests.data.resumable import DATASETS
 
 CPU = torch.device("cpu")

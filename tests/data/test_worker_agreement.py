@@ -13,8 +13,7 @@ import mirror
 from mirror.data import DistributedDataset, TFRecordDataset, TFRecordWriter
 from mirror.errors import BatchError, DivergenceError, MirrorError
 from mirror.values import leaves_of
-from tests.data.pretended import Pretended
-from tests.data.reading import SECONDS
+from tests.data.reading import SECONDS, Pretended
 
 EXAMPLES = TensorDataset(torch.arange(13.0))
 

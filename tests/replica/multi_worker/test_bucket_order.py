@@ -16,7 +16,7 @@ from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
 from mirror.replica.params.replicated_params import param_of
 from tests.multi_worker import strategy_of
 from tests.replica.multi_worker import test_multi_worker_gradients as programs
-from tests.replica.multi_worker.beside_one_device import OneDevice, assert_as_one_device
+from tests.replica.multi_worker.programs import OneDevice, assert_as_one_device
 
 
 @pytest.fixture

@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from mirror.errors import DivergenceError
-from tests.replica.multi_worker.beside_one_device import assert_as_one_device
-from tests.replica.multi_worker.programs import Net, rank, strategy_of, values_of
+from tests.replica.multi_worker.programs import (
+    Net,
+    assert_as_one_device,
+    rank,
+    strategy_of,
+    values_of,
+)
 
 
 def seeded_apart(num_local):
