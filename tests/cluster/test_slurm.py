@@ -57,7 +57,7 @@ def test_jobs_share_the_tasks_in_the_order_of_their_names():
     assert found[1].rendezvous().rank == 2
 
 
-def test_the_port_is_alike_in_a_step_and_another_in_another():
+def test_the_port_is_equal_within_a_step_and_differs_between_steps():
     ports = {
         resolver_of(rank, given=STEP | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step})
         .rendezvous()
@@ -199,7 +199,7 @@ def test_tasks_are_where_the_distribution_puts_them(change, nodes, numbers):
     st.lists(st.integers(1, 6), min_size=1, max_size=6),
     st.sampled_from(["block", "cyclic", "plane=1", "plane=2", "plane=5"]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_node_gets_its_tasks_in_order(counts, distribution):
     step = step_of(
         SLURM_PROCID="0",
@@ -258,7 +258,7 @@ def test_what_is_wrong_is_named(change, words):
         step_of(**change)
 
 
-def test_the_place_that_slurm_tells_is_compared_not_needed():
+def test_the_rank_from_slurm_is_compared_but_not_needed():
     step_of(SLURM_NODEID="0", SLURM_LOCALID="1")
     step_of(SLURM_NODEID="1", SLURM_LOCALID="0", SLURM_DISTRIBUTION="cyclic")
 
@@ -306,15 +306,15 @@ def hosts(draw):
 
 
 @given(st.lists(hosts().filter(lambda pair: len(pair[1]) < 2000), max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_list_is_expanded_into_what_was_written(parts):
     text = ",".join(written for written, _ in parts)
     assert expand_hostlist(text) == [host for _, expanded in parts for host in expanded]
 
 
 @given(st.text("n1a[],- 0x()\n", max_size=12))
-@settings(max_examples=300, deadline=None)
-def test_whatever_comes_is_expanded_or_an_error_that_shows_it(text):
+@settings(max_examples=300)
+def test_any_text_is_expanded_or_an_error_that_shows_it(text):
     for expand in (expand_hostlist, expand_tasks_per_node):
         said = ask(expand, text)
         assert isinstance(said, list) or repr(text) in said
@@ -336,7 +336,7 @@ def test_what_is_no_list_of_hosts_is_an_error(text):
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 30)), min_size=1, max_size=5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_counts_are_expanded_into_what_was_written(parts):
     text = ",".join(f"{n}(x{times})" if times > 1 else str(n) for n, times in parts)
     assert expand_tasks_per_node(text) == [n for n, times in parts for _ in range(times)]

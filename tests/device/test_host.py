@@ -134,8 +134,9 @@ def several_threads():
     torch.set_num_threads(before)
 
 
-def num_threads():
-    return len(os.listdir("/proc/self/task"))
+def threads():
+    """Returns the ids of all threads; those of other tests may end at any time."""
+    return set(os.listdir("/proc/self/task"))
 
 
 @can_end_teams
@@ -143,13 +144,15 @@ def num_threads():
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted there")
 def test_a_team_ends_and_comes_again_and_computes_the_same():
     release_thread_pool()
-    alone = num_threads()
+    before = threads()
     expected = LARGE.sum()
-    assert num_threads() == alone + 2
+    team = threads() - before
+    assert len(team) == 2
     release_thread_pool()
-    assert num_threads() == alone
+    assert not team & threads()
+    before = threads()
     assert torch.equal(LARGE.sum(), expected)
-    assert num_threads() == alone + 2
+    assert len(threads() - before) == 2
 
 
 @can_end_teams

@@ -265,7 +265,7 @@ def draw(strategy, counts):
     return numbers
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(counts=COUNTS)
 def test_what_a_replica_draws_does_not_depend_on_what_the_others_draw(strategy, counts):
     torch.manual_seed(5)
@@ -276,7 +276,7 @@ def test_what_a_replica_draws_does_not_depend_on_what_the_others_draw(strategy, 
     assert len({tuple(numbers) for numbers in most}) == N
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(first=COUNTS, second=COUNTS)
 def test_a_state_between_runs_is_all_that_what_follows_depends_on(strategy, first, second):
     draw(strategy, first)
@@ -288,9 +288,9 @@ def test_a_state_between_runs_is_all_that_what_follows_depends_on(strategy, firs
         assert (draw(other, second), torch.rand(2).tolist()) == expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(counts=COUNTS)
-def test_a_run_moves_the_generator_if_somebody_draws(strategy, counts):
+def test_a_run_moves_the_generator_if_a_replica_draws(strategy, counts):
     state = torch.get_rng_state()
     draw(strategy, counts)
     somebody_drew = any(map(any, counts))
