@@ -168,7 +168,7 @@ def test_a_worker_without_examples_fetches_one_for_its_structure():
     assert asked_for(DataLoader(Counted(2), 1)) == [0, 0, 1]
 
 
-def test_whoever_draws_is_asked_for_everything_from_then_on():
+def test_after_a_draw_every_later_batch_is_read_on_demand():
     class Noted(Counted):
         def __getitem__(self, index):
             torch.rand(())

@@ -199,9 +199,7 @@ class ByEpoch:
 
 @pytest.mark.parametrize("kind", [int, np.int64, np.uint8])
 @pytest.mark.parametrize("first", [0, None], ids=["made with an epoch", "and without"])
-def test_a_sampler_goes_on_in_its_epoch_whatever_kind_of_number_that_is(
-    make_strategy, kind, first
-):
+def test_a_sampler_resumes_in_its_epoch_for_any_type_of_number(make_strategy, kind, first):
     def create(epoch):
         return DataLoader(torch.arange(8), batch_size=2, sampler=ByEpoch(epoch))
 

@@ -41,7 +41,7 @@ def test_a_program_alone_in_its_process_equals_one_device(module, name, differen
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["loops", "metrics", "state"])
-def test_replicas_that_run_beside_each_other_equal_one_device(module, differences):
+def test_staggered_replicas_equal_one_device(module, differences):
     for name, result in differences(module, schedule="staggered").items():
         check(result, name)
 

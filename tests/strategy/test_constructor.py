@@ -67,7 +67,7 @@ def test_a_backend_that_cannot_serve_the_devices_is_an_error_with_the_reason(bac
     assert issubclass(mirror.BackendError, RuntimeError)
 
 
-def test_auto_chooses_an_available_backend_and_tells_which(strategy):
+def test_auto_chooses_an_available_backend_and_names_it(strategy):
     assert strategy.backend in mirror.comm.available(strategy.devices)
 
 

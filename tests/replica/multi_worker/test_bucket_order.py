@@ -166,7 +166,7 @@ def sums_unlike_buffers():
 
 
 @pytest.mark.slow
-def test_buffers_of_unlike_sizes_are_an_error_on_all_workers(worker_pool):
+def test_buffers_of_different_sizes_are_an_error_on_all_workers(worker_pool):
     for summed, told in worker_pool(2).run(sums_unlike_buffers):
         assert summed == [2.0] * 4
         assert "torch.float32[4]" in told

@@ -76,7 +76,7 @@ class Half(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_optimizer_of_somebodys_own_steps_once_at_home(way, central):
+def test_a_users_optimizer_steps_once_on_the_parameter_device(way, central):
     case = CASES["sgd-momentum"]
     plain, model, _ = prepared(case)
     strategy = central(2)

@@ -195,7 +195,7 @@ def set_alike(options):
 
 
 @pytest.mark.parametrize("place", ["in run", "outside", "once"])
-def test_a_tensor_that_all_set_alike_is_taken(place, make_strategy):
+def test_an_option_that_all_replicas_set_equally_is_used(place, make_strategy):
     strategy = make_strategy(3)
     model = strategy.mirror(torch.nn.Linear(SIZE, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))

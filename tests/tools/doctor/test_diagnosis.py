@@ -84,7 +84,7 @@ def test_a_self_test_that_fails_is_shown_and_exit_code_1(monkeypatch, capsys):
     assert diagnose(["cpu"] * 2).healthy is False
 
 
-def test_a_trial_that_may_compile_is_told_before_it_begins(monkeypatch, capsys):
+def test_a_trial_that_may_compile_is_announced(monkeypatch, capsys):
     log = []
 
     def failure(kind, devices):
@@ -127,7 +127,7 @@ def four_gpus():
     )
 
 
-def test_the_peer_matrix_tells_links_from_pcie():
+def test_the_peer_matrix_separates_links_from_pcie():
     text = four_gpus().to_text()
     assert lines_of(text, "devices") == [
         "replica 0: cuda:0, H100",
@@ -254,7 +254,7 @@ def machine(monkeypatch, lacks, peers):
 
 
 @pytest.mark.parametrize(("lacks", "peers", "names", "sentence"), CASES)
-def test_a_machine_that_lacks_something_is_told_so_in_a_sentence(
+def test_a_missing_part_of_the_machine_is_reported_in_a_sentence(
     monkeypatch, lacks, peers, names, sentence
 ):
     monkeypatch.syspath_prepend(BENCHMARKS)

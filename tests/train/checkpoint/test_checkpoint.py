@@ -348,7 +348,7 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("where", ["directory", "checkpoint"])
 @pytest.mark.parametrize("verify", [[], ["--verify"]])
-def test_show_tells_names_shapes_and_aliases(saved, capsys, where, verify):
+def test_show_prints_names_shapes_and_aliases(saved, capsys, where, verify):
     directory = saved[0]
     path = directory if where == "directory" else directory / "step-000000012"
     assert main(["checkpoint", "show", str(path), *verify]) == 0

@@ -235,7 +235,7 @@ def test_a_tied_weight_is_stored_once():
     assert list(views) == ["t1", "t2"]
 
 
-def test_parts_of_a_flat_tensor_are_views_whatever_comes_first():
+def test_parts_of_a_flat_tensor_are_views_in_any_order():
     flat = torch.arange(12.0)
     stored, views = split(flat[2:6].view(2, 2), flat[::3], flat, flat[:1].expand(5))
     assert list(stored) == ["t2"]

@@ -28,7 +28,7 @@ def drawn(figure):
     return lines, (axes.get_xlabel(), axes.get_ylabel(), axes.get_legend() is not None)
 
 
-def test_every_step_is_a_point_whatever_is_drawn_between():
+def test_every_step_is_a_point_of_the_plot():
     figures = []
     hook = LivePlot(seconds=1e-9, to=lambda figure: figures.append(drawn(figure)))
     train(hook, loss=lambda i: torch.tensor([i / 2.0]))
@@ -158,7 +158,7 @@ def test_a_terminal_shows_what_is_done():
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
-def test_the_line_is_cleared_whatever_happens(error):
+def test_the_line_is_cleared_at_the_end_and_after_an_error(error):
     terminal = Terminal()
     try:
         with ProgressLine("epoch 1", 8, terminal) as progress:
@@ -206,7 +206,7 @@ def test_without_a_terminal_nothing_is_written():
 
 
 @pytest.mark.parametrize(("variable", "value"), [("CI", "true"), ("TERM", "dumb")])
-def test_a_terminal_that_nobody_watches_counts_as_none(monkeypatch, variable, value):
+def test_a_dumb_or_ci_terminal_counts_as_none(monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
     terminal = Terminal()
     with ProgressLine("epoch 1", 8, terminal) as progress:
