@@ -181,10 +181,6 @@ def seed_all() -> None:
     torch.manual_seed(SEED)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 _DROPPING = {  # functions of F, and where p is among the arguments
     "dropout": 1,
     "dropout1d": 1,
@@ -324,3 +320,7 @@ def _without_dropout(module: nn.Module) -> None:
     is_dropping = isinstance(module, DROPOUT_LAYERS) or "DropPath" in kind
     if (is_dropping or kind == "StochasticDepth") and attributes.get("p"):
         module.p = 0.0  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
