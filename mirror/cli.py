@@ -450,13 +450,13 @@ def _add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if args.address is None and "TF_CONFIG" not in os.environ:
+        args.parser.error("needs HOST:PORT, the address to serve at, or TF_CONFIG with a task")
     # The kernel sends process 1 of a container no signal that it does not handle.
     signal.signal(signal.SIGTERM, _exit_once)
     from mirror.cluster import TFConfigResolver
     from mirror.server import Server
 
-    if args.address is None and "TF_CONFIG" not in os.environ:
-        args.parser.error("needs HOST:PORT, the address to serve at, or TF_CONFIG with a task")
     cluster = TFConfigResolver() if args.address is None else args.address
     with Server(cluster, host=args.host) as server:
         print(f"serving at {server.address}", flush=True)

@@ -13,7 +13,7 @@ clusters = st.dictionaries(st.text(max_size=5), jobs, max_size=4)
 
 
 @given(clusters)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_spec_is_what_it_was_made_of(cluster):
     spec = ClusterSpec(cluster)
     assert ClusterSpec(spec) == ClusterSpec(spec.as_dict()) == spec

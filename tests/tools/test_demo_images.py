@@ -176,7 +176,7 @@ def test_every_digit_is_there_equally_often():
     assert len(images.test_y) == 400
 
 
-def test_digits_stay_inside_the_image_and_are_to_be_told_apart():
+def test_digits_stay_inside_the_image_and_are_distinguishable():
     images = load_drawn()
     edge = torch.cat([images.test_x[..., 0, :], images.test_x[..., -1, :]])
     assert edge.mean() < images.test_x[..., 3:-3, 3:-3].mean() - 0.3
