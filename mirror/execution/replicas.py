@@ -260,7 +260,7 @@ class Run:
     Attributes:
         active: the ids of the replicas that take part.
         members: the active replicas by id.
-        outer: the run in whose merge this one was started, if any.
+        outer: the run that has started this one in a merge, if any.
         results: the function's results by replica id.
         counts: the number of examples of each replica, if the batch was split.
         is_given: whether the program has set weights.
@@ -505,7 +505,7 @@ class _Current(threading.local):
         strategy: the current strategy, ``None`` if there is none.
         below: the rest of the stack.
         in_whole_call: whether a mirrored module, and all that it calls, runs unsplit.
-        stepping: the optimizers whose steps are in progress in this thread, outermost first.
+        stepping: the optimizers that step in this thread now, outermost first.
     """
 
     replica: Replica | None

@@ -142,7 +142,7 @@ class GradTracker:
                 continue
 
     def drop_interrupted(self) -> None:
-        """Removes passes that are over, but whose ``end_pass`` an interrupt has prevented."""
+        """Removes passes that are over, if an interrupt has prevented their ``end_pass``."""
         for passes, unsettled in zip(self._passes, self.unsettled, strict=True):
             for this in tuple(passes):
                 if this.is_over:
@@ -182,7 +182,7 @@ class GradTracker:
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether these copies have arrived first on every replica, in this order.
 
-        True for silent copies, whose order is not recorded.
+        True for silent copies: their order is not recorded.
         """
         return all(
             copies[-1].is_silent or are_identical(pending[: len(copies)], copies)
@@ -190,7 +190,7 @@ class GradTracker:
         )
 
     def remove(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
-        """Removes one entry per copy whose gradient was taken. The caller holds the lock.
+        """Removes one entry of each taken gradient's copy. The caller holds the lock.
 
         A second entry, from another pass that has begun since, stays.
         """

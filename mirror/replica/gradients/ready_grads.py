@@ -30,7 +30,7 @@ set_local_grad = GRAD.__set__
 
 
 class ReadyGrads:
-    """The copies whose local gradients arrived in a pass, and the lists derived from them.
+    """The copies with local gradients from a pass, and the lists derived from them.
 
     Passes repeat, so the lists are computed once; ``are_ready`` compares in 20 ns per copy.
 
@@ -76,7 +76,7 @@ def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
 def unshare(
     columns: list[ReplicaGrads], positions: Sequence[int], streams: ReplicaStreams | None
 ) -> None:
-    """Clones gradients whose memory has other holders, so that it can be written.
+    """Clones gradients that share their memory, so that it can be written.
 
     During a backward pass another gradient may lie in the same memory: the gradient of ``p`` in
     ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd counts holders of the tensor only,
