@@ -306,13 +306,9 @@ class Run:
         self.is_weighted = weights is not None
         self.is_given = type(weights) is GivenWeights
         # As counts_of has it, without a call in every run.
-        self.counts: Sequence[float] | None = (
-            weights
-            if type(weights) is ExampleCounts
-            else weights.counts
-            if type(weights) is GivenWeights
-            else None
-        )
+        self.counts: Sequence[float] | None = weights if type(weights) is ExampleCounts else None
+        if type(weights) is GivenWeights:
+            self.counts = weights.counts
         self.is_default = is_default
         self.is_left = self.is_split = self.has_stepped = False
         self.outer = outer
@@ -337,7 +333,10 @@ class Run:
 
     def weights(self) -> dict[int, float]:
         """Returns the active replicas' weights by replica id."""
-        return {r: replica.weight for r, replica in self.members.items()}
+        weights = dict[int, float]()
+        for r, replica in self.members.items():
+            weights[r] = replica.weight
+        return weights
 
     def total_weight(self) -> float:
         """Returns the sum of the active replicas' weights."""

@@ -129,7 +129,11 @@ class GradTracker:
                 self.scan()
                 self._record_streams(range(len(self.pending)))
             return
-        self._remove(this, (self.unsettled[replica_id], self._passes[replica_id]))
+        for passes in (self.unsettled[replica_id], self._passes[replica_id]):
+            try:
+                passes.remove(this)
+            except ValueError:  # another thread has removed it
+                continue
         self.find(replica_id)
         if self.streams is not None:
             self._record_streams((replica_id,))
@@ -304,7 +308,8 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         if timeline is not None:
             timeline.begin(lane, BACKWARD)
         if replica is not None:
-            args = _with_own_gradients(*args)
+            if len(args[1]) > 1 or (args[1][0] is not None and args[1][0].dim()):
+                args = _with_own_gradients(*args)
             if accumulates:
                 check_pass(replica.run, lane, args)
             else:

@@ -126,7 +126,10 @@ def _scaled(grad: Tensor, share: float) -> Tensor:
 
 def are_usual(grads: Sequence[Tensor | None]) -> bool:
     """Whether all gradients are present, dense and without a graph."""
-    return not [g for g in grads if g is None or g.requires_grad or g.is_sparse]
+    for grad in grads:  # noqa: SIM110  a generator costs a call for each gradient
+        if grad is None or grad.requires_grad or grad.is_sparse:
+            return False
+    return True
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
