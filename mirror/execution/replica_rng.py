@@ -77,7 +77,7 @@ class ReplicaRng:
     """The streams of the replicas of one run.
 
     Attributes:
-        inside: the replica whose stream is in the generator.
+        inside: the replica that has its stream in the generator.
     """
 
     __slots__ = ("_first", "_seeded", "_states", "inside")

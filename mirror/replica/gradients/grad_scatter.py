@@ -75,7 +75,7 @@ class SlicedGrads:
 
 
 class _Group(NamedTuple):
-    """Variables of one dtype whose gradients are scattered at once.
+    """Variables of one dtype; their gradients are scattered at once.
 
     Attributes:
         indices: their positions in the list of variables.
@@ -283,7 +283,7 @@ class GradScatter:
             all(target.is_contiguous() for i in indices for target in variables[i].targets),
         )
 
-    def note(self, group: _Group) -> None:
+    def add(self, group: _Group) -> None:
         """Notes that the records of a group have gradients."""
         for parts in group.parts:
             for record, _ in parts:
@@ -436,7 +436,7 @@ class Scattering:
                 if scale != 1.0:
                     chunk.mul_(scale)
                 _add(parts, chunk.split_with_sizes(sizes))
-            self._scatter.note(group)
+            self._scatter.add(group)
 
 
 def _add(parts: Sequence[tuple[SlicedGrads, int]], grads: Sequence[Tensor]) -> None:

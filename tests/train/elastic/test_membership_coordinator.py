@@ -65,7 +65,7 @@ class Cluster:
 
 
 def training(*names, **options):
-    """Returns a cluster whose workers train in generation 1."""
+    """Returns a cluster of workers that train in generation 1."""
     cluster = Cluster(most=options.pop("most", len(names)), **options)
     cluster.come(*names)
     view = cluster.beat(31)  # fewer than there may be come to the first generation late
