@@ -15,6 +15,7 @@ from torch import nn
 import mirror
 from mirror.execution.replicas import Run
 from mirror.threads.lockstep import Lockstep
+from tests.pairs import pairwise
 from tests.profiled import profiled
 
 TIMES, WARM = 4, 5
@@ -150,16 +151,14 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
     assert added - pass_calls() <= 22
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("n", [2, 8])
-def test_a_step_with_sharded_state_makes_about_as_many_calls(n, way, options):
+@pairwise(foreach=[False, True], way=[1, 3], n=[2, 8])
+def test_a_step_with_sharded_state_makes_about_as_many_calls(foreach, n, way):
     batch = torch.ones(24, 2, 2, 2)
 
     def step_calls(state):
         with mirror.MirroredStrategy(["cpu"] * n, optimizer_state=state) as strategy:
             model = strategy.mirror(Convolutions())
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
 
             def step():
                 optimizer.zero_grad()
