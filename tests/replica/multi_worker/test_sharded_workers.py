@@ -1,5 +1,7 @@
 """Sharded optimizer state over the local devices of each of several workers."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,24 @@ def test_workers_with_unlike_numbers_of_devices_are_refused(worker_pool):
     # Their pieces would have other sizes, and the last bits of an update depend on the size.
     for message in worker_pool(2).run(refusal, (1, 3)):
         assert "needs as many devices on each worker, and these have 1, 3" in message
+
+
+def mismatch(counts, name, values):
+    with pytest.raises(mirror.StrategyError) as refused:
+        strategy_of(counts, **{name: values[int(os.environ["RANK"])]})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("optimizer_state", ("sharded", "replicated")), ("gradient_reduction", ("mean", "sum"))],
+)
+def test_workers_with_different_options_are_refused_at_the_start(worker_pool, name, values):
+    for message in worker_pool(2).run(mismatch, (2, 2), name, values):
+        assert message == (
+            f"{name} must be the same on all workers, and it is {values[0]!r} on worker 0, "
+            f"{values[1]!r} on worker 1; pass the same value on each"
+        )
 
 
 def test_each_device_of_a_worker_holds_its_share(worker_pool):

@@ -403,22 +403,48 @@ def test_check_replicas_finds_counts_that_differ_and_slices_that_do_not_cover(sh
         strategy.check_replicas()
 
 
-def test_lbfgs_and_classes_of_the_program_step_whole_on_the_first_replica(sharded, caplog):
-    class Own(torch.optim.AdamW):
-        def step(self, closure=None):
-            return super().step(closure)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("way", [1, 2])
+def test_beside_a_parameter_of_no_module_the_state_is_on_the_first_replica(
+    way, inside, sharded, caplog
+):
+    strategy, results = sharded(2), []
+    for run_way in (0, way):
+        scope = strategy.scope if run_way else contextlib.nullcontext
+        with scope():
+            model, scale = net(), torch.ones((), requires_grad=True)
+            optimizer = adamw([*model.parameters(), scale])
+        with scope() if inside else contextlib.nullcontext():
+            for x in batches():
+                optimizer.zero_grad()
+                if run_way < 2:
+                    loss = loss_of(model, x) * scale
+                else:
+                    (part,) = strategy.distribute_dataset([x])
+                    loss = strategy.reduce("mean", strategy.run(loss_of, (model, part))) * scale
+                loss.backward()
+                optimizer.step()
+        results.append((model.state_dict(), optimizer.state_dict()["state"]))
+    assert_same(results[1], results[0])
+    assert held_bytes(optimizer)[1] == 0
+    (warning,) = caplog.messages
+    start = "the state of AdamW is not sharded, and is on replica 0 of 2 (cpu): a parameter of its"
+    assert warning.startswith(start)
 
-    _, optimizer = compared(sharded(2), 1, lambda params: Own(params, lr=0.05))
-    held = held_bytes(optimizer)
-    assert held[1] == 0
-    assert "the state of Own is not sharded, and is on replica 0 of 2" in caplog.text
 
-
-def test_a_compiled_step_is_refused_with_the_remedy(sharded):
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_step_is_refused_with_reason_and_remedy(inside, sharded):
     strategy = sharded(2)
-    with pytest.raises(mirror.CompileError, match=r"optimizer_state=.sharded.*fallback='eager'"):
-        strategy.compile(lambda x: x)
-    assert strategy.compile(lambda x: x, fallback="eager") is not None
+    with strategy.scope() if inside else contextlib.nullcontext():
+        with pytest.raises(mirror.CompileError) as refused:
+            strategy.compile(lambda x: x)
+        assert strategy.compile(lambda x: x, fallback="eager")(1) is not None
+    for part in (
+        'with optimizer_state="sharded" each device has the state of some only',
+        "call strategy.run(step, ...)",
+        "or pass fallback='eager' to do so; or leave optimizer_state out",
+    ):
+        assert part in str(refused.value)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -884,3 +910,40 @@ def test_every_backend_gives_the_bits_of_replicated_state(backend):
             results.append((model.state_dict(), optimizer.state_dict()))
     tolerance = 0.0 if backend in ("host", "naive", "direct") else 1e-6
     assert_same(results[1], results[0], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", ["entry", "state_dict", "in run"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_write_into_state_that_was_read_before_a_step_raises(n, how, inside, sharded):
+    strategy = sharded(n)
+    with strategy.scope():
+        model = net()
+        optimizer = adamw(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        loss_of(model, batches()[0]).backward()
+        optimizer.step()
+
+    with strategy.scope() if inside else contextlib.nullcontext():
+        step()
+        if how == "entry":
+            held = optimizer.state[model[0].weight]["exp_avg"]
+        elif how == "state_dict":
+            held = optimizer.state_dict()["state"][0]["exp_avg"]
+        else:
+            found = []
+            strategy.run(lambda: found.append(optimizer.state[model[0].weight]["exp_avg"]))
+            held = found[-1]
+        held.mul_(2)  # before the next step it counts
+        step()
+        step()  # no write: nothing is wrong
+        held.zero_()
+        with pytest.raises(mirror.StrategyError) as lost:
+            step()
+        assert "optimizer state 'exp_avg' of parameter '0.weight' was read before a step" in str(
+            lost.value
+        )
+        step()
+        strategy.check_replicas()
