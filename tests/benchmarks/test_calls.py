@@ -1,5 +1,6 @@
 """The number of calls on hot paths, of Python and C functions, does not rise."""
 
+import contextlib
 import gc
 import math
 
@@ -142,21 +143,23 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)
 @pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("n", [2, 8])
-def test_a_step_with_sharded_state_makes_about_as_many_calls(n, way, options):
+@pytest.mark.parametrize(("n", "inside"), [(2, False), (2, True), (8, True)])
+def test_a_step_with_sharded_state_makes_about_as_many_calls(n, inside, way, options):
     batch = torch.ones(24, 2, 2, 2)
 
     def step_calls(state):
         with mirror.MirroredStrategy(["cpu"] * n, optimizer_state=state) as strategy:
-            model = strategy.mirror(Convolutions())
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+            with strategy.scope():
+                model = Convolutions()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
 
             def step():
                 optimizer.zero_grad()
                 model(batch).sum().backward()
                 optimizer.step()
 
-            return calls_of(step if way == 1 else lambda: strategy.run(step))
+            with strategy.scope() if inside else contextlib.nullcontext():
+                return calls_of(step if way == 1 else lambda: strategy.run(step))
 
     assert step_calls("sharded") <= 1.06 * step_calls("replicated")
 

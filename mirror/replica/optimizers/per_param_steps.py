@@ -22,7 +22,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial
 from logging import Logger
@@ -159,13 +160,15 @@ def _has_arguments(kind: type) -> bool:
 
 @cache
 def _find_global(kind: type) -> str | None:
-    """Returns the name of a global object that code of a class uses; functions are followed."""
-    codes = [
-        value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        for cls in kind.__mro__
-        if not cls.__module__.startswith(("torch.", "builtins"))
-        for value in vars(cls).values()
-    ]
+    """Returns the name of a global object, or a class's, that code of a class uses.
+
+    The code of the functions that it calls is searched, too.
+    """
+    own = [item for cls in _classes(kind) for item in vars(cls).items()]
+    for name, value in own:
+        if isinstance(value, _MUTABLE) and not name.startswith("__"):
+            return name
+    codes = [getattr(value, "__func__", value) for _, value in own]
     functions = [inspect.unwrap(code) for code in codes if isinstance(code, FunctionType)]
     seen: set[FunctionType] = set()
     while functions:
@@ -184,6 +187,26 @@ def _find_global(kind: type) -> str | None:
     return None
 
 
+def _classes(kind: type) -> list[type]:
+    """Returns the classes of which an optimizer is made that are not torch's."""
+    return [c for c in kind.__mro__ if not f"{c.__module__}.".startswith(("torch.", "builtins."))]
+
+
+@contextmanager
+def _restored_classes(kind: type) -> Iterator[None]:
+    """Restores the attributes of an optimizer's classes afterwards: a measurement may count."""
+    before = [(cls, dict(vars(cls))) for cls in _classes(kind)]
+    try:
+        yield
+    finally:
+        for cls, known in before:
+            for name in [name for name, value in vars(cls).items() if name not in known]:
+                delattr(cls, name)
+            for name, value in known.items():
+                if vars(cls)[name] is not value:
+                    setattr(cls, name, value)
+
+
 def _names_in(code: CodeType) -> set[str]:
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
     return {*code.co_names}.union(*map(_names_in, inner))
@@ -194,25 +217,29 @@ def _names_in(code: CodeType) -> set[str]:
 def _measure(optimizer: Optimizer, dims: Sequence[Sequence[int]]) -> str | None:
     state = torch.get_rng_state()
     try:
-        description = describe(optimizer, lambda parameter: 0)
-        for options, dims_of_group in zip(description["groups"], dims, strict=True):
-            if options.get("lr") == 0:  # as in a warm-up; it would hide what an update depends on
-                options["lr"] = 0.1
-            shapes = [sides[:dim] for dim in dims_of_group for sides in _SIDES]
-            for scale in _GRADIENT_SCALES if shapes else ():
-                try:
-                    reason = _compare({**description, "groups": [options]}, shapes, scale)
-                except Exception as error:
-                    if scale != 1.0:  # too large for it
-                        continue
-                    return (
-                        "a step of small parameters without a closure raises "
-                        f"{type(error).__name__}: {error}"
-                    )
-                if reason is not None:
-                    return reason
+        with _restored_classes(type(optimizer)):
+            return _compare_groups(describe(optimizer, lambda parameter: 0), dims)
     finally:
         torch.set_rng_state(state)
+
+
+def _compare_groups(description: Mapping[str, Any], dims: Sequence[Sequence[int]]) -> str | None:
+    for options, dims_of_group in zip(description["groups"], dims, strict=True):
+        if options.get("lr") == 0:  # as in a warm-up; it would hide what an update depends on
+            options["lr"] = 0.1
+        shapes = [sides[:dim] for dim in dims_of_group for sides in _SIDES]
+        for scale in _GRADIENT_SCALES if shapes else ():
+            try:
+                reason = _compare({**description, "groups": [options]}, shapes, scale)
+            except Exception as error:
+                if scale != 1.0:  # too large for it
+                    continue
+                return (
+                    "a step of small parameters without a closure raises "
+                    f"{type(error).__name__}: {error}"
+                )
+            if reason is not None:
+                return reason
     return None
 
 

@@ -1,6 +1,7 @@
 """With sharded state an optimizer of any class steps by parameter, or once and says why."""
 
 import contextlib
+from typing import ClassVar
 
 import pytest
 import torch
@@ -340,6 +341,30 @@ def test_hooks_that_a_base_class_calls_again_see_one_step(way):
         found, *_ = trained(strategy, Lamb, True, way, prepare)
         assert_same(found, expected)
     assert calls == of_one
+
+
+class CountsOnClass(Plain):
+    count = 0
+
+    def end(self):
+        type(self).count += 1
+
+
+class ListOnClass(Plain):
+    counts: ClassVar[list[int]] = []
+
+    def end(self):
+        self.counts.append(1)
+
+
+@pytest.mark.parametrize("way", [1, 3])
+@pytest.mark.parametrize("kind", [CountsOnClass, ListOnClass])
+def test_what_a_class_counts_is_that_of_one_device(kind, way, monkeypatch):
+    monkeypatch.setattr(CountsOnClass, "count", 0)
+    monkeypatch.setattr(ListOnClass, "counts", [])
+    with mirror.MirroredStrategy(["cpu"] * 2, optimizer_state="sharded") as strategy:
+        trained(strategy, kind, True, way)
+    assert CountsOnClass.count + len(ListOnClass.counts) == len(SIZES)
 
 
 def test_measuring_leaves_the_optimizer_and_the_generator_alone():

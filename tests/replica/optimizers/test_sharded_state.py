@@ -18,6 +18,7 @@ from mirror.replica.optimizers.slice_plan import ParamSlice
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.replica.optimizers.kinds import Plain
 from tests.replica.optimizers.test_optim_db import NO_CLOSURE, pair_of_optimizers, problem
+from tests.replica.optimizers.test_slice_plan import gpt2, resnet50
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is experimental:UserWarning")
 
@@ -133,6 +134,40 @@ def test_every_replica_holds_its_share_of_the_state(n, way, sharded):
     assert len(held) == n
     assert max(held) <= (1 / n + 0.02) * whole
     assert sum(held) <= 1.02 * whole
+
+
+class Listed(nn.Module):
+    """Has parameters of the sizes of a known model, each divided by 256."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.all = nn.ParameterList(torch.randn(max(1, size // 256)) for size in sizes)
+
+    def forward(self, x):
+        return torch.stack([(parameter * x.mean()).sum() for parameter in self.all])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("sizes", [resnet50(), gpt2()], ids=["ResNet-50", "GPT-2"])
+def test_eight_replicas_have_equal_shards_of_an_eighth_of_the_state(sizes, inside):
+    with mirror.MirroredStrategy(["cpu"] * 8, optimizer_state="sharded") as strategy:
+        with strategy.scope():
+            model = Listed(sizes)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with strategy.scope() if inside else contextlib.nullcontext():
+            for x in strategy.distribute_dataset([torch.randn(8, 2)] * 3):
+
+                def step(x):
+                    optimizer.zero_grad()
+                    model(x).mean().backward()
+                    optimizer.step()
+
+                strategy.run(step, args=(x,))
+            held = strategy.report().state_bytes
+            strategy.check_replicas()
+        whole = whole_bytes(optimizer)
+    assert max(held) <= (1 / 8 + 0.02) * whole
+    assert max(held) <= 1.1 * sum(held) / 8
 
 
 def test_state_read_is_gathered_and_scattered_by_the_next_step(sharded):
@@ -528,27 +563,31 @@ def step_of(strategy, way, model, optimizer, inside=lambda model: None):
     return {1: lambda: step(x), 2: reduced, 3: lambda: strategy.run(step, args=(part,))}[way]
 
 
-def sent_in_a_step(n, way, state, pack, make_optimizer=adamw, inside=lambda model: None):
+def sent_in_a_step(n, way, state, pack, *, in_scope=True, inside=lambda model: None):
     """Returns the bytes that a replica sends in the third step, and the collectives."""
     communicator = Counting(n)
     options = mirror.CommunicationOptions(bytes_per_pack=pack)
     with mirror.MirroredStrategy(
         ["cpu"] * n, communicator, communication_options=options, optimizer_state=state
     ) as strategy:
-        model = strategy.mirror(nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 30)))
-        step = step_of(strategy, way, model, make_optimizer(model.parameters()), inside)
-        for _ in range(3):
-            communicator.sent, communicator.calls = 0.0, []
-            step()
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 30))
+            optimizer = adamw(model.parameters())
+        with strategy.scope() if in_scope else contextlib.nullcontext():
+            step = step_of(strategy, way, model, optimizer, inside)
+            for _ in range(3):
+                communicator.sent, communicator.calls = 0.0, []
+                step()
         return communicator.sent, communicator.calls
 
 
 @pytest.mark.parametrize("pack", [25 * 2**20, 1000])
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("way", [1, 2, 3])
-def test_a_step_sends_as_many_bytes_as_with_replicated_state(way, n, pack):
-    replicated, _ = sent_in_a_step(n, way, "replicated", pack)
-    sharded, calls = sent_in_a_step(n, way, "sharded", pack)
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_a_step_sends_as_many_bytes_as_with_replicated_state(in_scope, way, n, pack):
+    replicated, _ = sent_in_a_step(n, way, "replicated", pack, in_scope=in_scope)
+    sharded, calls = sent_in_a_step(n, way, "sharded", pack, in_scope=in_scope)
     num_elements = 6 * 50 + 50 + 50 * 30 + 30
     assert replicated == pytest.approx(2 * (n - 1) / n * 4 * num_elements, rel=0.01)
     alignment = 4 * n * len(calls)  # chunks of a bucket differ by one element at most
