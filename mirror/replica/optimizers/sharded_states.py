@@ -14,7 +14,7 @@ the same, so it is gathered when it is read::
     the next step of sharded parameters  -> scattered: what the program has changed counts
 
 So what is read is a copy of that moment: it does not change with later steps, and changes to it
-count at the next step. A write after that step, into a tensor that was read before it, would be
+count at the next step. A write after that step, into an entry that was read before it, would be
 lost: the next step or read raises ``StrategyError``. While the state is gathered, the first
 replica's device holds all of it.
 Inside ``run`` every replica gets a gathered copy of its own, as with replicated state, and each
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,12 +57,21 @@ Entry = dict[Any, Any]
 
 
 class _Shown(NamedTuple):
-    """A tensor of an entry that the program may have read before the replicas got their parts."""
+    """An entry, or a tensor of it, that the program may have read before the state was scattered.
 
-    tensor: weakref.ref[Tensor]
-    version: int
+    Attributes:
+        mark: the version of a tensor; the keys and values of an entry, by their ids.
+        name: the key of a tensor; ``None`` for an entry.
+    """
+
+    held: weakref.ref[Any]
+    mark: Any
     name: Any
     variable: ReplicatedParam
+
+
+def _mark_of(held: Any) -> Any:
+    return held._version if isinstance(held, Tensor) else {n: id(v) for n, v in held.items()}
 
 
 class GatheredState(SharedState):
@@ -160,7 +169,8 @@ class ShardedStates(ReplicaStates):
                     entry = self._whole(variable, sliced)
                     owner = variable.owner()
                     if entry is not None and owner is not None:
-                        self.shared.put(owner, entry)
+                        # Of a plain dict there are no weak references: see ``_note_shown``.
+                        self.shared.put(owner, OrderedDict(entry))
             self._by_replica[0] = defaultdict(dict)
             for key, value in dict.items(self.shared):
                 of_key = param_of(key)
@@ -170,23 +180,31 @@ class ShardedStates(ReplicaStates):
             self.sliced = None
 
     def _note_shown(self, entry: Entry, variable: ReplicatedParam) -> None:
-        """Notes the tensors of an entry that is dropped, and how often they were written to."""
-        for name, value in entry.items():
-            for leaf in leaves_of(value):
-                if isinstance(leaf, Tensor) and not leaf.is_inference():
-                    known = weakref.ref(leaf)
-                    self._shown.append(_Shown(known, leaf._version, name, variable))
+        """Notes an entry that is dropped and its tensors, to find later writes into them."""
+        held: list[tuple[Any, Any]] = [
+            (name, leaf)
+            for name, value in entry.items()
+            for leaf in leaves_of(value)
+            if isinstance(leaf, Tensor) and not leaf.is_inference()
+        ]
+        if isinstance(entry, OrderedDict):
+            held.append((None, entry))
+        self._shown += [_Shown(weakref.ref(h), _mark_of(h), name, variable) for name, h in held]
 
     def _refuse_late_writes(self) -> None:
         shown, self._shown = self._shown, []
         for one in shown:
-            tensor = one.tensor()
-            if tensor is None:
+            held = one.held()
+            if held is None:
                 continue
-            if tensor._version != one.version:
+            if _mark_of(held) != one.mark:
+                key = one.name
+                if key is None:
+                    names = [*one.mark, *held]
+                    key = next(n for n in names if one.mark.get(n) != id(held.get(n)))
                 raise StrategyError(
-                    f"{named_state(one.name, one.variable)} was read before a step and changed "
-                    'in place after it; with optimizer_state="sharded" what is read is a copy of '
+                    f"{named_state(key, one.variable)} was read before a step and changed "
+                    'after it; with optimizer_state="sharded" what is read is a copy of '
                     "that moment, so this change would be lost; read optimizer.state again after "
                     "a step, and change that"
                 )
@@ -209,7 +227,7 @@ class ShardedStates(ReplicaStates):
                 leaf = flat_like(leaf, target)[one.start : one.stop]
             return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
 
-        return map_structure(part, entry)  # type: ignore[no-any-return]
+        return {name: map_structure(part, value) for name, value in entry.items()}
 
     def _whole(self, variable: ReplicatedParam, sliced: SlicedParams) -> Entry | None:
         """Returns the entry of a whole parameter, on the first replica's device."""

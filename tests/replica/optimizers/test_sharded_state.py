@@ -952,7 +952,7 @@ def test_every_backend_gives_the_bits_of_replicated_state(backend):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("how", ["entry", "state_dict", "in run"])
+@pytest.mark.parametrize("how", ["tensor", "entry", "state_dict", "in run"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_write_into_state_that_was_read_before_a_step_raises(n, how, inside, sharded):
     strategy = sharded(n)
@@ -967,7 +967,8 @@ def test_a_write_into_state_that_was_read_before_a_step_raises(n, how, inside, s
 
     with strategy.scope() if inside else contextlib.nullcontext():
         step()
-        if how == "entry":
+        entry = optimizer.state[model[0].weight] if how == "entry" else {}
+        if how in ("tensor", "entry"):
             held = optimizer.state[model[0].weight]["exp_avg"]
         elif how == "state_dict":
             held = optimizer.state_dict()["state"][0]["exp_avg"]
@@ -978,7 +979,10 @@ def test_a_write_into_state_that_was_read_before_a_step_raises(n, how, inside, s
         held.mul_(2)  # before the next step it counts
         step()
         step()  # no write: nothing is wrong
-        held.zero_()
+        if how == "entry":
+            entry["exp_avg"] = torch.zeros(5, 6)
+        else:
+            held.zero_()
         with pytest.raises(mirror.StrategyError) as lost:
             step()
         assert "optimizer state 'exp_avg' of parameter '0.weight' was read before a step" in str(
