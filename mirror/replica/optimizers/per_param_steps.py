@@ -34,18 +34,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.base.torch_private import has_step_hooks
 from mirror.devices import using
 from mirror.errors import StrategyError
 from mirror.execution.replicas import current
-from mirror.replica.optimizers.param_groups import StepOnce, keep_options
-from mirror.replica.optimizers.piecewise_optimizers import describe, rebuild
-from mirror.replica.optimizers.step_dispatch import (
+from mirror.replica.optimizers.merge_call_shared import (
     is_torchs_own,
     kept_by,
     numbers_of,
     raw_step,
 )
+from mirror.replica.optimizers.param_groups import StepOnce, has_step_hooks, keep_options
+from mirror.replica.optimizers.piecewise_optimizers import describe, rebuild
 
 _SIDES = ((6, 4, 3, 2, 2, 2), (5, 4, 3, 2, 2, 2))  # of the parameters of a measurement
 _NUM_STEPS = 3
