@@ -563,8 +563,16 @@ def step_of(strategy, way, model, optimizer, inside=lambda model: None):
     return {1: lambda: step(x), 2: reduced, 3: lambda: strategy.run(step, args=(part,))}[way]
 
 
-def sent_in_a_step(n, way, state, pack, *, in_scope=True, inside=lambda model: None):
-    """Returns the bytes that a replica sends in the third step, and the collectives."""
+def nothing(_):
+    pass
+
+
+def sent_in_a_step(n, way, state, pack, *, in_scope=True, inside=nothing, count=3, change=nothing):
+    """Returns the bytes that a replica sends in the last step, and the collectives.
+
+    Args:
+        count: the number of steps; ``change`` is called with the optimizer before the last.
+    """
     communicator = Counting(n)
     options = mirror.CommunicationOptions(bytes_per_pack=pack)
     with mirror.MirroredStrategy(
@@ -575,7 +583,9 @@ def sent_in_a_step(n, way, state, pack, *, in_scope=True, inside=lambda model: N
             optimizer = adamw(model.parameters())
         with strategy.scope() if in_scope else contextlib.nullcontext():
             step = step_of(strategy, way, model, optimizer, inside)
-            for _ in range(3):
+            for i in range(count):
+                if i == count - 1:
+                    change(optimizer)
                 communicator.sent, communicator.calls = 0.0, []
                 step()
         return communicator.sent, communicator.calls
@@ -605,6 +615,19 @@ def test_a_step_that_reads_the_gradients_sends_half_as_much_again(way):
     sharded, calls = sent_in_a_step(3, way, "sharded", 2**20, inside=clip)
     assert sharded == pytest.approx(1.5 * replicated, rel=0.01)
     assert calls == ["reduce_scatter", "all_gather", "all_gather"]
+
+
+def swap_parameters(optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+@pytest.mark.parametrize(("count", "change", "most"), [(1, nothing, 1.5), (3, swap_parameters, 2)])
+@pytest.mark.parametrize("way", [1, 3])
+def test_the_first_step_of_parameter_groups_sends_at_most_twice_as_much(way, count, change, most):
+    first, calls = sent_in_a_step(3, way, "sharded", 2**20, count=count, change=change)
+    replicated, _ = sent_in_a_step(3, way, "replicated", 2**20)
+    assert first <= 1.01 * most * replicated
+    assert calls[-1] == "all_gather"
 
 
 # Gradients that are scattered: sequences of operations, drawn from seeds, from the second step on.
