@@ -32,6 +32,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from ctypes import string_at
 from dataclasses import dataclass
 from itertools import chain
 
@@ -163,7 +164,7 @@ class BucketInFlight:
         buffers: the buffers that are summed over the workers in place: one, or one per replica.
         weight: this worker's weight, if the dtype of the buffer is too coarse for it.
         what: describes the reduction, for messages.
-        usual: the trailer of the usual case, as numbers; ``None`` if it must be read.
+        usual: the bytes of the usual case's trailer; ``None`` if it must be read.
     """
 
     bucket: WorkerBucket
@@ -172,16 +173,19 @@ class BucketInFlight:
     waits: list[Callable[[], None]]
     weight: Tensor | None
     what: str
-    usual: list[float] | None = None
+    usual: bytes | None = None
 
     def is_done(self) -> Trailer | None:
         """Waits for the sum; returns its trailer, ``None`` for the usual one."""
         for wait in self.waits:
             wait()
-        numbers = self.buffers[0][self.bucket.num_elements :].tolist()
-        if numbers == self.usual:
+        buffer, usual = self.buffers[0], self.usual
+        # Two tensor operations would take 15 us here, where the caches are cold.
+        if usual is not None and usual == string_at(
+            buffer.data_ptr() + self.bucket.num_bytes, len(usual)
+        ):
             return None
-        trailer = read_trailer(numbers)
+        trailer = read_trailer(buffer[self.bucket.num_elements :].tolist())
         return trailer if self.weight is None else trailer._replace(weight=float(self.weight))
 
 
