@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -284,7 +284,7 @@ class HostCommunicator(Communicator):
             super().all_reduce_checked(columns, op, scale, bytes_per_pack, wire_dtype)
             return
         copied: dict[int, list[Tensor]] = {}
-        if False in [tensor.is_contiguous() for tensor in chain(*columns)]:
+        if not all(map(Tensor.is_contiguous, chain(*columns))):
             rows = list(zip(*columns, strict=True))
             copied = {i: _copies(row) for i, row in enumerate(rows) if not have_same_strides(row)}
             for i, copies in copied.items():
@@ -298,8 +298,8 @@ class HostCommunicator(Communicator):
             if len(dtypes) > 1:
                 same_dtype = [[tensor for tensor in c if tensor.dtype is dtype] for c in reduced]
             self._library.all_reduce(
-                [tensor.data_ptr() for row in zip(*same_dtype, strict=True) for tensor in row],
-                [tensor.numel() for tensor in same_dtype[0]],
+                _addresses(chain.from_iterable(zip(*same_dtype, strict=True))),
+                list(map(Tensor.numel, same_dtype[0])),
                 dtype,
                 op,
                 float(scale),
@@ -316,7 +316,7 @@ class HostCommunicator(Communicator):
         if not all(map(have_same_strides, rows)):
             return super()._share_memory(columns)
         sizes_bytes = [row[0].nbytes for row in rows]
-        return bool(rows) and self._library.overlap(_addresses(list(chain(*rows))), sizes_bytes)
+        return bool(rows) and self._library.overlap(_addresses(chain(*rows)), sizes_bytes)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         self.check_tensors(tensors, root=root)
@@ -337,8 +337,8 @@ class HostCommunicator(Communicator):
         increment_version(tensors)
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))  # half the time of a loop
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -90,6 +90,9 @@ def replicas_in(optimizer: Optimizer) -> Replicas | None:
     """
     replicas: Replicas | None = None
     for options in optimizer.param_groups:
+        kinds = set(map(type, options["params"]))  # each step of a plain optimizer looks at these
+        if not any(issubclass(kind, (MirroredParameter, ReplicaParameter)) for kind in kinds):
+            continue
         for parameter in options["params"]:
             if isinstance(parameter, MirroredParameter):
                 theirs = parameter._mirrored.replicas
