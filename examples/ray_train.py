@@ -27,7 +27,7 @@ NUM_WORKERS = 2
 
 
 def train(strategy: mirror.MirroredStrategy, directory: Path) -> list[float]:
-    """Trains on whatever the strategy is over; returns the mean loss of every epoch."""
+    """Trains on the devices of the strategy; returns the mean loss of every epoch."""
     torch.manual_seed(0)
     with strategy.scope():
         model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))

@@ -4,6 +4,7 @@ import gc
 import logging
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ with torch.device("cpu"):
     torch.empty(0)
 
 TORCHS_LAYERS = [kind for kind in vars(torch.nn).values() if isinstance(kind, type)]
+
+
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("no deadline", deadline=None)  # a busy machine misses any
+    settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser):
@@ -144,6 +152,18 @@ def threads_switch_often():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def one_thread():
+    """Makes replicas compute with one intra-op thread, alone or at once.
+
+    Bits depend on the number: LayerNorm, for one, adds its gradients up per thread.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

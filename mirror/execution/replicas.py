@@ -46,8 +46,8 @@ from mirror.device.streams import ReplicaStreams, Stopwatch
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.replica_rng import ReplicaRng
-from mirror.threads.lockstep import Lockstep, NullLockstep
-from mirror.threads.merge_point import Action, MergePoint, Payloads
+from mirror.threads.lockstep import Lockstep
+from mirror.threads.merge_point import Action, MergePoint, NullLockstep, Payloads
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class Replicas:
         has_parameter_device: whether that is a storage of its own, and not the first replica's.
         steps_once: whether one optimizer step serves all replicas.
         shards_state: whether each replica holds and updates a part of the optimizers' state. Of
-            workers, which step alike, also one with a single replica.
+            workers, also one with a single replica: all of them step the same way.
         caches: the caches that may keep optimizers alive.
     """
 
@@ -333,8 +333,7 @@ class Run:
 
     def shares(self) -> dict[int, float]:
         """Returns the share of each replica's gradient. See [Note: Shares]."""
-        weights = {r: replica.weight for r, replica in self.members.items()}
-        return shares_of(weights, weighted=self.replicas.weighted)
+        return shares_of(self.weights(), weighted=self.replicas.weighted)
 
     def weights(self) -> dict[int, float]:
         """Returns the active replicas' weights by replica id."""

@@ -73,7 +73,7 @@ def test_a_gradient_with_another_holder_is_cloned_in_order():
 
 
 @pytest.mark.parametrize("rows", [names(2), names(3), ROWS, [*ROWS, ["cuda:4", "cuda:5"]]])
-def test_gpus_that_were_seeded_equally_draw_apart_at_each_position(rows):
+def test_gpus_with_equal_seeds_draw_different_numbers_at_each_position(rows):
     places = [[row] if isinstance(row, str) else row for row in rows]
     seen = []
 

@@ -44,7 +44,7 @@ def drawn():
     return float(strategy.local_results(own)[0]), float(torch.rand(()))
 
 
-def test_workers_draw_apart_within_runs_and_equally_between_them(worker_pool):
+def test_workers_draw_different_numbers_within_runs_and_equal_ones_between(worker_pool):
     (own, between), (others, too) = worker_pool(2).run(drawn)
     assert own != others
     assert between == too
@@ -208,7 +208,7 @@ def test_a_program_ends_without_a_message(tmp_path, kept, size, options, port):
         ("close", {"compiled": True}),
     ],
 )
-def test_whatever_outlives_mirrors_modules_a_program_ends_without_a_message(
+def test_a_program_ends_without_a_message_at_any_order_of_teardown(
     kept, options, script_pool, port
 ):
     program = program_that_keeps(kept, **options)

@@ -20,13 +20,14 @@ import torch
 
 from mirror.comm.kernels import launcher
 from mirror.comm.kernels.binaries import Unit, binary, compile_all, source_folder, unit_of
-from mirror.comm.kernels.kernel_arguments import (
+from mirror.comm.kernels.launcher import (
     ABORTED,
     FLAG_BYTES,
     KernelArguments,
+    Launch,
+    launch,
     workspace_bytes,
 )
-from mirror.comm.kernels.launcher import Launch, launch
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
 

@@ -14,8 +14,8 @@ from itertools import permutations
 
 import torch
 
-from mirror.comm.kernels.kernel_arguments import PACK_BYTES, KernelArguments
 from mirror.comm.kernels.kernel_communicator import KernelCommunicator, check_partial_sums
+from mirror.comm.kernels.launcher import PACK_BYTES, KernelArguments
 from mirror.comm.registry import register
 from mirror.comm.topology import Topology, topology_of
 

@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass, compile_context, queue_callback
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replica, Replicas, Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_reducer import GradReducer
@@ -81,18 +81,22 @@ class GradAccess:
 
         return LifecycleHooks(
             name="reduced gradients",
-            prepare=self._sync_exposed,
+            prepare=(
+                WhilePending(self._common, self.distribute_common),
+                WhilePending(self.exposed, self._sync_exposed),
+            ),
             sync_idle=sync_idle,
             recover=recover,
         )
 
     def set_common(self, grads: dict[ReplicatedParam, Tensor | None]) -> None:
         """Sets the gradients of all replicas; ``distribute_common`` copies them when needed."""
-        self._common = self._common | grads
+        self._common.update(grads)
 
     def distribute_common(self) -> None:
         """Gives the replicas the gradients of ``set_common``."""
-        common, self._common = self._common, {}
+        common = dict(self._common)
+        self._common.clear()
         for variable, grad in common.items():
             for r, target in enumerate(variable.targets):
                 target.grad = grad if grad is None or r == 0 else _copy_for(grad, target)
@@ -241,10 +245,6 @@ class GradAccess:
                 target.grad.data.copy_(grad.data)
 
     def _sync_exposed(self) -> None:
-        if self._common:
-            self.distribute_common()
-        if not self.exposed:
-            return
         for variable, grad in list(self.exposed.items()):
             if variable.targets[0].grad is grad:
                 self.broadcast(variable)

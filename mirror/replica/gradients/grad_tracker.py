@@ -319,7 +319,8 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 _begin_in_trackers(this, begun)
             if replica is None:
                 return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
-            replica.run.lockstep.let_next_begin(lane)  # the engine runs without the GIL
+            if not replica.run.lockstep.takes_turns:
+                replica.run.lockstep.let_next_begin(lane)  # the engine runs without the GIL
             if replica.replicas.places.is_model_parallel:
                 with renaming(replica):  # torch removes this mode for the time of backward
                     return run(*args, **kwargs)

@@ -66,7 +66,7 @@ from mirror.execution.replicas import (
     save_context,
 )
 from mirror.execution.runner import Runner
-from mirror.replica.exactness.mixing_forward import warn_if_mixing
+from mirror.replica.exactness.local_losses import warn_if_mixing
 from mirror.replica.layers.unsplit_layers import (
     LAYERS,
     call_with_sequences,

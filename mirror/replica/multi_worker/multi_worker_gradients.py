@@ -18,7 +18,6 @@ import torch
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
-from mirror.base.torch_private import set_grad_enabled
 from mirror.execution.lifecycle import nothing
 from mirror.execution.replicas import Replicas, Run, current, replica_of
 from mirror.execution.runner import Runner
@@ -237,7 +236,7 @@ class MultiWorkerGradients(GradReducer):
 
     def _reduce_all(self, shares: PassWeights) -> None:
         is_enabled = torch.is_grad_enabled()
-        set_grad_enabled(False)
+        torch.set_grad_enabled(False)
         try:
             self._learn()
             has_sparse = False
@@ -247,7 +246,7 @@ class MultiWorkerGradients(GradReducer):
             if has_sparse or not self._fits():
                 self._reduction.reduce(self._agree(shares.total or 0.0), shares)
         finally:
-            set_grad_enabled(is_enabled)
+            torch.set_grad_enabled(is_enabled)
 
     def _learn(self) -> ReadyGrads:
         """Records the order of arrival; removes the hooks if it is the same as before."""

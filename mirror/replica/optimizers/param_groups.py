@@ -5,17 +5,23 @@ Replicas step with copies of the options, which must be equal on all replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.torch_function import MirroredParameter
+from mirror.threads.schedule import count_own_hooks
 
 
 class ParamGroupsView:
@@ -238,3 +244,38 @@ def _is_number(*values: Any) -> bool:
         isinstance(v, plain) or (isinstance(v, tuple) and all(isinstance(x, plain) for x in v))
         for v in values
     )
+
+
+_HOOKS = "_mirror_step_hooks"  # in an optimizer's __dict__; copies and pickles leave it out
+StepHooks = tuple[Mapping[int, Any], ...]  # by the ids of handles
+
+
+@functools.cache
+def _global_step_hooks() -> StepHooks:
+    """Returns torch's dicts of the hooks of all optimizers' steps, before and after a step."""
+    return _dicts_of(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+
+
+def _dicts_of(*registers: Callable[..., Any]) -> StepHooks:
+    handles = [register(lambda *args: None) for register in registers]
+    count_own_hooks(len(handles))
+    for handle in handles:
+        handle.remove()
+    return tuple(handle.hooks_dict_ref() for handle in handles)
+
+
+def step_hooks(optimizer: Any) -> StepHooks:
+    """Returns the dicts of the hooks of an optimizer's steps, before and after a step."""
+    found: StepHooks | None = optimizer.__dict__.get(_HOOKS)
+    if found is None:
+        found = optimizer.__dict__[_HOOKS] = _dicts_of(
+            optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        )
+    return found
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether the program has hooks of this optimizer's steps, or of those of all optimizers."""
+    before, after = _global_step_hooks()
+    own_before, own_after = optimizer.__dict__.get(_HOOKS) or step_hooks(optimizer)
+    return bool(before or after or own_before or own_after)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from mirror.execution.replicas import current
 from mirror.threads.user_frames import user_line
-from mirror.tools.check.replica_log import ReplicaLog
+from mirror.tools.check.record import ReplicaLog
 
 if TYPE_CHECKING:
     from mirror.execution.replicas import Replica

@@ -1,18 +1,8 @@
 """Strategies with small buckets, or with parallel backward passes."""
 
 import pytest
-import torch
 
 import mirror
-
-
-@pytest.fixture
-def one_thread():
-    """Has replicas compute with as many threads alone as at once: sums depend on how many."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

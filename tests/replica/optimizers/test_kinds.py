@@ -244,7 +244,7 @@ VIEWS = [OptimizerView, PlainView, CopiedView]
 @pytest.mark.parametrize("references", [2, 0])  # as if the interpreter counted fewer of them
 @pytest.mark.parametrize("views", [[], *[[view] for view in VIEWS], VIEWS])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_wrappers_show_the_state_of_the_optimizer_whatever_the_interpreter_counts(
+def test_wrappers_show_the_state_of_the_optimizer_for_any_count_of_references(
     n, views, references, inside, monkeypatch
 ):
     monkeypatch.setattr(sys, "getrefcount", lambda found: references)

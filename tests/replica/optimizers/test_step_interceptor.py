@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 import mirror
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.replicas import current
+from mirror.replica.optimizers.param_groups import step_hooks
 from tests.oracle import assert_same
 from tests.pairs import pairwise
 from tests.replica.optimizers.kinds import SAM, Child, CounterOnSelf, Lookahead, lbfgs
@@ -272,6 +273,16 @@ def test_an_optimizer_without_a_strategy_is_left_alone(ends):
     optimizer.step()
     assert ends == [1]
     assert weight.item() == pytest.approx(0.9)
+
+
+def test_hooks_of_optimizers_are_seen():
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    assert not any(step_hooks(optimizer))
+    handle = optimizer.register_step_pre_hook(lambda *args: None)
+    assert any(step_hooks(optimizer))
+    handle.remove()
+    optimizer.register_step_post_hook(lambda *args: None)
+    assert any(step_hooks(optimizer))
 
 
 # What a hook does, and notes.
