@@ -98,6 +98,7 @@ class Lockstep:
         self.is_busy = self._is_forked = False
         self._threads = ReplicaThreads(names, self._work)
         self._mutex, self._finished = threading.Lock(), Baton(is_of_caller=True)
+        self._finish: Callable[[], None] = bool  # posts it, in this run only
         self._begin_run({})
 
     def _begin_run(
@@ -138,6 +139,7 @@ class Lockstep:
             finally:
                 self._begin_run({})
         self.is_busy = True  # until the end: an interrupt may come at any line
+        self._finish = self._finished.renew()
         try:
             if self._schedule == "concurrent":
                 self.pace.begin_turn()
@@ -320,21 +322,35 @@ class Lockstep:
             self._await()
 
     def _work(self, replica_id: int) -> None:
-        try:
-            while self._threads.wait_for_run(replica_id):
-                self._perform(replica_id)
-                if self._threads.dismissed:
+        run: tuple[RunQueue, Failure, Callable[[], None]] | None = None
+        while True:
+            try:
+                while self._threads.wait_for_run(replica_id):
+                    run = self._queue, self._failure, self._finish
+                    self._perform(replica_id)
+                    if self._threads.dismissed:
+                        return
+                    if self._failure.error is not None:
+                        with self._mutex:
+                            self._queue.drop_unstarted()
+                    self._stop(replica_id, None)
+                    run = None
+                return
+            except RunCancelled:  # thrown by _cancel_and_join; it may arrive at any line
+                return
+            except BaseException as error:
+                if run is None or not run[0].is_over:
+                    # This thread ends, with or without the turn.
+                    self._is_broken, self.usable = True, False
+                    self._failure.record(error, replica_id)
+                    self._wake_all()
                     return
-                if self._failure.error is not None:
-                    with self._mutex:
-                        self._queue.drop_unstarted()
-                self._stop(replica_id, None)
-        except RunCancelled:  # thrown by _cancel_and_join; it may arrive at any line
-            return
-        except BaseException as error:  # this thread ends, with or without the turn
-            self._is_broken, self.usable = True, False
-            self._failure.record(error, replica_id)
-            self._wake_all()
+                # All replicas have ended. The caller may have begun another run already.
+                _, failure, finish = run
+                failure.record(error, replica_id)
+                with suppress(RuntimeError):  # it is posted already
+                    finish()
+                run = None
 
     def _perform(self, replica_id: int) -> None:
         try:

@@ -203,6 +203,11 @@ class RunQueue:
         self.num_turns, self.latest = self.num_turns + 1, successor
         return successor
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all replicas have ended."""
+        return not (self.running or self.runnable or self.waiting)
+
     def drop_unstarted(self) -> None:
         """Removes the replicas that have not started, because the run has failed."""
         self.runnable = deque(r for r in self.runnable if r not in self.unstarted)

@@ -147,6 +147,17 @@ class Baton:
             if self._affinities is not None:
                 self.move_back()
 
+    def renew(self) -> Callable[[], None]:
+        """Forgets earlier posts, also those that threads are late to make with what this returns.
+
+        Returns:
+            A function that posts until the next call, and raises RuntimeError after a post.
+        """
+        lock = threading.Lock()
+        lock.acquire()
+        self._lock = lock
+        return lock.release
+
     def post(self, *, same_cpu: bool) -> None:
         """Makes one thread continue.
 

@@ -13,6 +13,10 @@ from mirror.execution.replicas import current
 MAIN = "main"
 EVENTS = ("call", "return", "c_return")  # where Python, between instructions, looks for signals
 
+# An interrupt that comes just after the ``__enter__`` of a ``with`` statement skips its
+# ``__exit__`` and leaves a lock held: https://github.com/python/cpython/issues/148874
+_LOSES_LOCKS = sys.version_info >= (3, 14)
+
 
 class Injector:
     """Counts the entries and returns of functions by thread, and raises at one of them.
@@ -47,6 +51,8 @@ class Injector:
 
     def _record(self, frame, event, arg):
         if not self._is_watching or event not in EVENTS or frame.f_code in _OWN:
+            return
+        if _LOSES_LOCKS and event == "c_return" and arg.__name__ == "__enter__":
             return
         thread = threading.current_thread()
         name = MAIN if thread is threading.main_thread() else thread.name
