@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mirror.base.torch_private import WithoutSubclass, tracing_state
+from mirror.base.torch_private import WithoutSubclass, is_jit_tracing
 from mirror.errors import StrategyError
 from mirror.execution.replicas import current
 
@@ -93,7 +93,7 @@ class MirroredTensor(Tensor):
             return special(*args, **(kwargs or {}))
         if func in _RAW_STORAGE and isinstance(args[0], MirroredTensor):
             args[0]._expose(None)
-        if tracing_state() is not None:  # torch.jit.trace
+        if is_jit_tracing():  # torch.jit.trace
             return _call_traced(func, args, kwargs or {})
         resolved = [resolve(arg, func) for arg in args]
         named = {key: resolve(arg, func) for key, arg in kwargs.items()} if kwargs else {}
