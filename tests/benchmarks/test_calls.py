@@ -1,5 +1,6 @@
 """The number of calls on hot paths, of Python and C functions, does not rise."""
 
+import contextlib
 import gc
 import math
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 import mirror
 from mirror.execution.replicas import Run
 from mirror.threads.lockstep import Lockstep
+from tests.pairs import pairwise
 from tests.profiled import profiled
 
 TIMES, WARM = 4, 5
@@ -150,23 +152,23 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
     assert added - pass_calls() <= 22
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("n", [2, 8])
-def test_a_step_with_sharded_state_makes_about_as_many_calls(n, way, options):
+@pairwise(foreach=[False, True], way=[1, 3], n=[2, 8], inside=[False, True])
+def test_a_step_with_sharded_state_makes_about_as_many_calls(foreach, n, inside, way):
     batch = torch.ones(24, 2, 2, 2)
 
     def step_calls(state):
         with mirror.MirroredStrategy(["cpu"] * n, optimizer_state=state) as strategy:
-            model = strategy.mirror(Convolutions())
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+            with strategy.scope():
+                model = Convolutions()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
 
             def step():
                 optimizer.zero_grad()
                 model(batch).sum().backward()
                 optimizer.step()
 
-            return calls_of(step if way == 1 else lambda: strategy.run(step))
+            with strategy.scope() if inside else contextlib.nullcontext():
+                return calls_of(step if way == 1 else lambda: strategy.run(step))
 
     assert step_calls("sharded") <= 1.1 * step_calls("replicated")
 

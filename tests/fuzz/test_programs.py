@@ -8,10 +8,9 @@ from tests.fuzz import run, shrink
 from tests.fuzz.compiling import COLLECTIVES, LENGTHS, PLAIN_EVENTS
 from tests.fuzz.events import ANY, CHANGING, SAVING
 from tests.fuzz.faults import KNOWN, known_fault
-from tests.fuzz.knobs import Knobs
 from tests.fuzz.models import LAYERS
 from tests.fuzz.optimizers import OPTIMIZERS
-from tests.fuzz.programs import program
+from tests.fuzz.programs import Knobs, program
 from tests.fuzz.run import Outcome, run_as_worker, run_program, run_within
 from tests.fuzz.shrink import shrunk
 

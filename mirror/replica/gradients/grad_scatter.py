@@ -20,8 +20,8 @@ program sees, and may change, is exact, and the step then takes it from ``target
 Clipping by a global norm and ``GradScaler`` read every gradient: such a step moves half as much
 again.
 
-Scattered are the gradients of variables without hooks that an optimizer of torch.optim steps,
-from its second step on. All others are reduced to all replicas: sparse gradients, those of
+Scattered are the gradients of variables without hooks that an optimizer with slices steps, from
+its second step on. All others are reduced to all replicas: sparse gradients, those of
 several workers, and sums onto a gradient that was read before.
 """
 

@@ -200,25 +200,12 @@ def _class_of(module: str, events: Sequence[RecordedEvent]) -> str:
 
 
 def _call_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[RecordedEvent]:
-    """Returns the events of the outermost call that an event is in."""
-    call: list[RecordedEvent] = []
-    is_inside = False
-    for other in events:
-        if other.depth == 0:
-            if other.kind == INPUT and not is_inside:
-                call = []
-            is_inside = False
-        call.append(other)
-        if other is event:
-            is_inside = True
-        if is_inside and other.depth == 0 and other.kind == OUTPUT:
-            break
-    start = next((i for i, e in enumerate(events) if e is event), 0)
-    for other in events[start + 1 :]:
-        if other.depth == 0 and other.kind == INPUT:
-            break
-        call.append(other)
-    return call
+    """Returns the events of the outermost call that an event is in, up to the next call."""
+    place = next((i for i, e in enumerate(events) if e is event), 0)
+    begins = [i for i, e in enumerate(events) if e.depth == 0 and e.kind == INPUT]
+    start = max((i for i in begins if i <= place), default=0)
+    end = min((i for i in begins if i > place), default=len(events))
+    return list(events[start:end])
 
 
 def _drawn_in(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str]:
