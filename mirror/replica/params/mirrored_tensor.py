@@ -5,7 +5,7 @@ A mirrored parameter or buffer stays the same object; its class is replaced by a
 ``MirroredTensor``. A torch function that gets it as an argument, also inside a list, computes with
 the copy of the current replica instead; in the cross-replica context with the first replica's
 copy, or with the combined buffer. That costs about 3 us per call. Modules avoid the cost: their
-dicts (``modules/module_dicts.py``) return the copies themselves while a replica runs.
+dicts (``modules/module_owner.py``) return the copies themselves while a replica runs.
 
 Optimizers inspect the class and the attributes of parameters: ``isinstance(p, ManifoldParameter)``
 decides how a parameter is stepped, and ``p.manifold`` along which manifold. So the class that a
