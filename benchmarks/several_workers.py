@@ -78,7 +78,7 @@ class Contestant:
     def start(self) -> Residents:
         """Starts its processes; their rendezvous is a port of their own."""
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind(("", 0))
             port = probe.getsockname()[1]
         told = [self.way, self.replicas, self.num_processes, port]
         commands = [

@@ -115,6 +115,13 @@ def test_a_silent_worker_is_lost_after_the_timeout():
     assert not cluster.store.is_lost("a")
 
 
+def test_a_coordinator_that_was_stopped_does_not_take_its_own_silence_for_the_workers():
+    cluster = training("a", "b", timeout_seconds=10.0)
+    assert cluster.step(50.0).phase is Phase.TRAINING
+    assert cluster.beat(9, silent="b").phase is Phase.TRAINING
+    assert cluster.beat(2, silent="b").phase is Phase.FORMING
+
+
 def test_a_worker_that_lost_the_connection_ends_the_generation():
     cluster = training("a", "b", "c")
     assert cluster.wait("a").phase is Phase.FORMING
