@@ -225,9 +225,7 @@ functions_interpreter: Callable[[], object] = _find("torch._C._functorch.peek_in
 _is_batched: Callable[[Tensor], bool] = _find("torch._C._functorch.is_batchedtensor")
 _is_differentiated: Callable[[Tensor], bool] = _find("torch._C._functorch.is_gradtrackingtensor")
 _jit: Any = torch.jit  # untyped
-tracing_state: Callable[[], object] = _find(
-    "torch._C._get_tracing_state", lambda: _jit.is_tracing() or None
-)
+is_jit_tracing: Callable[[], bool] = _jit.is_tracing
 compile_context: Callable[[], object] = _find("torch._guards.CompileContext.try_get")
 
 

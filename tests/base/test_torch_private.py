@@ -247,7 +247,7 @@ def test_what_follows_a_thread_is_seen():
     def record_tracing(x):
         seen.append(
             (
-                torch_private.tracing_state() is not None,
+                torch_private.is_jit_tracing(),
                 torch_private.functions_interpreter() is not None,
                 torch_private.num_dispatch_modes(),
             )

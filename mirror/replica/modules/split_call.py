@@ -49,8 +49,8 @@ from mirror.base.torch_private import (
     current_autograd_node,
     current_graph_task_id,
     functions_interpreter,
+    is_jit_tracing,
     top_saved_tensors_hooks,
-    tracing_state,
     transforms_of,
 )
 from mirror.data.split_batch import split_sizes
@@ -241,7 +241,7 @@ class CallInterceptor(Interceptor):
         runner = modules.runner
         # Tracing, export and torch.func follow this thread through one plain module.
         if (
-            tracing_state() is not None
+            is_jit_tracing()
             or torch.compiler.is_exporting()
             or functions_interpreter() is not None
         ):

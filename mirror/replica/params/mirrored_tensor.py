@@ -5,7 +5,7 @@ A mirrored parameter or buffer stays the same object; its class is replaced by a
 ``MirroredTensor``. A torch function that gets it as an argument, also inside a list, computes with
 the copy of the current replica instead; in the cross-replica context with the first replica's
 copy, or with the combined buffer. That costs about 3 us per call. Modules avoid the cost: their
-dicts (``modules/module_dicts.py``) return the copies themselves while a replica runs.
+dicts (``modules/module_owner.py``) return the copies themselves while a replica runs.
 
 Optimizers inspect the class and the attributes of parameters: ``isinstance(p, ManifoldParameter)``
 decides how a parameter is stepped, and ``p.manifold`` along which manifold. So the class that a
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mirror.base.torch_private import WithoutSubclass, tracing_state
+from mirror.base.torch_private import WithoutSubclass, is_jit_tracing
 from mirror.errors import StrategyError
 from mirror.execution.replicas import current
 
@@ -93,7 +93,7 @@ class MirroredTensor(Tensor):
             return special(*args, **(kwargs or {}))
         if func in _RAW_STORAGE and isinstance(args[0], MirroredTensor):
             args[0]._expose(None)
-        if tracing_state() is not None:  # torch.jit.trace
+        if is_jit_tracing():  # torch.jit.trace
             return _call_traced(func, args, kwargs or {})
         resolved = [resolve(arg, func) for arg in args]
         named = {key: resolve(arg, func) for key, arg in kwargs.items()} if kwargs else {}

@@ -28,7 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from mirror.base.dynamo import skip_frame
-from mirror.base.torch_private import NEW_PARAMETER, WithoutSubclass, tracing_state, wrap_once
+from mirror.base.torch_private import NEW_PARAMETER, WithoutSubclass, is_jit_tracing, wrap_once
 from mirror.errors import StrategyError
 from mirror.execution.replicas import (
     current,
@@ -390,7 +390,7 @@ def _resolve_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     @skip_frame
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         for arg in (*args, *kwargs.values()):
-            if isinstance(arg, MirroredTensor) and tracing_state() is None:
+            if isinstance(arg, MirroredTensor) and not is_jit_tracing():
                 args = tuple(map(_resolved, args))
                 kwargs = {name: _resolved(value) for name, value in kwargs.items()}
                 break

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mirror.base.torch_private import tracing_state
+from mirror.base.torch_private import is_jit_tracing
 from mirror.execution.replicas import current
 from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.user_frames import user_line
@@ -222,7 +222,7 @@ class Recorder:
     ) -> Any:
         """Calls a module and notes what goes in and comes out."""
         log = self.log()
-        if log is None or torch.compiler.is_compiling() or tracing_state() is not None:
+        if log is None or torch.compiler.is_compiling() or is_jit_tracing():
             return forward(*args, **kwargs)
         is_inside = self._is_inside()
         is_outermost = not is_inside and not log.path
