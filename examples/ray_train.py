@@ -3,7 +3,7 @@
     pip install "mirror-strategy[ray]"
     python examples/ray_train.py
 
-Ray starts the workers, tells each who it is, and starts all of them again if one is lost; the
+Ray starts the workers, tells each its rank, and starts all of them again if one is lost; the
 strategy finds them as it finds those of torchrun. Each has the GPUs that Ray gives it, or one
 simulated device. What is reported is a plain loop's on one device.
 """

@@ -263,7 +263,7 @@ def script_pool():
 
 @pytest.fixture(scope="module")
 def objects():
-    """One object of each kind whose attributes are looked up."""
+    """One object of each kind with attributes that are looked up."""
     contexts = []
     with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
         strategy.run(lambda: contexts.append(mirror.get_replica_context()))

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from mirror.base.tree_json import decode, encode
@@ -144,12 +144,79 @@ def capture_order(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         "generators": list(map(state_of, generators)),
         "samplers": [_sampler_state(sampler) for sampler in samplers],
+        "batch_size": _batch_size_of(loader),
     }
+
+
+def _batch_size_of(loader: DataLoader[Any]) -> int | None:
+    """Returns the number of examples in a batch; ``None`` if it is not known."""
+    for holder in (loader, loader.batch_sampler, loader.sampler):
+        size = getattr(holder, "batch_size", None)
+        if isinstance(size, numbers.Integral):
+            return int(size)
+    return None
+
+
+def rebatched(loader: DataLoader[Any], state: Any) -> Any:
+    """Returns a state with its position in batches of this loader's size.
+
+    If another size saved it, the next batch lacks the examples that were read already. So each
+    example of the pass is read once.
+
+    Raises:
+        ValueError: the sizes differ, and positions in examples are not known.
+    """
+    order = state.get("order") if isinstance(state, Mapping) else None
+    before = order.get("batch_size") if isinstance(order, Mapping) else None
+    now = _batch_size_of(loader)
+    if before is None or now is None or before == now or not isinstance(order, Mapping):
+        return state
+    counts = [before, state.get("num_batches"), state.get("num_consumed")]
+    is_plain = not isinstance(loader.dataset, IterableDataset)
+    if getattr(loader.sampler, "num_epochs", 1) != 1 or not is_plain or None in counts:
+        raise ValueError(
+            f"a state of batches of {short_repr(before)} examples fits a loader with batches of "
+            f"{now} only if each pass reads a map-style dataset once; keep the batch size"
+        )
+    size, num_batches, num_consumed = map(int, counts)
+    # With or without drop_last, a pass has these numbers of examples, the ends not included.
+    if not max((num_batches - 1) * size, (len(loader) - 1) * now) < min(
+        (num_batches + 1) * size, (len(loader) + 1) * now
+    ):
+        raise ValueError(
+            f"a state fits only the examples it was taken from, {num_batches} batches of {size}; "
+            f"this loader has {len(loader)} batches of {now}"
+        )
+    whole, num_cut = divmod(num_consumed * size + cut_of(order, num_consumed), now)
+    if num_consumed >= num_batches:
+        whole, num_cut = len(loader), 0
+    first_size = state.get("first_size")
+    if num_cut and first_size is not None:
+        raise ValueError(
+            f"with drop_remainder a pass continues only at a multiple of the batch size, {now}; "
+            f"this one has read {num_consumed * size} examples; keep the batch size up to its end"
+        )
+    return {
+        **state,
+        "num_batches": len(loader),
+        "num_consumed": whole,
+        "first_size": None if first_size is None else now,
+        "order": {**order, "batch_size": now, "cut": [whole, num_cut]},
+    }
+
+
+def cut_of(order: Mapping[str, Any], num_consumed: int) -> int:
+    """Returns how many examples of the next batch were read with another batch size."""
+    index, num_cut = order.get("cut", (0, 0))
+    return int(num_cut) if index == num_consumed else 0
 
 
 def check_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` if an order is not one of this loader; changes nothing."""
     samplers, generators = samplers_of(loader)
+    cut = order.get("cut", (0, 0))
+    if not (isinstance(cut, (list, tuple)) and [type(n) for n in cut] == [int, int]):
+        raise ValueError(f"the entry 'cut' of a state must be two numbers; got {cut!r:.60}")
     states, positions = order.get("samplers", []), order.get("generators", [])
     if not isinstance(states, (list, tuple)) or not isinstance(positions, (list, tuple)):
         raise ValueError("the entries 'samplers' and 'generators' of a state must be lists")

@@ -260,7 +260,7 @@ class Run:
     Attributes:
         active: the ids of the replicas that take part.
         members: the active replicas by id.
-        outer: the run in whose merge this one was started, if any.
+        outer: the run that has started this one in a merge, if any.
         results: the function's results by replica id.
         counts: the number of examples of each replica, if the batch was split.
         is_given: whether the program has set weights.
@@ -306,13 +306,9 @@ class Run:
         self.is_weighted = weights is not None
         self.is_given = type(weights) is GivenWeights
         # As counts_of has it, without a call in every run.
-        self.counts: Sequence[float] | None = (
-            weights
-            if type(weights) is ExampleCounts
-            else weights.counts
-            if type(weights) is GivenWeights
-            else None
-        )
+        self.counts: Sequence[float] | None = weights if type(weights) is ExampleCounts else None
+        if type(weights) is GivenWeights:
+            self.counts = weights.counts
         self.is_default = is_default
         self.is_left = self.is_split = self.has_stepped = False
         self.outer = outer
@@ -337,7 +333,10 @@ class Run:
 
     def weights(self) -> dict[int, float]:
         """Returns the active replicas' weights by replica id."""
-        return {r: replica.weight for r, replica in self.members.items()}
+        weights = dict[int, float]()
+        for r, replica in self.members.items():
+            weights[r] = replica.weight
+        return weights
 
     def total_weight(self) -> float:
         """Returns the sum of the active replicas' weights."""
@@ -505,7 +504,7 @@ class _Current(threading.local):
         strategy: the current strategy, ``None`` if there is none.
         below: the rest of the stack.
         in_whole_call: whether a mirrored module, and all that it calls, runs unsplit.
-        stepping: the optimizers whose steps are in progress in this thread, outermost first.
+        stepping: the optimizers that step in this thread now, outermost first.
     """
 
     replica: Replica | None

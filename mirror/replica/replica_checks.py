@@ -7,8 +7,8 @@ which exchange a hash per value. ``EveryNSteps`` repeats a check during training
 What is said of buffers that replicas leave different: the logger "mirror" warns once of each.
 
 The first runs that write a buffer are checked. Statistics of batch normalisations, which are
-averaged, get a message of their own, one for all layers. It is a warning under ``mirror run``,
-whose scripts know nothing of replicas. A program that makes a strategy has the default of
+averaged, get a message of their own, one for all layers. It is a warning under ``mirror run``:
+its scripts do not expect replicas. A program that makes a strategy has the default of
 tf.distribute and DistributedDataParallel; there its level is INFO.
 """
 

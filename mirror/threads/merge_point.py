@@ -83,7 +83,7 @@ class MergePoint:
 
 @dataclass(slots=True)
 class MergeError:
-    """The result of a merge whose action raised."""
+    """The result of a merge if its action raised."""
 
     error: BaseException
 

@@ -232,7 +232,7 @@ class GilReport:
     Attributes:
         can_be_off: whether this interpreter is built for that, as python3.14t is.
         is_on: whether the GIL is on now.
-        turned_on_by: the module whose import turns it on; ``None`` if none does, or none may.
+        turned_on_by: the module that turns it on if imported; ``None`` if there is none.
     """
 
     can_be_off: bool = False

@@ -1,8 +1,11 @@
 """The number of calls on hot paths, of Python and C functions, does not rise."""
 
+import contextlib
 import gc
 import math
+import sys
 import threading
+import types
 import warnings
 from pathlib import Path
 
@@ -23,7 +26,10 @@ N = 2
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
     """Another test of this process may have used it, and every run then lifts its limits."""
-    monkeypatch.setattr("mirror.base.dynamo._is_used", lambda: False)
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is not None:
+        unused = types.SimpleNamespace(values={})
+        monkeypatch.setattr(frames, "always_optimize_code_objects", unused)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +72,7 @@ def nothing(*_):
     pass
 
 
-@pytest.mark.parametrize(("n", "most"), [(1, 73), (2, 166), (8, 382)])
+@pytest.mark.parametrize(("n", "most"), [(1, 73), (2, 162), (8, 372)])
 def test_an_empty_run(n, most):
     with mirror.MirroredStrategy(["cpu"] * n) as strategy:
         assert calls_of(lambda: strategy.run(nothing)) <= most
@@ -95,7 +101,7 @@ def test_a_step_in_run_per_parameter():
 
             return calls_of(lambda: strategy.run(step))
 
-    assert (calls(12) - calls(2)) / 20 <= 25
+    assert (calls(12) - calls(2)) / 20 <= 20
 
 
 class Convolutions(nn.Sequential):
@@ -143,24 +149,26 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
             return (thrice - once) / 2 / N
 
     added = (step_calls(6) - step_calls(2)) / 4
-    assert added - pass_calls() <= 23
+    assert added - pass_calls() <= 22
 
 
-@pairwise(foreach=[False, True], way=[1, 3], n=[2, 8])
-def test_a_step_with_sharded_state_makes_about_as_many_calls(foreach, n, way):
+@pairwise(foreach=[False, True], way=[1, 3], n=[2, 8], inside=[False, True])
+def test_a_step_with_sharded_state_makes_about_as_many_calls(foreach, n, inside, way):
     batch = torch.ones(24, 2, 2, 2)
 
     def step_calls(state):
         with mirror.MirroredStrategy(["cpu"] * n, optimizer_state=state) as strategy:
-            model = strategy.mirror(Convolutions())
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
+            with strategy.scope():
+                model = Convolutions()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
 
             def step():
                 optimizer.zero_grad()
                 model(batch).sum().backward()
                 optimizer.step()
 
-            return calls_of(step if way == 1 else lambda: strategy.run(step))
+            with strategy.scope() if inside else contextlib.nullcontext():
+                return calls_of(step if way == 1 else lambda: strategy.run(step))
 
     assert step_calls("sharded") <= 1.1 * step_calls("replicated")
 
@@ -169,7 +177,7 @@ def test_giving_combined_buffers_to_replicas_that_have_them():
     with mirror.MirroredStrategy(["cpu"] * 8) as strategy:
         model = strategy.mirror(Convolutions())
         model(torch.ones(24, 2, 2, 2))
-        assert calls_of(strategy._group.runner.prepare) <= 171
+        assert calls_of(strategy._group.runner.prepare) <= 170
 
 
 @pytest.mark.parametrize("n", [2, 8])

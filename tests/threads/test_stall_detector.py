@@ -240,7 +240,7 @@ def test_telling_where_replicas_stand_does_not_freeze_the_interpreter():
     """Two threads in ``sys._current_frames()`` while garbage is collected: CPython 3.11 stops.
 
     It holds a lock of the interpreter's while it makes frame objects; that may collect garbage,
-    whose finalizers may give the GIL away to one who waits for that lock with the GIL held.
+    and finalizers may give the GIL to a thread that waits for that lock with the GIL held.
     """
     result = subprocess.run(
         [sys.executable, "-c", FREEZES],

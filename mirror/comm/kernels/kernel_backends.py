@@ -1,4 +1,4 @@
-"""The backends "direct", "ring" and "hierarchical", whose sums are kernels of csrc/.
+"""The backends "direct", "ring" and "hierarchical": sums by the kernels of csrc/.
 
     direct         every replica accesses the memory of all other replicas
     ring           replica i sends only to replica i + 1, in a pipeline

@@ -17,7 +17,7 @@ Finds a forward that combines the examples of its part, in the graphs of its out
 A softmax or a flip over the batch, or ``x - x.mean(0)``, gives every example a value that depends
 on the others. A replica has only those of its part, so the result differs from one device's.
 
-Where the parts of a batch differ in size, a dimension whose size differs between the replicas in
+Where the parts of a batch differ in size, a dimension that differs between the replicas in
 the same way is that of the examples; nothing else in a graph shows that for certain. So a module
 is checked at its first split call with uneven parts, and a loss in ``run`` likewise.
 

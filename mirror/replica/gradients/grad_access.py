@@ -183,11 +183,14 @@ class GradAccess:
         """
         replica, gradients = current.replica, self.unreduced
         if replica is not None and replica.replicas is self._replicas:
-            if gradients.has_arrived(replica.replica_id) or gradients.deferred:
-                return False
-            targets = [targets[replica.replica_id]]
+            r = replica.replica_id
+            may_have = gradients.unsettled[r] or gradients.pending[r] or gradients.deferred
+            if may_have or gradients.buckets.in_flight:
+                if gradients.has_arrived(r) or gradients.deferred:
+                    return False
+            targets = [targets[r]]
             if gradients.scattered and gradients.scatter is not None:
-                gradients.scatter.drop_all_of(variables, replica.replica_id)
+                gradients.scatter.drop_all_of(variables, r)
         else:
             self._runner.check_between_runs("a gradient")
             if self._common:

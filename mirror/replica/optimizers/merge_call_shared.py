@@ -375,6 +375,8 @@ _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device),
     *(FunctionType, BuiltinFunctionType, MethodType, range),
 )
+_NUMBERS = (type(None), bool, int, float, complex, str)
+_OPTIONS = (*_NUMBERS, tuple, Tensor)
 _MOST_VALUES = 1000  # of an optimizer are compared
 # Attributes that torch and mirror set on an optimizer. They do not matter for a step, or are
 # checked elsewhere.
@@ -475,25 +477,44 @@ def refusing_draws(step: Callable[[], Any], device: torch.device) -> Any:
 # The values that an optimizer keeps beyond parameters and state, in a comparable form.
 
 
-def kept_by(optimizer: Optimizer) -> tuple[Any, ...] | None:
+def kept_by(optimizer: Optimizer, *, with_numbers: bool = True) -> tuple[Any, ...] | None:
     """Returns the values that a step may change in addition to parameters and state.
 
     These are attributes of the optimizer, options of its groups, attributes of its class, and the
     free variables and globals of its step: numbers, names and containers of these.
 
+    Args:
+        with_numbers: whether attributes and options that are numbers or names are included; of
+            options also tuples and tensors.
+
     Returns:
         ``None`` if the optimizer or its groups hold anything else.
     """
-    own = [value for name, value in vars(optimizer).items() if name not in _KNOWN]
+    numbers = () if with_numbers else numbers_of(optimizer)
+    own = [v for n, v in vars(optimizer).items() if n not in _KNOWN and n not in numbers]
     options = [
-        [value for name, value in options.items() if name != "params"]
+        [
+            value
+            for name, value in options.items()
+            if name != "params" and (with_numbers or not isinstance(value, _OPTIONS))
+        ]
         for options in optimizer.param_groups
     ]
     budget = [_MOST_VALUES]
-    kept = [_frozen(vars(optimizer).keys(), budget), _frozen((own, options), budget)]
+    names = [name for name in vars(optimizer) if name not in numbers]
+    kept = [_frozen(names, budget), _frozen((own, options), budget)]
     if None in kept:
         return None
     return (*kept, *(_frozen(value, budget) for value in _around(type(optimizer))))
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the attributes of an optimizer that are numbers or names."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, _NUMBERS) and name not in _KNOWN
+    }
 
 
 def _around(kind: type) -> Iterator[Any]:

@@ -6,7 +6,7 @@ Replicas step with copies of the options, which must be equal on all replicas.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -124,13 +124,19 @@ def replicas_reached(optimizer: Optimizer) -> Replicas | None:
         for parameter in options["params"]:
             if isinstance(parameter, MirroredParameter):
                 return parameter._mirrored.replicas
+    for inner in optimizers_in(optimizer):
+        replicas = replicas_reached(inner)
+        if replicas is not None:
+            return replicas
+    return None
+
+
+def optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yields the optimizers that an optimizer holds as attributes, because it wraps them."""
     for value in vars(optimizer).values():
         for inner in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(inner, Optimizer) and inner is not optimizer:
-                replicas = replicas_reached(inner)
-                if replicas is not None:
-                    return replicas
-    return None
+                yield inner
 
 
 def refuse_what_is_not_mirrored(optimizer: Optimizer) -> None:

@@ -24,7 +24,10 @@ from mirror.errors import StrategyError
 from mirror.replica.optimizers.merge_call_shared import raw_step
 
 # Attributes that ``rebuild`` sets itself, or that every optimizer creates for itself.
-_REBUILT = ("state", "param_groups", "defaults", "step", "_mirror", "_made_in_run")
+_REBUILT = (
+    *("state", "param_groups", "defaults", "step", "_mirror", "_mirror_step_hooks"),
+    "_made_in_run",
+)
 _CREATED = ("_opt", "_zero_grad", "_warned")
 _NUM_STEPS = 3
 _SHAPES = ((6, 4), (5, 4))

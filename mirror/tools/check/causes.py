@@ -36,7 +36,7 @@ from mirror.tools.check.record import (
 _GENERATORS = ("torch", "Python's random", "NumPy's random")
 _CONTRACTING = frozenset("matmul mm bmm einsum cdist __matmul__ tensordot pdist linear".split())
 _STATISTICS = frozenset("batch_norm instance_norm".split())
-_SHOWN = 4  # replicas whose values are shown
+_SHOWN = 4  # the values of so many replicas are shown
 _FEW_UNITS = 4 * 2.0**-23  # of float32
 
 
@@ -168,7 +168,7 @@ def _nearly_equal_loss(
 
 
 def _module_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> str:
-    """Returns the module whose code makes an event."""
+    """Returns the module that makes an event."""
     if event.kind in (OP, OUTPUT):
         return event.name
     if event.kind == INPUT:

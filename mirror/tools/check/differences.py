@@ -284,7 +284,7 @@ class CheckResult:
         largest_difference: relative to the norm, over outputs, losses, gradients, parameters.
         dtype: the floating dtype of lowest precision that was compared.
         step, quantity, name: the first step and quantity that differ: its kind and its name.
-        module, module_class: the first module whose output differs, and its class.
+        module, module_class: the first module with another output, and its class.
         operation, line: the function that computes it there, and the user's line.
         cause: the kind of cause, in a few words.
         why: what happens, in a sentence or two.

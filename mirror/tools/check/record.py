@@ -120,7 +120,7 @@ class RecordOptions:
         replicas: simulated devices; 0: one device, without a strategy.
         devices: the names of the replicas' devices, instead.
         steps: the number of optimizer steps after which the script is ended.
-        deep_steps: the number of steps whose operations inside modules are recorded.
+        deep_steps: the number of steps in which operations inside modules are recorded.
         rounding_noise: whether to add rounding errors, to see what becomes of them.
         no_dropout, double, sync_batch_norm: as in ``mirror check``.
     """
@@ -197,8 +197,8 @@ class ReplicaLog:
         self.events.append(event)
         self.is_busy = False
 
-    def know(self, tensors: Iterable[Any]) -> None:
-        """Takes note that the call was given these tensors, or has made them."""
+    def add_known(self, tensors: Iterable[Any]) -> None:
+        """Records tensors that the call was given, or has made."""
         if self.known is not None:
             self.known.update((id(t), t) for t in tensors if isinstance(t, Tensor))
 
@@ -231,12 +231,12 @@ def joined_events(
             yield RecordedEvent(step, OP, first.name, where=first.where, depth=1, info=info)
             return
         if ids == [OUTSIDE]:
-            yield from _joined(events, None, step)
+            yield from _join_events(events, None, step)
         else:
-            yield from _joined(events, [counts.get(r, 1.0) for r in ids], step)
+            yield from _join_events(events, [counts.get(r, 1.0) for r in ids], step)
 
 
-def _joined(
+def _join_events(
     events: Sequence[PendingEvent], counts: Sequence[float] | None, step: int
 ) -> Iterator[RecordedEvent]:
     """Yields one event for each tensor, or one without if there is none."""

@@ -3,7 +3,7 @@
 Puts a recorder into torch: around module calls, backward passes and optimizer steps.
 
 The wrappers are in torch while a recording lasts, and are taken out afterwards. Optimizers are
-wrapped from outside and not by torch's hooks, whose presence changes how mirror steps.
+wrapped from outside, because mirror steps in another way if there are hooks of torch.
 """
 
 from __future__ import annotations
@@ -181,10 +181,6 @@ def seed_all() -> None:
     torch.manual_seed(SEED)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 _DROPPING = {  # functions of F, and where p is among the arguments
     "dropout": 1,
     "dropout1d": 1,
@@ -301,7 +297,7 @@ def _stop_dropout(stack: ExitStack) -> None:
 
 
 def _with_zero(position: int, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose probability is always 0."""
+    """Returns a function with a probability of 0."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -324,3 +320,7 @@ def _without_dropout(module: nn.Module) -> None:
     is_dropping = isinstance(module, DROPOUT_LAYERS) or "DropPath" in kind
     if (is_dropping or kind == "StochasticDepth") and attributes.get("p"):
         module.p = 0.0  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

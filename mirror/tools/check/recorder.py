@@ -151,7 +151,7 @@ class Recorder:
 
     Args:
         steps: the number of optimizer steps after which ``on_enough`` is called.
-        deep_steps: the number of steps whose operations inside modules are recorded.
+        deep_steps: the number of steps in which operations inside modules are recorded.
         on_step: called after each step with its number.
         on_enough: called after the last step, with the record.
         noise: what adds rounding errors, if anything does.
@@ -259,7 +259,7 @@ class Recorder:
         if log.events is events:
             kind = PART if is_part else OUTPUT
             log.add(PendingEvent(kind, name, where, depth, dict(info)), result)
-        log.know(tensors_in(result))
+        log.add_known(tensors_in(result))
         return result
 
     @contextmanager
@@ -269,7 +269,7 @@ class Recorder:
         """Notes the operations that modules call inside."""
         log.known = {}
         buffers = list(module.buffers())  # and what a replica's code has in their place
-        log.know([*tensors_in((args, kwargs)), *buffers, *map(resolve, buffers)])
+        log.add_known([*tensors_in((args, kwargs)), *buffers, *map(resolve, buffers)])
         try:
             with OpTrace(log, current.replica, self._is_noting_ops, self._note_op):
                 yield
@@ -320,7 +320,7 @@ class Recorder:
         name = self._names.name_of(module, sys._getframe(3))
         where = user_line(sys._getframe(3))
         info = {**describe_module(module), "rng": self._rng()}
-        self._note(INPUT, name, tensors_in((args, kwargs)), where=where, info=info)
+        self._record(INPUT, name, tensors_in((args, kwargs)), where=where, info=info)
         if self.noise is not None:
             self.noise.change_parameters(module)
         log.path.append(module)
@@ -338,7 +338,7 @@ class Recorder:
         if self.is_on:
             self.flush()
             info = {**info, "rng": self._rng()}
-            self._note(OUTPUT, name, tensors_in(result), where=where, info=info)
+            self._record(OUTPUT, name, tensors_in(result), where=where, info=info)
         return result
 
     # Operations inside modules: see op_trace.py
@@ -387,7 +387,7 @@ class Recorder:
             log.add(PendingEvent(LOSS, "loss", where, 0, {}), list(tensors))
             return
         self.flush()
-        self._note(LOSS, "loss", tensors_in(list(tensors)), where=where)
+        self._record(LOSS, "loss", tensors_in(list(tensors)), where=where)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes the gradients that an optimizer is about to use."""
@@ -406,7 +406,7 @@ class Recorder:
             return
         for name, grad in found:
             if grad is not None:
-                self._note(GRADIENT, name, [grad], info={"optimizer": number})
+                self._record(GRADIENT, name, [grad], info={"optimizer": number})
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes the parameters and buffers after an optimizer's step."""
@@ -420,10 +420,10 @@ class Recorder:
             self.flush()
         number = self._number_of(optimizer)
         for param, name in self._names.parameters_of(optimizer):
-            self._note(PARAMETER, name, [param], info={"optimizer": number})
+            self._record(PARAMETER, name, [param], info={"optimizer": number})
         if not is_inside:
             for buffer, name in self._names.buffers():
-                self._note(BUFFER, name, tensors_in([buffer]))
+                self._record(BUFFER, name, tensors_in([buffer]))
         self.end_step()
 
     def end_step(self) -> None:
@@ -477,7 +477,7 @@ class Recorder:
         for log in self._logs.values():
             log.clear()
 
-    def _note(
+    def _record(
         self,
         kind: str,
         name: str,

@@ -39,7 +39,7 @@ from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import Schedule
 
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
-_kept: list[ModuleType | None] = []  # an earlier __main__, whose globals would be cleared
+_kept: list[ModuleType | None] = []  # keeps the globals of an earlier __main__
 
 
 class ScriptError(MirrorError):
@@ -104,7 +104,7 @@ def run_script(script: Script) -> None:
 
 
 def run_as_main(task: Callable[[], None]) -> int:
-    """Calls a task whose errors end the process as errors of a script do.
+    """Calls a task; its errors end the process as errors of a script do.
 
     ``sys.excepthook`` gets the error, without the frames of this package. The exit code is then 1,
     and after Ctrl-C the process ends by SIGINT, which shells show as 130. Returns 0.

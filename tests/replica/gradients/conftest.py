@@ -7,7 +7,7 @@ import mirror
 
 @pytest.fixture
 def make_eager(make_strategy):
-    """Gives ``make_eager(n)``: a strategy whose replicas start all at once."""
+    """Gives ``make_eager(n)``: a strategy with replicas that start all at once."""
 
     def make_eager(n=2, **options):
         strategy = make_strategy(n, schedule="staggered", **options)
@@ -46,7 +46,7 @@ def launches(monkeypatch):
 
 @pytest.fixture
 def make_small_buckets(make_strategy):
-    """Gives ``make_small_buckets(n, **options)``: a strategy whose buckets are of 64 bytes."""
+    """Gives ``make_small_buckets(n, **options)``: a strategy with buckets of 64 bytes."""
 
     def make_small_buckets(n=2, **options):
         packs = mirror.CommunicationOptions(bytes_per_pack=64)

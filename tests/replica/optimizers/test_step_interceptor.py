@@ -78,7 +78,7 @@ def test_hooks_of_the_user_run_within_the_time_of_the_step(history, used_before,
     assert done.stdout.splitlines() == [*["hook ['SGD.step'] 0"] * 2, "steps 1"]
 
 
-# Any kind of optimizer: each step is one step, whatever it calls.
+# Any kind of optimizer: each step is one step, with anything that it calls.
 
 
 class WithoutSuper(torch.optim.SGD):
@@ -115,7 +115,7 @@ class Foreign:
 
 
 def decorated(params):
-    """An optimizer whose step is replaced on the object, as schedulers do."""
+    """An optimizer with its step replaced on the object, as schedulers do."""
     optimizer = momentum(params)
     inner = optimizer.step
     optimizer.step = lambda closure=None: inner(closure)

@@ -383,7 +383,7 @@ def test_later_steps_count_on_from_a_larger_number_of_the_program(tmp_path):
 
 @pytest.mark.parametrize(("other", "number"), [(1, 3), (3, 3), (100, 101)])
 def test_the_newest_state_is_saved_after_any_earlier_save(tmp_path, other, number):
-    """Another manager saved there, or an earlier run whose checkpoints were not restored."""
+    """Another manager saved there, or an earlier run, and its checkpoints were not restored."""
     small = Small(tmp_path)
     with small.strategy, small.handler():
         small.run()
