@@ -67,7 +67,7 @@ class GuardedValue:
         for i, (before, after) in enumerate(zip(self._then, now, strict=False)):
             if before != after and i < len(self._names):
                 return f"{self._names[i]} was {_shown(before)} and is {_shown(after)}"
-        return f"{self._names[0] if self._names else 'something'} and what is beside it"
+        return f"{self._names[0] if self._names else 'something'} or a value beside it"
 
 
 def _shown(value: Any) -> str:
@@ -100,7 +100,7 @@ class TraceGuards:
         step: the user's function.
         modules: the modules that it has called.
         places: the parameters that it uses.
-        leases: the optimizers that it steps.
+        swaps: the optimizers that it steps.
         rates_read: the optimizers with learning rates that it has read as numbers.
         numbers: the options that are inputs, which may change.
         scalers: the gradient scalers that it uses.
@@ -111,7 +111,7 @@ class TraceGuards:
         step: Callable[..., Any],
         modules: Sequence[nn.Module],
         places: Sequence[StateTensor],
-        leases: Sequence[TracedSwap],
+        swaps: Sequence[TracedSwap],
         rates_read: Sequence[Optimizer],
         numbers: TracedNumbers,
         scalers: Sequence[Any] = (),
@@ -120,7 +120,7 @@ class TraceGuards:
             thread_state(),
             *_of_modules(modules),
             *_of_parameters(places),
-            *[_of_optimizer(lease, numbers) for lease in leases],
+            *[_of_optimizer(swap, numbers) for swap in swaps],
             *[_of_rates(optimizer) for optimizer in rates_read],
             *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
             _of_what_is_around(step, modules),
@@ -228,8 +228,8 @@ def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     ]
 
 
-def _of_optimizer(lease: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
-    optimizer = lease.optimizer
+def _of_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
+    optimizer = swap.optimizer
     kind = type(optimizer).__name__
     inputs = {(s.group, s.name) for s in numbers.sources if s.optimizer is optimizer}
     groups = optimizer.param_groups

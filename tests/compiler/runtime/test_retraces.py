@@ -143,7 +143,7 @@ def test_torch_warns_of_nothing_that_mirror_calls():
 def test_traces_that_are_dropped_let_go_of_optimizers():
     beside = Beside(2, linear)
     beside.train(batches([6] * 3))
-    held = [lease.optimizer for _, p, _ in beside.compiled._programs for lease in p.trace.leases]
+    held = [swap.optimizer for _, p, _ in beside.compiled._programs for swap in p.trace.swaps]
     assert held == [beside.optimizer]
     for cache in beside.strategy._group.replicas.caches:
         cache.clear()
