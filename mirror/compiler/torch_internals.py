@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -235,14 +235,22 @@ def _view_or_copy(tensor: Tensor, size: Sequence[Any]) -> Any:
     return NotImplemented
 
 
-def inductor_compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Program:
-    """Compiles a graph without side effects except its last writes; takes a list of inputs."""
+def inductor_compiled(
+    graph: fx.GraphModule, mode: Any, inputs: Sequence[Any], guarded: Collection[int] = ()
+) -> Program:
+    """Compiles a graph without side effects except its last writes.
+
+    Args:
+        guarded: the positions of inputs whose sizes and strides the program need not check.
+    """
     with warnings.catch_warnings():  # of what torch itself does
         warnings.simplefilter("ignore")
-        return _compiled(graph, mode, inputs)
+        return _compiled(graph, mode, inputs, guarded)
 
 
-def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Program:
+def _compiled(
+    graph: fx.GraphModule, mode: Any, inputs: Sequence[Any], guarded: Collection[int]
+) -> Program:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
@@ -254,9 +262,6 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
         "cpp_wrapper": is_cpu,
         # The number of threads is the caller's: replicas that run at once have fewer.
         "cpp.dynamic_threads": True,
-        # The guards of the trace have compared them; an assertion takes as long as a small kernel.
-        "size_asserts": False,
-        "alignment_asserts": False,
         # Its keys omit the strides of outputs, and its guards on sizes cannot be evaluated: they
         # name arguments of a function that Dynamo would have traced.
         "fx_graph_cache": False,
@@ -266,6 +271,7 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
         V.set_fake_mode(mode),
         torch.no_grad(),
         config.patch(settings),
+        _unchecked(graph, guarded),
     ):
         compiled: Any = compile_fx_inner(
             graph, list(inputs), is_inference=True, cpp_wrapper=is_cpu
@@ -273,6 +279,27 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
     # Without torch's wrappers: 24 Python functions a call.
     program: Program = compiled.current_callable
     return library_program(program) or program
+
+
+@contextlib.contextmanager
+def _unchecked(graph: fx.GraphModule, positions: Collection[int]) -> Iterator[None]:
+    """Leaves out the assertions on some inputs, each of which takes as long as a small kernel."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    kind: Any = PythonWrapperCodegen
+    add_all = kind.codegen_input_size_asserts
+
+    def add(wrapper: Any) -> None:
+        add_all(wrapper)
+        for position in positions:
+            wrapper._pending_input_asserts.pop(holders[position].target, None)
+
+    kind.codegen_input_size_asserts = add
+    try:
+        yield
+    finally:
+        kind.codegen_input_size_asserts = add_all
 
 
 def _keep_output_strides(graph: fx.GraphModule) -> None:

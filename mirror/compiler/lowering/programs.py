@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,11 +83,18 @@ def interpret_piece(
 
 
 def compile_piece(
-    piece: ProgramPiece, mode: Any, traced_on: torch.device, devices: Sequence[torch.device]
+    piece: ProgramPiece,
+    mode: Any,
+    traced_on: torch.device,
+    devices: Sequence[torch.device],
+    guarded: Collection[int] = (),
 ) -> CallableProgram:
     """Returns a compiled program: C++ on the CPU, Triton's kernels on GPUs.
 
     Kernels name their device; those of a second device come from the compiler's cache.
+
+    Args:
+        guarded: the slots of inputs whose sizes and strides the program need not check.
     """
     assert piece.graph is not None
     graph = fx.GraphModule(piece.graph, fx.Graph())
@@ -96,14 +103,15 @@ def compile_piece(
     assert result is not None
     copied.output(result[0] if isinstance(result, tuple) else result)
     graph.graph = copied
+    unchecked = [i for i, slot in enumerate(piece.reads) if slot in guarded]
 
     def program(device: torch.device) -> Program:
         own = retarget_again(graph, mode, traced_on, device)
         _draw_by_kernel(own)
         if device.type == "cpu":
-            _sum_small_products(own)
+            sum_small_products(own)
         fakes = [node.meta["val"] for node in own.graph.nodes if node.op == "placeholder"]
-        return inductor_compiled(own, mode, fakes)
+        return inductor_compiled(own, mode, fakes, unchecked)
 
     # The first device last: ``_draw_by_kernel`` changes its graph in place.
     programs = {device: program(device) for device in reversed(devices)}
@@ -141,7 +149,7 @@ def _draw_by_kernel(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _sum_small_products(graph: fx.GraphModule) -> None:
+def sum_small_products(graph: fx.GraphModule) -> None:
     """Replaces small matrix products by sums, which inductor fuses with other operations.
 
     A call of a product takes one or two microseconds; a kernel multiplies 1000 numbers in them.

@@ -162,8 +162,11 @@ class ProgramBuilder:
         is_uncompiled = self._mode == "trace" or (self._mode == "auto" and not _has_compiler())
         if is_uncompiled or scatters_into_images(piece):
             return interpret_piece(piece, trace_step.device, devices)
+        # TraceGuards compares the strides of parameters once; own programs run on every replica.
+        inputs = enumerate(trace_step.inputs if piece.is_own else ())
+        guarded = {i for i, one in inputs if one.kind is InputKind.PARAMETER}
         try:
-            return compile_piece(piece, trace_step.mode, trace_step.device, devices)
+            return compile_piece(piece, trace_step.mode, trace_step.device, devices, guarded)
         except Exception as error:
             if self._mode == "inductor":
                 raise

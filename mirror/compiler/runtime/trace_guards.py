@@ -6,7 +6,7 @@ that this depends on are compared before every call, as a few lists in the inter
 
     thread      grad mode, autocast, default dtype
     modules     of those called: modes, numbers and strings among attributes, submodules, hooks
-    parameters  their identity, their memory, whether they require gradients
+    parameters  their identity, memory and strides, whether they require gradients
     optimizers  groups: their parameters and options, but for learning rates and options that
                 have changed before, which are inputs
     names       values of globals, closure cells, defaults and ``self`` of the step, and of the
@@ -212,6 +212,7 @@ def _of_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
 def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
     pointer = operator.methodcaller("data_ptr")
+    strides = operator.methodcaller("stride")
     requires_grad = operator.attrgetter("requires_grad")
     mirrored = [p.record.hooks for p in places if p.record is not None]
     own = [p.owner for p in places if p.record is None]
@@ -225,6 +226,7 @@ def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
         ),
         GuardedValue(_NamedValue("requires_grad", places), lambda: [*map(requires_grad, tensors)]),
         GuardedValue(_NamedValue("the memory", places), lambda: [*map(pointer, tensors)]),
+        GuardedValue(_NamedValue("the strides", places), lambda: [*map(strides, tensors)]),
     ]
 
 
