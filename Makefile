@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.py \
     tests/project/test_public_api.py
-THREADED := tests/threads tests/execution tests/interrupts tests/training tests/transparency \
+THREADED := tests/threads tests/execution tests/interrupts tests/training \
     tests/replica/modules tests/replica/optimizers tests/replica/collectives tests/replica/gradients \
     tests/train/checkpoint
 # A process for each core, with one intra-op thread: small tensors gain nothing from more.

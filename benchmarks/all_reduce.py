@@ -1,9 +1,9 @@
-"""All-reduce by every backend that can serve the devices, beside plain torch, gloo and a copy.
+"""Measures all-reduce of each usable backend, beside plain torch, gloo and a memory copy.
 
-The columns are those of nccl-tests: algbw is bytes / time and busbw algbw * 2(n-1)/n, in GB/s,
-where bytes is the size of one replica's tensor. "moved" counts what has to go through memory, n
-reads and n writes of it (one of each for a copy). All candidates of a size take turns in one run;
-ratios are taken round by round.
+The columns are those of nccl-tests: algbw is bytes / time, and busbw is algbw * 2(n-1)/n, in GB/s.
+"bytes" is the size of one replica's tensor. "moved" counts the memory traffic: n reads and n
+writes of the tensor (one of each for a copy). All candidates of a size take turns in one run;
+ratios are computed round by round.
 
     python benchmarks/all_reduce.py --replicas 2 4 8 --json FILE --plot FILE.png
 """
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(
     devices: tuple[torch.device, ...], arguments: argparse.Namespace
 ) -> Iterator[list[Row]]:
-    """Yields the rows of one size after the other; what gets too slow is left out from then on."""
+    """Yields the rows size by size; a candidate that gets too slow is left out from then on."""
     n = len(devices)
     dtype = getattr(torch, arguments.dtype)
     with ExitStack() as stack:
@@ -186,7 +186,7 @@ def _repeated(way: Way, tensors: list[Tensor], repeats: int) -> Callable[[], Non
 
 
 def _plain(tensors: list[Tensor]) -> None:
-    """What one would write: a sum in place on the first device, and a copy to each of the rest."""
+    """A plain program: a sum in place on the first device, and a copy to each other device."""
     first, *others = tensors
     for other in others:
         first.add_(other.to(first.device))
@@ -214,7 +214,7 @@ def _fill(tensors: list[Tensor], values: list[Tensor]) -> None:
 
 
 def _targets(rows: list[Row], dtype: str) -> Iterator[Target]:
-    """Yields what issue 3 asks of the host backend and these rows can tell."""
+    """Yields the host backend's ratios that have limits."""
     by_name = {row.name: row for row in rows}
     host = by_name.get("host")
     if host is None or dtype != "float32":

@@ -1,4 +1,4 @@
-"""Types of arguments: what cannot end well ends a benchmark before it begins."""
+"""Argument types that reject an invalid value before the benchmark begins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUNDS = at_least(2)
 
 
 def new_file(text: str) -> str:
-    """The type of a path to be written to: tries it, and leaves what is there as it is."""
+    """The type of a writable path: tries to open it, and leaves an existing file as it is."""
     path = Path(text)
     try:
         existed = path.exists()
@@ -46,7 +46,7 @@ def new_file(text: str) -> str:
 
 
 def new_picture(text: str) -> str:
-    """The type of a path of a picture to be drawn: wants matplotlib, too."""
+    """The type of a path of a picture; requires matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(
             "needs matplotlib; run: pip install 'mirror-strategy[bench]'"

@@ -1,4 +1,4 @@
-"""The training steps that are measured: their sizes, the same for every framework."""
+"""The models and batch sizes of the measured training steps, the same for every framework."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
-"""Of stochastic gradient descent, everywhere."""
+"""Of every contestant's SGD."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ OF_PARALLEL_REPLICAS = {
         Case("lstm", "lstm", 32, {"width": 64, "tokens": 16, "classes": 10}),
     )
 }
-"""Measured by ``parallel_replicas.py`` beside some of those above."""
+"""Measured by ``parallel_replicas.py``, with some of those above."""
 FOR_GPUS = ("resnet50-224",)
-"""Too much for a CPU: measured when they are named."""
+"""Too large for a CPU; measured only if named."""
 OF_PYTORCH = ("resnet18", "lstm-lm")
-"""Measured when they are named; TensorFlow's worker does not have them."""
+"""Not in TensorFlow's worker; measured only if named."""

@@ -1,4 +1,4 @@
-"""What the checks of a GPU have in common."""
+"""Helpers shared by the GPU checks."""
 
 from __future__ import annotations
 

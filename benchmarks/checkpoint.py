@@ -1,8 +1,9 @@
-"""Checkpoints: what a save costs over ``safetensors.torch.save_file``, and how long one pauses.
+"""Measures saves, pauses and restores of checkpoints, beside ``safetensors.torch.save_file``.
 
-Run ``python benchmarks/checkpoint.py``; ``--json FILE`` keeps the numbers. All tensors are float32
-of one size. A save computes checksums, syncs files and directory, and replaces an older one
-atomically; ``save_file`` does none of that, so it is measured with a sync and a rename, too.
+Run ``python benchmarks/checkpoint.py``; ``--json FILE`` stores the numbers. All tensors are
+float32 and have the same size. A save computes checksums, syncs the file and its directory, and
+replaces an older file atomically. ``save_file`` does none of that, so it is also measured with a
+sync and a rename.
 """
 
 from __future__ import annotations

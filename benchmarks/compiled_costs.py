@@ -1,11 +1,11 @@
-"""What compiled steps cost beside the work itself: to compile, and on the host per replica.
+"""Measures the time to compile a step, and the host time of an added replica of a compiled step.
 
-Compiling is timed in two processes, one after the other, with a cache of compiled code that is
-empty at first: what the second call of a compiled step takes longer than the third.
+Compilation runs in two processes, one after the other, with a cache that is empty at first. Its
+time is that of the second call of a compiled step less that of the third.
 
-What an added replica keeps the host for is told by linear layers of width 2, which leave almost
-nothing but launches: ``(step(8) - step(2)) / 6``, round by round, on simulated devices with one
-thread; the 8 and the 80 layers have 16 and 161 parameters. Prints JSON.
+The host time of an added replica is ``(step(8) - step(2)) / 6``, round by round, on simulated
+devices with one thread. The models are 8 and 80 linear layers of width 2 (16 and 161 parameters),
+which do almost nothing but launch kernels. Prints JSON.
 
     python benchmarks/compiled_costs.py
 """
@@ -39,7 +39,7 @@ REPEATS = 50
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was found."""
+    """Prints the measurements as JSON."""
     parser = argparse.ArgumentParser(description="What compiled steps cost.")
     parser.add_argument("--rounds", type=ROUNDS, default=15)
     parser.add_argument("--compile", choices=CASES, help="only this: seconds, in this process")
@@ -128,7 +128,7 @@ def _small_step(
 
 
 def calls_of(call: Callable[[], object]) -> int:
-    """Returns how many functions of Python one call takes."""
+    """Returns the number of Python functions that one call calls."""
     count = 0
 
     def record_call(frame: object, event: str, argument: object) -> None:

@@ -1,4 +1,4 @@
-"""The ratios by which compiled steps are judged, of what ``train_step.py`` measured."""
+"""Limits for the ratios of compiled steps that ``train_step.py`` measures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILE_SECONDS, SECOND_PROCESS_SECONDS = 60.0, 5.0
 
 
 def step_targets(rows: Sequence[Row]) -> list[Target]:
-    """Returns the judged ratios that these rows can tell."""
+    """Returns the ratios of these rows that have limits."""
     found: list[Target] = []
     on_cpu = any(row.is_plain and row.on_cpu for row in rows)
     for case in dict.fromkeys(row.case.name for row in rows if on_cpu):

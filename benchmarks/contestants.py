@@ -1,4 +1,4 @@
-"""Who takes part in ``train_step.py``: each contestant's name, processes and threads."""
+"""The contestants of ``train_step.py``: names, processes and threads of each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Contestant:
     Attributes:
         kind: "plain", "mirrored", "DDP", "DataParallel", "TensorFlow", or with torch.compile
             "plain+compile" and "DDP+compile".
-        workers: what each of its processes is told.
+        workers: the arguments of each of its processes.
         beside_plain: whether its process can run the plain loop, too.
     """
 
@@ -51,7 +51,7 @@ class Contestant:
         return " ".join(filter(None, (self.kind, str(self.n), self.way, self.schedule)))
 
     def start(self, folder: str) -> Residents:
-        """Starts its processes, which may meet in that folder."""
+        """Starts its processes; their rendezvous is a file in that folder."""
         program = "tensorflow_worker.py" if self.kind == "TensorFlow" else "train_worker.py"
         store = str(Path(folder) / self.name.replace(" ", "-"))
         commands = [
@@ -64,7 +64,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Field:
-    """What ``train_step.py`` was asked for.
+    """The arguments of ``train_step.py``.
 
     Attributes:
         devices: dealt in turn to a contestant's replicas; one of them repeated simulates.
@@ -162,6 +162,6 @@ class Field:
 
 
 def started(stack: ExitStack, contestants: Sequence[Contestant]) -> dict[str, Residents]:
-    """Starts all of them, by name, until the stack is left."""
+    """Starts all of them, by name; they end with the stack."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mirror-bench-"))
     return {c.name: stack.enter_context(c.start(folder)) for c in contestants}

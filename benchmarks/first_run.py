@@ -1,9 +1,9 @@
-"""Everything that only GPUs can settle about the code for them, in one table and one JSON file.
+"""Runs everything that only a GPU can check, and reports it in one table and one JSON file.
 
-Runs on any machine: what cannot be checked there is skipped, with the reason. In order: what the
-machine has, the kernels' own tests, gpu_check.py (under 8 minutes), and on two GPUs its checks of
-several again with modules loaded when first used, and with memory in segments that grow; threads
-that launch on all GPUs, which says what parallel replicas gain; at last a few kernels under
+Runs on any machine: a check that cannot run is skipped, with the reason. The parts, in order: the
+hardware, the kernels' own tests, and gpu_check.py (under 8 minutes). On two GPUs follow the checks
+of several GPUs with lazily loaded modules, and with memory in segments that grow. Then threads
+launch on all GPUs, which shows the gain of parallel replicas. Last are a few kernels under
 compute-sanitizer.
 
     python benchmarks/first_run.py --json found.json
@@ -43,7 +43,7 @@ SANITIZER = "compute-sanitizer"
 
 @dataclass(frozen=True)
 class Machine:
-    """What the parts need of a machine: each is ``None`` where it is there, else why it is not."""
+    """The machine's features: each is ``None`` if available, else the reason why not."""
 
     gpu: str | None
     two_gpus: str | None
@@ -54,16 +54,16 @@ class Machine:
     pytest: str | None
 
     def why_not(self, *needs: str) -> str | None:
-        """Returns why the first that is lacking of some needs is; ``None`` if all are there."""
+        """Returns the reason why the first missing need is missing; ``None`` if none is."""
         return next((why for need in needs if (why := getattr(self, need)) is not None), None)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A program; its exit status, or the outcomes that it reports, are the outcome of a part.
+    """A part of the run: a program with an exit status, or with a report of outcomes.
 
     Attributes:
-        tells: whether the program is gpu_check.py, which writes what came of each of its checks.
+        tells: whether the program is gpu_check.py, which writes the outcome of each check.
         needs: names of a ``Machine``'s attributes.
         fails_by: a pattern; a line of the output with it is a failure, with any exit status.
     """
@@ -78,7 +78,7 @@ class Part:
 
 
 def machine() -> Machine:
-    """Looks at this one; starts nothing on its GPUs."""
+    """Describes this machine; starts nothing on its GPUs."""
     count = num_cuda_devices()
     no_gpu = None
     if count == 0:
@@ -166,7 +166,7 @@ def _first_two() -> str:
 
 
 def facts(found: Machine) -> Iterator[Outcome]:
-    """Yields what the machine has: a row for each need."""
+    """Yields a row for each need of the machine."""
     for name, why in (
         ("a GPU", found.gpu),
         ("two GPUs", found.two_gpus),
@@ -180,7 +180,7 @@ def facts(found: Machine) -> Iterator[Outcome]:
 
 
 def outcomes_of(part: Part, found: Machine) -> Iterator[Outcome]:
-    """Runs a part, unless the machine lacks what it needs, and yields what came of it."""
+    """Runs a part, unless the machine lacks a need, and yields its outcomes."""
     why = found.why_not(*part.needs)
     if why is not None:
         yield Outcome(part.name, "skipped", 0.0, why)

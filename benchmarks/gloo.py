@@ -1,6 +1,6 @@
-"""Gloo's all-reduce, one process per replica: what ``all_reduce.py`` compares with.
+"""Measures gloo's all-reduce, with one process per replica, for ``all_reduce.py``.
 
-A worker is this file as a program; see ``resident.py``.
+A worker process runs this file as a program; see ``resident.py``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def inputs(n: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def max_error(result: torch.Tensor, tensors: list[torch.Tensor]) -> float:
-    """Returns the largest difference of any element from the sum in float64."""
+    """Returns the largest difference of an element from the sum in float64."""
     exact = torch.zeros(result.shape, dtype=torch.float64)
     for tensor in tensors:
         exact += tensor

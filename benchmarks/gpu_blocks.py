@@ -1,7 +1,7 @@
-"""How many blocks of threads a kernel should have, for gpu_check.py: a sweep, and its best.
+"""Finds the best number of thread blocks for a kernel; a check of gpu_check.py.
 
-A GPU has 108 multiprocessors and more, and every block of a kernel takes one from what computes
-beside it: the best is the least number that is nearly as fast as the fastest.
+A GPU has 108 multiprocessors and more. Every block occupies one that computation could use, so the
+best number of blocks is the smallest that is nearly as fast as the fastest.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Devices = tuple[torch.device, ...]
 COUNTS = (8, 16, 32, 48, 64, 108)
 SIMULATED_COUNTS = (1, 2, 4)
 NEARLY = 1.05
-"""What fewer blocks may take, of the time of the fastest."""
+"""The accepted time of fewer blocks, over that of the fastest."""
 
 
 def best_blocks(name: str, devices: Devices, elements: int) -> str:
-    """All numbers of blocks give the same bits; says which is the best for each size."""
+    """All numbers of blocks give the same bits; reports the best for each size."""
     found = []
     for size in dict.fromkeys(max(1, elements // part) for part in (4096, 256, 16, 1)):
         for dtype in (torch.float32, torch.bfloat16):

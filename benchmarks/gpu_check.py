@@ -1,7 +1,8 @@
-"""What has to be seen on a machine with a GPU: every backend there, with streams that are late.
+"""Checks every backend on a machine with a GPU, also with streams that are late.
 
-Needs one GPU; uses all there are. With --device cpu everything but NCCL runs on simulated devices:
-to check this program, not the GPU. Every check has a deadline, and all of them have a budget.
+Needs one GPU and uses all of them. With --device cpu, everything except NCCL runs on simulated
+devices, which checks this program and not the GPU. Each check has a deadline; all checks together
+have a budget.
 
     python benchmarks/gpu_check.py --json found.json
 """
@@ -40,7 +41,7 @@ BUDGET_SECONDS = 460
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes all checks and prints what came of them; returns 1 if one failed, else 0."""
+    """Runs all checks and prints their outcomes; returns 1 if one failed, else 0."""
     begin = monotonic()
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     parser.add_argument("--device", default="cuda:0", help="the one that replicas share")
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--budget", type=at_least(1), default=BUDGET_SECONDS, metavar="SECONDS", help="of all"
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="for what was found")
-    # What makes the checks: a process of this program, that is told where to begin and to report.
+    # The process that runs the checks: this program, with the first check and the report's pipe.
     parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.device != "cpu" and num_cuda_devices() == 0:
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Check]]:
-    """Yields names and checks; a check returns what is worth telling."""
+    """Yields names and checks; a check returns a line for the report."""
     one = (device,)
     yield "doctor", partial(is_healthy, device)
     yield "nccl, one rank", partial(conforms, "nccl", one, elements)
@@ -140,7 +141,7 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Check]]:
 
 
 def is_healthy(device: torch.device) -> str:
-    """The doctor finds nothing wrong; what it says is printed."""
+    """The doctor finds no fault; its output is printed."""
     diagnosis = diagnose([device], partial(print, flush=True))
     print(diagnosis.to_text(), "\n", flush=True)
     failures = [f"{backend.name}: {backend.failure}" for backend in diagnosis.backends]
@@ -184,7 +185,7 @@ def conforms(name: str, devices: tuple[torch.device, ...], elements: int) -> str
 
 
 def waits_for_streams(name: str, devices: tuple[torch.device, ...]) -> str:
-    """What is reduced is what late kernels write before, and read after, on each stream."""
+    """Late kernels on each stream write the inputs before a sum, and read the result after it."""
     with_backend = created(name, devices)
     expected = float(sum(range(1, len(devices) + 1)))
     try:
@@ -237,7 +238,7 @@ def side_streams(
 
 
 def times_out(devices: tuple[torch.device, ...]) -> str:
-    """A device that is late beyond the time-out is an error by name, and another one works."""
+    """A device that exceeds the timeout raises an error with its name; a new one works."""
     with_backend = created("nccl", devices)  # to make it, and to connect, takes seconds
     tensors = [torch.ones(1000, device=device) for device in devices]
     with_backend.all_reduce(tensors)
@@ -274,7 +275,7 @@ def trains(devices: tuple[torch.device, ...]) -> str:
 
 
 def waits_for_no_copy(devices: tuple[torch.device, ...]) -> str:
-    """A split call of a batch of the host returns while the GPUs still do what was before it."""
+    """A split call of a host batch returns while the GPUs still do earlier work."""
     with mirror.MirroredStrategy(devices) as strategy:
         model = strategy.mirror(torch.nn.Linear(1024, 8))
         x = torch.randn(64 * len(devices), 1024)

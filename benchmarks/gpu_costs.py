@@ -1,4 +1,4 @@
-"""Checks of what mirror costs on a GPU, for gpu_check.py: first use, overlap, turns, input."""
+"""Checks costs on a GPU for gpu_check.py: first use, overlap, turns, input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HAND_OVER_SECONDS = 0.003  # of a busy machine, too; the target on an idle one i
 
 
 def first_use(name: str, devices: Devices) -> str:
-    """Compiling what a first float32 training step uses takes seconds, not a minute."""
+    """Compiling the kernels of a first float32 training step takes seconds, not a minute."""
     with tempfile.TemporaryDirectory() as cache:
         program = (
             "import time, torch\nfrom mirror import comm\n"
@@ -72,7 +72,7 @@ def hides_reductions(devices: Devices, elements: int) -> str:
 
 
 def hands_over(devices: Devices, schedule: str) -> str:
-    """Replicas that block on the host do not keep the others from beginning, when staggered."""
+    """Under "staggered", replicas that block on the host do not delay the start of the others."""
     begins: list[float] = []
     lock = threading.Lock()
 
@@ -127,10 +127,10 @@ def feeds(devices: Devices) -> str:
 
 
 def costs_little(device: torch.device, way: str) -> str:
-    """``MirroredStrategy([gpu])`` is a plain loop, nearly, for steps of some milliseconds.
+    """``MirroredStrategy([gpu])`` is nearly as fast as a plain loop, for steps of milliseconds.
 
     Args:
-        way: what is in ``run``: nothing, the forward pass and the loss, or the whole step.
+        way: the part in ``run``: nothing, the forward pass and the loss, or the whole step.
     """
     width = 2048 if device.type == "cuda" else 64
     x = torch.randn(1024, width, device=device)

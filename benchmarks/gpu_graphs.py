@@ -1,7 +1,7 @@
-"""Checks of compiled steps on a GPU, for gpu_check.py: captured, exact, and how fast.
+"""Checks compiled steps on a GPU for gpu_check.py: capture, exactness, speed.
 
-Each returns what is worth telling, or raises AssertionError with what is wrong. A ratio that
-misses its target is told, not raised: the first machine says what targets are worth.
+A check returns a line for the report, or raises AssertionError with the fault. A ratio above its
+target is reported and does not raise: targets are not confirmed until the first run on a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def graph_checks(
 
 
 class _Training:
-    """A small MLP, trained on a batch that stays: plain, or by a strategy."""
+    """A small MLP, trained on one fixed batch: plain, or by a strategy."""
 
     def __init__(self, devices: Devices, mode: str | None, dropout: float = 0.0) -> None:
         self.devices, n = devices, len(devices)
@@ -88,7 +88,7 @@ class _Training:
 
 
 def is_captured(devices: Devices) -> str:
-    """A compiled step is captured without a warning, and leaves what the plain loop leaves."""
+    """A compiled step is captured without a warning, with the plain loop's parameters."""
     told, counts = _Told(), [0]
     capture = CapturedPieces._capture
 
@@ -168,7 +168,7 @@ class _Told(logging.Handler):
     """Keeps warnings.
 
     Attributes:
-        texts: what they say.
+        texts: their messages.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of what only a GPU can settle: beside allocations, beside computation, peers."""
+"""Checks that only a GPU can answer: collectives beside allocations and computation, and peers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROUNDS = 200  # on a GPU
 
 
 def beside_allocations(name: str, devices: Devices) -> str:
-    """Collectives end while another thread has the driver give memory, and take it back.
+    """Collectives end while another thread allocates and frees memory through the driver.
 
-    A kernel that waits for one not yet launched keeps its device busy; what waits for that device,
-    and holds a lock that the next launch needs, would wait with it, to the time-out.
+    A kernel that waits for one not yet launched keeps its device busy. An allocation that waits
+    for that device, and holds a lock that the next launch needs, would wait until the timeout.
     """
     with_backend = created(name, devices, timeout_seconds=20)
     gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
@@ -53,7 +53,7 @@ def beside_allocations(name: str, devices: Devices) -> str:
 
 
 def beside_computation(name: str, devices: Devices, elements: int) -> str:
-    """A collective on side streams while the devices multiply: whether both go on at once."""
+    """A collective on side streams and matrix products overlap."""
     with_backend = created(name, devices)
     gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
     width = 4096 if gpus else 64
@@ -96,7 +96,7 @@ def beside_computation(name: str, devices: Devices, elements: int) -> str:
 
 
 def peers_are_what_they_say(everything: Devices) -> str:
-    """GPUs that say that they reach each other's memory do: what is copied arrives."""
+    """GPUs that report peer access have it: copied values arrive."""
     pairs = list(permutations(dict.fromkeys(everything), 2))
     if not pairs:
         raise Skipped("there is one GPU only, which has no peers")

@@ -1,8 +1,9 @@
-"""Whether threads of one process launch on several GPUs at once: raw threads first, then mirror.
+"""Measures whether threads of one process launch on several GPUs at once.
 
-A step is a small ResNet-50: forward, backward and SGD, about 10 ms of host work. For each
-contestant it prints the seconds of a step that all GPUs make, over those that one makes alone.
-1 means that GPUs do not wait for each other's host work; the number of GPUs means that they do.
+Raw threads run first, then mirror. A step is a small ResNet-50: forward, backward and SGD, about
+10 ms of host work. The program prints, for each contestant, the seconds of a step on all GPUs over
+those of a step on one. 1 means that GPUs do not wait for each other's host work; the number of
+GPUs means that they do.
 
     python benchmarks/gpu_threads.py        without the GIL: PYTHON_GIL=0 python3.14t ...
 """

@@ -1,6 +1,6 @@
-"""Checks of what ends waits on a GPU, for gpu_check.py: processes that go first, NCCL's events.
+"""Checks waits and their ends on a GPU for gpu_check.py: probes in subprocesses, NCCL's events.
 
-Each returns what is worth telling, raises AssertionError with what is wrong, or Skipped.
+A check returns a line for the report, raises AssertionError with the fault, or raises Skipped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def wait_checks(device: torch.device, everything: Devices) -> Iterator[tuple[str
 
 
 def goes_first(name: str, devices: Devices) -> str:
-    """A process of its own tries a backend, and finds nothing."""
+    """A subprocess probes a backend, and finds no fault."""
     kind = registry.check_name(name)
     assert kind is not None, name
     unavailable = kind.unavailable_reason(devices)
@@ -91,7 +91,7 @@ def is_killed(devices: Devices) -> str:
 
 
 def is_remembered(devices: Devices) -> str:
-    """What a process has found is not tried again by the next one."""
+    """The result of a probe is cached for the next process."""
     kind = registry.check_name("direct")
     assert kind is not None
     unavailable = kind.unavailable_reason(devices)
@@ -114,7 +114,7 @@ def is_remembered(devices: Devices) -> str:
 
 
 def calls_of_nccl(devices: Devices) -> str:
-    """What a small all-reduce costs the host, and how often NCCL is asked whether it is done."""
+    """The host cost of a small all-reduce, and the number of queries for its completion."""
     with_backend = created("nccl", devices)
     assert isinstance(with_backend, NcclCommunicator)
     library: NcclLibrary = with_backend._clique._library
@@ -147,7 +147,7 @@ def calls_of_nccl(devices: Devices) -> str:
 
 
 def stands_for_all(devices: Devices) -> str:
-    """The last GPU is not done before all have begun, and then the others soon are done."""
+    """The last GPU ends after all have begun, and the others end soon after it."""
     with_backend = created("nccl", devices)
     longest = 0.0
     try:

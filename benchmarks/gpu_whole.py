@@ -1,7 +1,7 @@
-"""Checks of whole programs on a GPU, for gpu_check.py: streams, graphs, precision.
+"""Checks whole programs on a GPU for gpu_check.py: streams, graphs, precision.
 
-Each returns what is worth telling, raises AssertionError with what is wrong, or Skipped. All of
-them run on simulated devices as well, which checks the checks.
+A check returns a line for the report, raises AssertionError with the fault, or raises Skipped. All
+checks also run on simulated devices, which tests the checks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def starts_alone(device: torch.device) -> str:
 
 
 def under_a_default_device(devices: Devices) -> str:
-    """Every backend is made, and works, under torch.set_default_device and in inference mode."""
+    """Every backend works under torch.set_default_device and in inference mode."""
     made = []
     for name in comm.available(devices):
         with torch.device(devices[0]), torch.inference_mode():
@@ -173,7 +173,7 @@ def collectives_beside_buckets(devices: Devices) -> str:
 
 
 def on_the_callers_stream(devices: Devices) -> str:
-    """What the caller has enqueued on a stream of its own is there before the replicas read it."""
+    """Replicas wait for work that the caller has enqueued on a stream of its own."""
     device = devices[0]
     with mirror.MirroredStrategy(devices) as strategy:
         model = strategy.mirror(nn.Linear(64, 64, bias=False).to(device))
@@ -193,7 +193,7 @@ def on_the_callers_stream(devices: Devices) -> str:
 
 
 def scales(devices: Devices) -> str:
-    """Training under autocast, with a scaler, leaves what one device gets, nearly."""
+    """Training under autocast with a scaler gives nearly the parameters of one device."""
     kind = devices[0].type
     dtype = torch.float16 if kind == "cuda" else torch.bfloat16
     results = []
@@ -218,7 +218,7 @@ def scales(devices: Devices) -> str:
 
 
 def captures(device: torch.device) -> str:
-    """A CUDA graph can be captured right after a collective, while that is watched."""
+    """A CUDA graph can be captured right after a collective, while its event is watched."""
     if device.type != "cuda":
         raise Skipped("graphs are of CUDA")
     with_backend = created("nccl", (device,))

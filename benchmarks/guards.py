@@ -1,8 +1,8 @@
-"""What the guards cost beside a step of training.
+"""Measures the cost of the guards beside a training step.
 
-The replicas are compared once in so many steps (``mirror.Guards(replicas_every=1000)``), so a
-comparison is timed beside a step, and its share of a thousand of them is what counts. Finite
-gradients are asked for in every step: a step with that guard is timed beside one without.
+The replicas are compared once in many steps (``mirror.Guards(replicas_every=1000)``), so the
+program reports the time of a comparison over that of a thousand steps. Gradients are checked for
+finite values in every step, so a step with that guard is measured beside one without it.
 
     python benchmarks/guards.py --replicas 2
 """
@@ -24,7 +24,7 @@ TARGET_MS = 5.0  # a comparison may take a hundredth of such a step
 
 
 def convolutions() -> tuple[nn.Module, torch.Tensor]:
-    """161 parameters and 159 buffers, as ResNet-50 has, and next to no work."""
+    """161 parameters and 159 buffers, as ResNet-50 has, with almost no work."""
     layers: list[nn.Module] = []
     for _ in range(53):
         layers += [nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2), nn.ReLU()]

@@ -1,16 +1,15 @@
-"""Host time of a step against the number of replicas, and what takes it; on simulated devices.
+"""Measures and splits the host time of a step by the number of replicas, on simulated devices.
 
-The model has ResNet-50's 161 parameters and a sixteenth of its width, the images are as small as
-they can be, and there is one thread: what remains is the host's own work. Compared are a mirrored
-step of N replicas and N plain models that do the same on the same parts, one after the other:
+The model has ResNet-50's 161 parameters at a sixteenth of its width, the images are as small as
+possible, and there is one thread, so the host's own work remains. A mirrored step of N replicas is
+compared with N plain models that do the same on the same parts, one after the other:
 
     beyond forward and backward    (mirrored(N) - mirrored(1) - plain(N) + plain(1)) / (N - 1)
 
-where plain(N) is the time of zero_grad, forward and backward alone; a second number has each plain
-model's optimizer.step() in it, too. The split is cProfile's, of every thread,
-of Python functions by the file they are in, with the C functions that they call; its times are
-scaled to the unprofiled step. Replicas take turns, so that what the profiles do not explain is
-handing over and waiting: "lockstep".
+plain(N) is the time of zero_grad, forward and backward. A second number includes each plain
+model's optimizer.step(). The split is cProfile's over all threads: time of Python functions by
+file, with the C functions that they call, scaled to the unprofiled step. Replicas take turns, so
+the time that the profiles do not explain is handing over and waiting: "lockstep".
 
     python benchmarks/host_time.py --replicas 1 2 4 8 16 --json FILE
 """
@@ -28,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-# Read when torch is loaded; set_num_threads would not reach what other threads start.
+# Read when torch is loaded; set_num_threads does not apply to teams of other threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from arguments import ROUNDS, at_least, new_file
@@ -94,14 +93,14 @@ class Plain:
 
 
 class Split:
-    """Where the time of steps goes, by ``PARTS``; made before the threads it is to see."""
+    """Splits the time of steps by ``PARTS``; created before the threads that it profiles."""
 
     def __init__(self) -> None:
         self._profiles: list[cProfile.Profile] = []
         threading.setprofile(self._begin)
 
     def _begin(self, *_: object) -> None:
-        """Becomes a new thread's profiler, and gives way to one in C at the first event."""
+        """The profiler of a new thread; a profiler in C replaces it at the first event."""
         self._profiles.append(cProfile.Profile(builtins=False))
         self._profiles[-1].enable()
 
@@ -140,7 +139,7 @@ def _part_of(code: object) -> str:
 
 
 def measure(replicas: Sequence[int], ways: Sequence[str], rounds: int) -> dict[str, object]:
-    """Returns, for each number of replicas, what a step takes and what is beyond plain PyTorch."""
+    """Returns the time of a step, and that beyond plain PyTorch, for each number of replicas."""
     counts = sorted({1, *replicas})
     candidates: dict[str, Callable[[], object]] = {}
     strategies = []
@@ -167,7 +166,7 @@ def measure(replicas: Sequence[int], ways: Sequence[str], rounds: int) -> dict[s
 
 def _row(times: Mapping[str, Samples], way: str, n: int, *, looks: int) -> dict[str, object]:
     def added(*names: str) -> list[float]:
-        """The median and quartiles of what each added replica takes beyond the named, in ms."""
+        """The median and quartiles of an added replica's time beyond the named parts, in ms."""
         columns = [times[f"{name} {m}"].seconds for m in (n, 1) for name in (way, *names)]
         mirrored, *plain = columns[: len(columns) // 2]
         mirrored_1, *plain_1 = columns[len(columns) // 2 :]
@@ -198,7 +197,7 @@ def _row(times: Mapping[str, Samples], way: str, n: int, *, looks: int) -> dict[
 
 
 def _split(way: str, n: int, looks: int) -> dict[str, float] | None:
-    """Returns each part's share of a step, the median of several looks."""
+    """Returns each part's share of a step, the median of several profiles."""
     if sys.version_info >= (3, 12):
         return None  # there cProfile sees one thread at a time
     split = Split()

@@ -1,8 +1,8 @@
-"""Distributed input: what it costs over a plain loop, and whether a slow loader sets the pace.
+"""Measures distributed input: its cost over a plain loop, and its rate with a slow loader.
 
-Run ``python benchmarks/input.py``; ``--json FILE`` keeps the numbers. All rows are ratios and
+Run ``python benchmarks/input.py``; ``--json FILE`` stores the numbers. All rows are ratios and
 rates of whole passes. On GPUs the parts are copied to them, and ``nn.DataParallel``'s scatter is
-measured beside; it needs GPUs, so on the CPU plain chunking stands in its place.
+measured as well. It needs GPUs, so plain chunking replaces it on the CPU.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Rows(Dataset[Tensor]):
 
 
 class Slow:
-    """A loader that takes ``LOADING`` for each of its batches and little of the processor."""
+    """A loader that takes ``LOADING`` seconds per batch and little CPU time."""
 
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches
@@ -73,7 +73,7 @@ class Slow:
 
 
 def pipeline(strategy: mirror.MirroredStrategy, arguments: argparse.Namespace) -> list[Row]:
-    """Large batches and no step: the pass costs what loading, splitting and copying cost."""
+    """Large batches and no step: only loading, splitting and copying cost time."""
     num_bytes = arguments.megabytes * 2**20
     examples = Rows(num_bytes, ROWS_PER_BATCH * arguments.batches)
     loader = DataLoader(examples, batch_size=ROWS_PER_BATCH)
@@ -136,7 +136,7 @@ def training(strategy: mirror.MirroredStrategy, arguments: argparse.Namespace) -
 
 
 def starving(strategy: mirror.MirroredStrategy, arguments: argparse.Namespace) -> list[Row]:
-    """A loader slower than the step: with prefetching it alone should set the pace."""
+    """A loader slower than the step: with prefetching it alone should limit the rate."""
     loader = Slow(arguments.slow_batches)
     ahead = strategy.distribute_dataset(loader)
     on_demand = strategy.distribute_dataset(loader, mirror.InputOptions(prefetch=0))

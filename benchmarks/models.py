@@ -113,7 +113,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and two linear layers, each added to what comes in."""
+    """Causal attention and two linear layers, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What mirror costs where it does nothing useful: ratios and microseconds, against their targets.
+"""Measures the overhead of mirror without computation, in ratios and microseconds, with targets.
 
-Run ``python benchmarks/overhead.py``; ``--json FILE`` keeps the numbers.
+Run ``python benchmarks/overhead.py``; ``--json FILE`` stores the numbers.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def one_replica(rounds: int) -> list[Row]:
 
 
 def turns(rounds: int) -> list[Row]:
-    """A hand-over of the turn at a merge point, per replica."""
+    """Passing the turn at a merge point, per replica."""
     rows = []
     for n in (2, 4, 8):
         with mirror.MirroredStrategy(["cpu"] * n) as strategy:
@@ -130,7 +130,7 @@ def turns(rounds: int) -> list[Row]:
 
 
 def standstills(rounds: int) -> list[Row]:
-    """How long after the first of N replicas the last one begins, where each blocks for 30 ms."""
+    """The delay from the first to the last of N replicas, if each blocks for 30 ms."""
     rows = []
     for n in (2, 4, 8):
         for says_so, how in ((False, ""), (True, ", by hand")):

@@ -1,14 +1,14 @@
-"""Parallel replicas beside lockstep, DDP and the ordinary interpreter; or the default schedule.
+"""Measures parallel replicas beside lockstep, DDP and the ordinary interpreter, and the schedules.
 
-All contestants take turns, so that they see the same machine: read the ratios, and run this on a
-machine that does nothing else. Every number is the median of ratios, round by round.
+All contestants take turns on the same machine. Read the ratios, and run this on a machine that
+does nothing else. Every number is the median of the ratios of the rounds.
 
     python benchmarks/parallel_replicas.py --free-threaded .venv-free-threaded/bin/python
-        rows for "Parallel replicas" in README.md: two replicas, the whole step in run
+        two replicas without the GIL, the whole step in run
     python benchmarks/parallel_replicas.py --default 10
-        the default of this interpreter beside DDP, in ten processes, both ways
+        the default schedule of this interpreter beside DDP, in ten processes, in and outside run
     python benchmarks/parallel_replicas.py --schedules
-        each schedule of this interpreter over the default: is the choice by the clock worth it?
+        each schedule of this interpreter over the default, and the default over DDP
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ HERE = Path(__file__).parent
 CASES = ("mlp-48-tensors", "cnn", "transformer", "lstm")
 JUDGED = ("small-mlp", "cnn", "wide-mlp", "transformer")
 WAYS = ("step", "transparent")
-WARMUP_STEPS = 400  # the default measures its candidates in the first steps
+WARMUP_STEPS = 400  # "auto" decides about long passes in the first steps
 WARMUP_SECONDS = 5.0  # at most, or 30 steps
 ROUND_SECONDS = 0.3  # of each contestant's part of a round
 
 
 class Starter:
-    """Starts contestants, which live until the stack is left."""
+    """Starts contestants; they end with the stack."""
 
     def __init__(self, stack: ExitStack, n: int) -> None:
         self._stack, self._n, self._count = stack, n, 0

@@ -1,10 +1,9 @@
-"""Peak memory of training with N replicas beside N times that of one device.
+"""Measures peak memory of training with N replicas beside N times that of one device.
 
-One device runs the plain loop on a replica's share of the batch, so that N times what it needs is
-what N processes would need. Each runs in a process of its own; counted is what the process has in
-memory at its highest (VmHWM, reset when everything is imported and has run once), less what it had
-then; the median of several processes. On GPUs it is what torch's allocator had handed out, over
-all of them.
+One device runs the plain loop on a replica's share of the batch, so N times its memory is that of
+N processes. Each measurement has a process of its own. It is the highest resident memory (VmHWM,
+reset after a first run of everything) less the resident memory at the reset; the median of several
+processes. On GPUs it is the peak of torch's allocator, summed over all GPUs.
 
     python benchmarks/peak_memory.py --replicas 4 --cases wide-mlp transformer resnet50
 """
@@ -104,9 +103,9 @@ def _steps(options: dict[str, Any]) -> None:
 
 
 def _start() -> int:
-    """Forgets the highest so far and returns what is in memory now."""
+    """Resets the peak and returns the resident memory."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free here and kept would serve the steps
+    ctypes.CDLL(None).malloc_trim(0)  # kept free memory would hide the peak of the steps
     RESET.write_text("5")
     return _status("VmRSS")
 

@@ -1,4 +1,4 @@
-"""Pictures of what was measured, with the machine it was measured on below."""
+"""Draws measurements, with a caption that names the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIB = 2**10
 
 
 def caption_of(devices: Sequence[torch.device]) -> str:
-    """Returns the devices, or that they are simulated, the machine, the versions and the date."""
+    """Returns the devices (or "simulated"), the machine, the versions and the date."""
     names = Counter(describe(device) for device in dict.fromkeys(devices) if device.type != "cpu")
     gpus = ", ".join(f"{count} x {name}" for name, count in names.items())
     where = gpus or "the CPU"

@@ -1,7 +1,7 @@
-"""Processes that stay and work on command, so that several of them can take turns in one run.
+"""Processes that stay alive and work on command, so that contestants take turns in one run.
 
-Commands go to a process's standard input and answers come from its standard output, a line of
-JSON each. Only the standard library is needed: workers may run under another interpreter.
+A process reads commands from its standard input and writes answers to its standard output, as a
+line of JSON each. It needs only the standard library: a worker may run under another interpreter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Residents:
-    """Processes that get every command together; use it as a context manager.
+    """Processes that get every command at the same time; use it as a context manager.
 
     They start at once and load in parallel; the first ``ask`` waits for them.
     """
@@ -49,7 +49,7 @@ class Residents:
         """
         for process in self._processes:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended; reading its answer tells why
+            with suppress(BrokenPipeError):  # it has ended; reading its answer raises the reason
                 process.stdin.write(json.dumps(command) + "\n")
                 process.stdin.flush()
         return [self._answer(i) for i in range(len(self._processes))]

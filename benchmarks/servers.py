@@ -1,13 +1,13 @@
-"""Parameter servers: calls, pulls and pushes of an engine, and steps of the strategy over it.
+"""Measures parameter servers: calls, pulls and pushes of an engine, and steps of the strategy.
 
 ::
 
     mirror bench servers --engine process
     mirror bench servers --engine ray --steps 100
 
-The first table is of the engine alone: a call with 64 bytes there and back, and 10 MB pulled and
-pushed, beside a memory copy of as much, and plain sockets where they can be compared. Copies are
-counted, not timed: what the kernel is asked to take and give, and what numpy copies.
+The first table is of the engine alone: a call with 64 bytes, there and back, and 10 MB pulled and
+pushed, beside a memory copy of the same size and plain sockets. Copies are counted, not timed: the
+bytes that the kernel receives and sends, and those that numpy copies.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def main() -> None:
         begun = time.perf_counter()
         actors += [engine.start(f"server {i}", ROLE, {}) for i in range(4)]
         four = time.perf_counter() - begun
-        print(
-            f"the engine and its first actor stand after {first:.2f} s, 4 more after {four:.2f} s"
-        )
+        print(f"engine and first actor are ready after {first:.2f} s, 4 more after {four:.2f} s")
         _print(_rows(actors[0], args.rounds))
     _train(args.engine, args.steps)
 
@@ -96,7 +94,7 @@ def _rows(actor: Actor, rounds: int) -> list[tuple[str, float, float]]:
 
 
 def _train(engine: str, num_steps: int) -> None:
-    """Steps of a small MLP over two servers and two workers, each applied when it comes."""
+    """Asynchronous steps of a small MLP over two servers and two workers."""
     with mirror.ParameterServerStrategy(num_servers=2, num_workers=2, engine=engine) as strategy:
         with strategy.scope():
             model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

@@ -1,8 +1,9 @@
-"""Time of a training step of several workers: mirror beside DDP with as many processes, on gloo.
+"""Measures a training step of several workers, beside DDP with as many processes, over gloo.
 
-Every contestant keeps its processes and waits while another has its turn; a round gives each one
-turn. All have the same model, optimizer and examples per replica; ratios are of medians, with the
-quartiles of the ratios round by round. Also as ``mirror bench train --workers 2``.
+Every contestant keeps its processes; they wait while another contestant has its turn. A round
+gives each contestant one turn. All have the same model, optimizer and number of examples per
+replica. Ratios are of medians, with the quartiles of the ratios of the rounds. Also run by
+``mirror bench train --workers 2``.
 
     python benchmarks/several_workers.py --workers 2 --rounds 31 --json FILE
 """
@@ -42,7 +43,7 @@ class Model:
     """Linear layers of these widths, with ReLU between them.
 
     Attributes:
-        at_most: what the step may take, by DDP's.
+        at_most: the limit of the step's time over DDP's.
     """
 
     widths: Sequence[int]
@@ -59,7 +60,7 @@ SIMULATED_AT_MOST = 1.1
 
 @dataclass(frozen=True)
 class Contestant:
-    """So many processes that train together.
+    """A contestant: several processes that train together.
 
     Attributes:
         way: of mirror, one of ``WAYS``; 0 is DDP.
@@ -75,9 +76,9 @@ class Contestant:
         return f"mirror {many}, way {WAYS[self.way]}" if self.way else f"DDP {many}"
 
     def start(self) -> Residents:
-        """Starts its processes, which meet at a port of their own."""
+        """Starts its processes; their rendezvous is a port of their own."""
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind(("", 0))
             port = probe.getsockname()[1]
         told = [self.way, self.replicas, self.num_processes, port]
         commands = [
@@ -155,7 +156,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Row:
-    """What one contestant took for a step of one model, beside DDP with as many replicas."""
+    """A contestant's time for a step of one model, beside DDP with as many replicas."""
 
     model: str
     name: str
@@ -218,7 +219,7 @@ def _seconds(resident: Residents, steps: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints a table; returns 1 when a limit was passed, else 0."""
+    """Measures and prints a table; returns 1 if a limit is exceeded, else 0."""
     parser = argparse.ArgumentParser(
         prog="mirror bench train --workers",
         description="Step times of mirror over several processes, beside DDP over gloo.",

@@ -1,9 +1,8 @@
-"""Checks made in a process of their own, one by one: under deadlines, and all within a budget.
+"""Runs checks one by one in a process of their own, with deadlines and a budget for all.
 
-A kernel that never ends, a driver that does not return and an illegal address, after which nothing
-works in its process, cost one check each. The process tells what came of a check by a line of JSON
-in a pipe; one that is late, or gone, is replaced by another one, which makes the checks that are
-left.
+An endless kernel, a driver that does not return, and an illegal address (after which nothing works
+in its process) fail one check each. The process reports each outcome as a line of JSON in a pipe.
+A process that is late or has ended is replaced by another one, which runs the remaining checks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Check = Callable[[], str]
 
 @dataclass
 class Outcome:
-    """What came of a check: it passed, failed, or was skipped; ``detail`` says why, or how."""
+    """The outcome of a check: passed, failed or skipped; ``detail`` is its report or reason."""
 
     name: str
     state: str
@@ -58,7 +57,7 @@ def run_check(name: str, check: Check) -> Outcome:
 
 
 def work(checks: Sequence[tuple[str, Check]], first: int, pipe: int) -> None:
-    """Makes the checks from the given one on, and tells of each in the pipe: the other side."""
+    """Runs the checks from the given one on, in the process, and writes outcomes to the pipe."""
     with os.fdopen(pipe, "w", buffering=1) as told:
         for name, check in checks[first:]:
             told.write(json.dumps(asdict(run_check(name, check))) + "\n")
@@ -72,10 +71,10 @@ def supervise(
     budget_seconds: float,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Outcome]:
-    """Yields what comes of every check, in order.
+    """Yields the outcome of every check, in order.
 
     Args:
-        command: of the process that makes them. It gets two more arguments, for ``work``: the
+        command: of the process that runs them. It gets two more arguments, for ``work``: the
             number of the first check, and that of the pipe.
         names: of all checks.
         deadline_seconds: how long a check may take, the start of its process not included.
@@ -110,7 +109,7 @@ def supervise(
 
 
 class _Worker:
-    """A process that makes checks, and everything that it starts."""
+    """A process that runs checks, and all processes that it starts."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
         self._pipe, theirs = os.pipe()
@@ -126,7 +125,7 @@ class _Worker:
         self._read = b""
 
     def next(self, seconds: float) -> dict[str, Any] | str:
-        """Returns the next outcome, or why there will be none."""
+        """Returns the next outcome, or the reason why there is none."""
         end = monotonic() + seconds
         while b"\n" not in self._read:
             is_there, _, _ = select.select([self._pipe], [], [], max(end - monotonic(), 0))
@@ -141,7 +140,7 @@ class _Worker:
         return outcome
 
     def leave(self) -> None:
-        """Lets the process end by itself, which has told everything."""
+        """Waits for the process to exit after its last outcome."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
 

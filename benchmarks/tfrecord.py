@@ -1,7 +1,7 @@
-"""Reading TFRecord files on one core, checksums verified, beside plain reads of the same bytes.
+"""Measures reading TFRecord files on one core, checksums verified, beside plain reads.
 
-The file is in the page cache: what is timed is the reader and not the disk. Every candidate reads
-the whole file; plain reads take as many bytes at a time as a record has, without a buffer.
+The file is in the page cache, so the reader is timed and not the disk. Every candidate reads the
+whole file. Plain reads take as many bytes at a time as a record has, without a buffer.
 
     python benchmarks/tfrecord.py --json FILE
 """

@@ -1,4 +1,4 @@
-"""The only clock: interleaved timing of several callables, and ratios pair by pair."""
+"""The only clock: interleaved timing of several callables, and their ratios pair by pair."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Samples:
         return quartiles[0], quartiles[2]
 
     def over(self, other: Samples) -> Samples:
-        """Returns the ratios to ``other``, pair by pair: what drifts is in both of a pair."""
+        """Returns the ratios to ``other``, pair by pair: a drift is in both numbers of a pair."""
         return Samples(tuple(a / b for a, b in zip(self.seconds, other.seconds, strict=True)))
 
     def per(self, count: int) -> Samples:
@@ -41,7 +41,7 @@ class Elsewhere:
 
 
 def seconds_of(candidate: Callable[[], object] | Elsewhere) -> float:
-    """Runs a candidate once and returns how long that took."""
+    """Runs a candidate once and returns the seconds."""
     if isinstance(candidate, Elsewhere):
         return candidate.call()
     start = perf_counter()

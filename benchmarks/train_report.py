@@ -1,4 +1,4 @@
-"""What ``train_step.py`` measured: tables, the ratios that are judged, and a plot."""
+"""Tables, limits and a plot for the measurements of ``train_step.py``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio that issue 6 sets a limit to.
+    """A ratio and its limit.
 
     Attributes:
         ratio: of medians.
@@ -94,7 +94,7 @@ ONE_REPLICA_LIMITS = {"small-mlp": 1.25}
 
 
 def targets_of(rows: Sequence[Row]) -> list[Target]:
-    """Returns the judged ratios that these rows can tell, each for the better schedule."""
+    """Returns the ratios of these rows that have limits, each for the better schedule."""
     names = dict.fromkeys(row.case.name for row in rows)
     return [
         target
@@ -112,7 +112,7 @@ def _targets_of_case(rows: Sequence[Row]) -> Iterator[Target]:
             limit = ONE_REPLICA_LIMITS.get(case)
             if limit is None and plain.samples.median >= LONG_STEP_SECONDS:
                 limit = LONG_STEP_LIMIT
-            # In the same process: that two processes differ by a percent is chance.
+            # In the same process: two processes can differ by a percent by chance.
             other = by_name[f"plain beside {one.name}"]
             yield from _target(f"{case}: N = 1 / plain loop", way, one, other, limit)
         two = _better(rows, way, 2)
@@ -209,10 +209,10 @@ def picture(
 ) -> Any:
     """Returns a figure of step time over the number of replicas, for each case, and the host's.
 
-    The better schedule stands for a way; the last way that was measured for the host's time.
+    A way is drawn with its better schedule; the host's time is that of the last measured way.
 
     Args:
-        caption: stands below.
+        caption: drawn below the panels.
         num_gpus: up to so many replicas have a device each, and could be so many times as fast.
     """
     from matplotlib.figure import Figure

@@ -1,10 +1,10 @@
-"""Time of a training step: plain PyTorch, mirror, DDP, DataParallel and TensorFlow side by side.
+"""Measures a training step of plain PyTorch, mirror, DDP, DataParallel and TensorFlow.
 
-Every contestant keeps processes of its own and waits while another has its turn; a round gives
-each one turn, and ratios are taken within one run. All get the same model, optimizer, global
-batch and total number of threads.
+Every contestant has processes of its own, which wait while another contestant has its turn. A
+round gives each contestant one turn, and ratios are computed within one run. All have the same
+model, optimizer, global batch and total number of threads.
 
-With ``--workers W`` it is ``several_workers.py``: mirror in several processes, beside DDP.
+With ``--workers W`` it runs ``several_workers.py``: mirror in several processes, beside DDP.
 
 Afterwards ``host_time.py`` and ``peak_memory.py`` run, unless --parts leaves them out.
 
@@ -152,7 +152,7 @@ def _steps(field: Field, arguments: argparse.Namespace) -> list[Row]:
 
 
 def _host_time(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what ``host_time.py`` finds in a process of its own, with one thread."""
+    """Returns the result of ``host_time.py``, in a process of its own with one thread."""
     program = [sys.executable, str(Path(__file__).with_name("host_time.py"))]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
@@ -165,7 +165,7 @@ def _host_time(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _costs() -> dict[str, Any]:
-    """Returns what ``compiled_costs.py`` finds: of compiling, and of an added replica."""
+    """Returns the result of ``compiled_costs.py``: compilation, and an added replica."""
     program = [sys.executable, str(Path(__file__).with_name("compiled_costs.py"))]
     found: dict[str, Any] = json.loads(subprocess.check_output(program, text=True))
     return found
@@ -207,7 +207,7 @@ def _seconds(resident: Residents, of: str, steps: int) -> float:
 
 
 def _check_loss(case: Case, contestant: Contestant, loss: float, expected: float) -> None:
-    """Refuses to time who computes something else than the plain loop."""
+    """Raises RuntimeError if a contestant's loss differs from that of the plain loop."""
     same = contestant.kind != "TensorFlow" and not case.batch_statistics
     if not math.isfinite(loss) or (same and abs(loss - expected) > SAME_LOSS * abs(expected)):
         raise RuntimeError(
@@ -289,7 +289,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the program now for what would end it after an hour."""
+    """Exits at once for arguments that would fail after an hour."""
     visible = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     strange = [name for name in arguments.devices if name not in (*visible, "cpu")]
     if strange or not arguments.devices or len({name[:3] for name in arguments.devices}) > 1:

@@ -1,9 +1,9 @@
 """A process that runs the steps of one PyTorch contestant: the plain loop, mirror, DDP or DP.
 
-Its only argument says which, as JSON; ``train_step.py`` starts it and gives it turns. Commands:
-``{"case": name}`` makes a model and answers the losses of the first steps, ``{"steps": n}``
-answers the seconds of one of n steps. Each contestant has a process of its own, as its users have
-it: the idle threads of one do not slow another, and only those who use mirror import it.
+Its only argument is the contestant, as JSON; ``train_step.py`` starts the process and gives it
+turns. Command ``{"case": name}`` builds a model and answers with the losses of the first steps.
+``{"steps": n}`` answers with the seconds per step of n steps. Each contestant has a process of its
+own, as in use: its idle threads do not slow another contestant, and only mirror's imports mirror.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Step = Callable[[], Tensor]
 
 
 class Contestant:
-    """One way to train, over the cases that are asked for, one after the other."""
+    """One way to train, on one case after the other."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
@@ -54,7 +54,7 @@ class Contestant:
         return seconds / command["steps"]
 
     def _prepare(self, name: str) -> list[float]:
-        """Makes the case's model in place of the one before; returns its first losses."""
+        """Replaces the model by that of the case; returns its first losses."""
         self._steps.clear()
         self._stack.close()
         gc.collect()
@@ -88,7 +88,7 @@ class Contestant:
                 torch.cuda.synchronize(device)
 
     def _make_room(self) -> None:
-        """Leaves a GPU's memory to the others until the next turn, but for the variables."""
+        """Frees the GPU's memory, except the variables, for the other contestants' turns."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

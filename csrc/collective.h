@@ -21,7 +21,7 @@ constexpr int kStateBytes = 4096;
 // of at most as many blocks as there are multiprocessors is resident as a whole.
 constexpr int kMaxThreads = 512;
 
-// The arguments of every kernel; mirror/comm/kernels/kernel_arguments.py has the same structure.
+// The arguments of every kernel; mirror/comm/kernels/launcher.py has the same structure.
 struct Arguments {
   void* data[kMaxReplicas];       // the tensor of each replica
   void* workspace[kMaxReplicas];  // of each replica: a state per block, then scratch per block

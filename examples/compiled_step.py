@@ -1,4 +1,4 @@
-"""A whole step compiled: one trace of it for all replicas, whatever their number.
+"""A whole step compiled: one trace of it for all replicas, for any number of them.
 
 The first call runs as ``strategy.run`` would; the second traces and compiles, which takes a while,
 and once for all batch sizes: the last batch of an epoch is a smaller one here. A number that is to

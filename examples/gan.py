@@ -2,7 +2,7 @@
 
 Everything happens in ``train_step``, which each replica calls with its part of the batch: the
 discriminator learns to tell scikit-learn's digits from the generator's, then the generator learns
-to deceive it. Each replica draws its own noise. At the end it prints digits that nobody wrote.
+to deceive it. Each replica draws its own noise. At the end it prints digits of its own.
 
     python examples/gan.py
 """

@@ -2,8 +2,8 @@
 
 A batch that does not fit into memory comes as micro-batches. Under ``no_sync`` their gradients
 stay where they are; the first backward pass outside it reduces the sum of all, once per step.
-Weights and gradients are float32; activations are bfloat16, or float16, whose gradients need to
-be scaled lest they vanish. Where an inf comes up on any replica, all of them skip the step.
+Weights and gradients are float32; activations are bfloat16 or float16. Gradients of
+float16 are scaled so that they do not vanish. If any replica has an inf, all skip the step.
 
     python examples/mixed_precision.py
 """

@@ -4,7 +4,7 @@
 
 It trains on two simulated devices and stops at a step, as if its machine had been taken away;
 started again, it goes on from the checkpoint to the end. The table it writes is that of a run
-that nobody has stopped. A hook of its own halves the learning rate when the loss rests.
+that was not stopped. A hook of its own halves the learning rate when the loss rests.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Or two processes at once: ``torchrun --nproc-per-node 2 examples/multi_worker.py
 Without torchrun it is a training in one process; the program is the same. Every process is a
 worker, with all GPUs of its machine, or one simulated device. DIRECTORY, for checkpoints, must be
 on a file system that all machines share. Should a worker be killed, torchrun starts all of them
-again, and the training ends with the bits of one that nobody has disturbed.
+again, and the training ends with the bits of an undisturbed one.
 """
 
 from __future__ import annotations

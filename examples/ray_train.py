@@ -3,7 +3,7 @@
     pip install "mirror-strategy[ray]"
     python examples/ray_train.py
 
-Ray starts the workers, tells each who it is, and starts all of them again if one is lost; the
+Ray starts the workers, tells each its rank, and starts all of them again if one is lost; the
 strategy finds them as it finds those of torchrun. Each has the GPUs that Ray gives it, or one
 simulated device. What is reported is a plain loop's on one device.
 """
@@ -27,7 +27,7 @@ NUM_WORKERS = 2
 
 
 def train(strategy: mirror.MirroredStrategy, directory: Path) -> list[float]:
-    """Trains on whatever the strategy is over; returns the mean loss of every epoch."""
+    """Trains on the devices of the strategy; returns the mean loss of every epoch."""
     torch.manual_seed(0)
     with strategy.scope():
         model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))

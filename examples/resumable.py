@@ -6,7 +6,7 @@
 It saves every few steps, beside the training, and once more when the machine is about to be taken
 away (SIGTERM); then it exits with 42. A SIGKILL costs the steps since the last save, which are
 made again. Dropout, shuffled batches, momentum, a schedule and running statistics: the
-end has the bits of a run that nobody has disturbed.
+end has the bits of an undisturbed run.
 """
 
 from __future__ import annotations

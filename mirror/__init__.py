@@ -29,7 +29,10 @@ from mirror.errors import (
 from mirror.integrations.tpu_strategy import TPUStrategy
 from mirror.replica.collectives.reduce_ops import ReduceOp
 from mirror.server.roles.coordinator import ClusterCoordinator
-from mirror.strategy.current_strategy import (
+from mirror.strategy.mirrored import (
+    CentralStorageStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -37,7 +40,6 @@ from mirror.strategy.current_strategy import (
     is_mirrored,
     set_aggregation,
 )
-from mirror.strategy.mirrored import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.strategy.replica_context import ReplicaContext

@@ -32,7 +32,7 @@ from mirror.tools.option_types import (
 )
 
 if TYPE_CHECKING:
-    from mirror.tools.run.script import Script
+    from mirror.tools.run.run_command import Script
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -163,7 +163,7 @@ def _add_script_command(
 
 
 def _script_of(args: argparse.Namespace) -> Script:
-    from mirror.tools.run.script import Script
+    from mirror.tools.run.run_command import Script
 
     return Script(args.script, tuple(args.arguments), args.is_module)
 
@@ -419,14 +419,14 @@ def _add_checkpoint(commands: Any) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from mirror.train.checkpoint.describe_checkpoint import describe_checkpoint
+    from mirror.train.checkpoint.manager import describe_checkpoint
 
     print(describe_checkpoint(args.path, verify=args.verify))
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    from mirror.train.checkpoint.describe_checkpoint import export_checkpoint
+    from mirror.train.checkpoint.manager import export_checkpoint
 
     export_checkpoint(args.path, args.to)
     return 0
@@ -450,13 +450,13 @@ def _add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if args.address is None and "TF_CONFIG" not in os.environ:
+        args.parser.error("needs HOST:PORT, the address to serve at, or TF_CONFIG with a task")
     # The kernel sends process 1 of a container no signal that it does not handle.
     signal.signal(signal.SIGTERM, _exit_once)
     from mirror.cluster import TFConfigResolver
     from mirror.server import Server
 
-    if args.address is None and "TF_CONFIG" not in os.environ:
-        args.parser.error("needs HOST:PORT, the address to serve at, or TF_CONFIG with a task")
     cluster = TFConfigResolver() if args.address is None else args.address
     with Server(cluster, host=args.host) as server:
         print(f"serving at {server.address}", flush=True)

@@ -125,13 +125,19 @@ class PerReplica(Generic[T]):
         return self is other
 
     def _refuse(self, what: str) -> NoReturn:
+        remedy = ""
+        if what == "__iter__":  # def repackage(h): h.detach() if isinstance(h, Tensor) else ...
+            remedy = (
+                "; it is no torch.Tensor, so where isinstance(h, torch.Tensor) chooses between a "
+                "tensor and a tuple, write isinstance(h, (torch.Tensor, mirror.PerReplica))"
+            )
         raise TypeError(
             f"a PerReplica holds one value per replica and has no {what} of its own in the "
             "cross-replica context; pass it to strategy.run(fn, args=(value,)) to work on each "
             "part, combine the parts with strategy.reduce('sum' or 'mean', value) or "
             "strategy.gather(value, axis), or take them as a tuple with "
             "strategy.local_results(value); only functions of every part, such as .detach(), "
-            f".clone(), .to(...) and .float(), can be called directly{self._origin()}"
+            f".clone(), .to(...) and .float(), can be called directly{remedy}{self._origin()}"
         )
 
     def _origin(self) -> str:

@@ -4,6 +4,7 @@ import gc
 import logging
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ with torch.device("cpu"):
     torch.empty(0)
 
 TORCHS_LAYERS = [kind for kind in vars(torch.nn).values() if isinstance(kind, type)]
+
+
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("no deadline", deadline=None)  # a busy machine misses any
+    settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser):
@@ -147,6 +155,18 @@ def threads_switch_often():
 
 
 @pytest.fixture
+def one_thread():
+    """Makes replicas compute with one intra-op thread, alone or at once.
+
+    Bits depend on the number: LayerNorm, for one, adds its gradients up per thread.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def eager(monkeypatch):
     """Makes every turn count as a long one."""
     monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", -1.0)
@@ -243,7 +263,7 @@ def script_pool():
 
 @pytest.fixture(scope="module")
 def objects():
-    """One object of each kind whose attributes are looked up."""
+    """One object of each kind with attributes that are looked up."""
     contexts = []
     with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
         strategy.run(lambda: contexts.append(mirror.get_replica_context()))

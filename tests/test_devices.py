@@ -210,7 +210,7 @@ def test_generators_of_gpus_are_there_before_cuda_is_initialised(monkeypatch):
     assert torch.equal(made[1].get_state(), state)
 
 
-def test_a_device_that_was_seeded_apart_keeps_its_stream():
+def test_a_device_with_its_own_seed_keeps_its_stream():
     generators = [torch.Generator().manual_seed(1), torch.Generator().manual_seed(5)]
     separate_streams(generators)
     assert torch.equal(

@@ -65,7 +65,7 @@ def test_dropout_differs_unless_it_is_switched_off():
     assert_equal_to_one_device(program(nn.Dropout), 2, no_dropout=True)
 
 
-def test_a_program_runs_in_double_precision_if_told_so():
+def test_a_program_can_run_in_double_precision():
     dtypes = set()
     build = program(on_step=lambda step: dtypes.add(torch.get_default_dtype()))
     result = compare_with_one_device(build, double=True)

@@ -86,7 +86,7 @@ def test_what_is_current_is_no_attribute_of_a_class():
         assert inspect.getattr_static(current, name, None) is None
 
 
-def test_hooks_are_noted_where_torch_does_not_tell_them(monkeypatch):
+def test_hooks_are_recorded_where_torch_does_not_report_them(monkeypatch):
     """As torch.autograd does since 2.8: the innermost pair of the calling thread."""
     for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
         monkeypatch.setattr(torch._C._autograd, name, getattr(torch._C._autograd, name))

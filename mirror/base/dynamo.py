@@ -103,7 +103,10 @@ def call_under_dynamo(hold: DynamoCallback, module: nn.Module, args: Any, kwargs
 
 def limits_for(num_replicas: int) -> AbstractContextManager[None]:
     """Returns a context in which each replica may compile a function as often as one device."""
-    return _raised_limits(num_replicas) if _is_used() else _UNLIMITED
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # as _is_used, without a call
+    if frames is None or not frames.always_optimize_code_objects.values:
+        return _UNLIMITED
+    return _raised_limits(num_replicas)
 
 
 @contextmanager

@@ -100,11 +100,11 @@ class Timeline:
         self.compiled = Compiled()
         self.at_step_ends: list[Callable[[], None]] = []
         self._open: list[list[_Span]] = [[] for _ in self.names]
-        self._sums: list[dict[str, float]] = []
         self._events: list[dict[str, Any]] | None = None
         self._target = Path()  # the file of the trace
         self._step_began = perf_counter()
-        self._sums = [dict.fromkeys(KINDS, 0.0) for _ in self.names]
+        self._zeros = dict.fromkeys(KINDS, 0.0)
+        self._sums = [self._zeros.copy() for _ in self.names]
 
     def use(self) -> None:
         """Makes this the timeline of the calling thread's cross-replica context."""
@@ -163,7 +163,7 @@ class Timeline:
         now = perf_counter()
         self.steps.append((now - self._step_began, self._sums))
         self._step_began = now
-        self._sums = [dict.fromkeys(KINDS, 0.0) for _ in self.names]
+        self._sums = [self._zeros.copy() for _ in self.names]
         for callback in self.at_step_ends:
             callback()
 

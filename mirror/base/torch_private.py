@@ -31,10 +31,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.func import debug_unwrap
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from mirror.errors import StrategyError
 
@@ -228,9 +224,6 @@ num_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stac
 functions_interpreter: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack")
 _is_batched: Callable[[Tensor], bool] = _find("torch._C._functorch.is_batchedtensor")
 _is_differentiated: Callable[[Tensor], bool] = _find("torch._C._functorch.is_gradtrackingtensor")
-set_grad_enabled: Callable[[bool], object] = _find(
-    "torch._C._set_grad_enabled", torch.set_grad_enabled
-)
 _jit: Any = torch.jit  # untyped
 tracing_state: Callable[[], object] = _find(
     "torch._C._get_tracing_state", lambda: _jit.is_tracing() or None
@@ -357,28 +350,3 @@ METADATA = "_metadata"  # of a state_dict: the versions of its modules
 
 default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store")
 put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
-
-
-def step_hooks(optimizer: Any) -> tuple[int, ...]:  # the ids of their handles
-    return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
-
-
-@functools.cache
-def _global_step_hooks() -> tuple[Any, Any]:
-    """Returns torch's dicts of the hooks of all optimizers' steps, before and after a step."""
-    before = register_optimizer_step_pre_hook(lambda *args: None)
-    after = register_optimizer_step_post_hook(lambda *args: None)
-    before.remove()
-    after.remove()
-    return before.hooks_dict_ref(), after.hooks_dict_ref()
-
-
-def has_step_hooks(optimizer: Any) -> bool:
-    """Whether the program has hooks of this optimizer's steps, or of those of all optimizers."""
-    before, after = _global_step_hooks()
-    return bool(
-        before
-        or after
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-    )

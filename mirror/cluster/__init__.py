@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from mirror.base.migration_hints import names_of
 from mirror.cluster.kubernetes import KubernetesResolver
 from mirror.cluster.launchers import TorchrunResolver
-from mirror.cluster.rendezvous import Rendezvous
+from mirror.cluster.rendezvous import ClusterSpec, Rendezvous
 from mirror.cluster.resolver import ClusterResolver, SimpleResolver, UnionResolver
 from mirror.cluster.slurm import SlurmResolver
-from mirror.cluster.spec import ClusterSpec
 from mirror.cluster.tf_config import TFConfigResolver
 from mirror.errors import ClusterError
 

@@ -24,9 +24,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mirror.cluster.rendezvous import LOCALHOST, MAX_PORT, EnvironmentVariables, Rendezvous
+from mirror.cluster.rendezvous import (
+    LOCALHOST,
+    MAX_PORT,
+    ClusterSpec,
+    EnvironmentVariables,
+    Rendezvous,
+)
 from mirror.cluster.resolver import ClusterResolver
-from mirror.cluster.spec import ClusterSpec
 from mirror.errors import ClusterError, short_repr
 
 CLIENT_PORT = 8470

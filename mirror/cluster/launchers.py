@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 
 from mirror.cluster.kubernetes import KubernetesResolver
-from mirror.cluster.rendezvous import MAX_PORT, EnvironmentVariables, Rendezvous, single_process
+from mirror.cluster.rendezvous import (
+    MAX_PORT,
+    ClusterSpec,
+    EnvironmentVariables,
+    Rendezvous,
+    single_process,
+)
 from mirror.cluster.resolver import ClusterResolver
 from mirror.cluster.slurm import SlurmResolver
-from mirror.cluster.spec import ClusterSpec
 from mirror.cluster.tf_config import TFConfigResolver
 from mirror.errors import ClusterError
 

@@ -7,8 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 
-from mirror.cluster.rendezvous import MAX_PORT, EnvironmentVariables, Rendezvous, rendezvous_of
-from mirror.cluster.spec import ClusterSpec
+from mirror.cluster.rendezvous import (
+    MAX_PORT,
+    ClusterSpec,
+    EnvironmentVariables,
+    Rendezvous,
+    rendezvous_of,
+)
 from mirror.devices import num_cuda_devices
 from mirror.errors import ClusterError, ClusterTypeError, short_repr
 

@@ -18,9 +18,8 @@ from itertools import chain, product
 from math import prod
 from typing import ClassVar
 
-from mirror.cluster.rendezvous import MAX_PORT, EnvironmentVariables, integer
+from mirror.cluster.rendezvous import MAX_PORT, ClusterSpec, EnvironmentVariables, integer
 from mirror.cluster.resolver import ClusterResolver
-from mirror.cluster.spec import ClusterSpec
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError, short_repr
 

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from mirror.cluster.rendezvous import EnvironmentVariables
+from mirror.cluster.rendezvous import MAX_TASKS, ClusterSpec, EnvironmentVariables
 from mirror.cluster.resolver import ClusterResolver, with_layer
-from mirror.cluster.spec import MAX_TASKS, ClusterSpec
 from mirror.errors import ClusterError, ClusterTypeError, short_repr
 
 _NAME = "TF_CONFIG"

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,31 @@ from mirror.comm.communicator import Communicator
 from mirror.comm.topology import Matrix, link_matrix, peer_matrix, topology_of
 from mirror.devices import are_distinct, is_simulated, parse, resolve
 from mirror.errors import BackendError
+
+_BUILD = "python setup.py build_ext --inplace"
+
+
+def unusable_reason(path: Path, is_current: Callable[[], bool]) -> str | None:
+    """Returns why a library cannot be used; ``None`` if it can.
+
+    Args:
+        is_current: loads the library, and returns whether it was built from this version of csrc/.
+    """
+    if not path.exists():
+        return (
+            f"its library {path.name} is not built; install mirror with pip where there is g++, "
+            f"or run `{_BUILD}` in a checkout"
+        )
+    try:
+        if is_current():
+            return None
+    except (OSError, AttributeError) as error:
+        return (
+            f"its library {path.name} does not load ({error}); reinstall mirror, or run `{_BUILD} "
+            "--force` in a checkout"
+        )
+    return f"its library {path.name} was built from another version of csrc/; build it again"
+
 
 C = TypeVar("C", bound=type[Communicator])
 

@@ -15,13 +15,17 @@ from mirror.data.loader_copy import Indices, copy_loader, skip
 from mirror.data.resume_state import (
     SHARDED,
     capture_order,
+    capture_rng,
     check_order,
+    cut_of,
     reads_a_shard,
+    rebatched,
+    replayed_rng,
+    restore_rng,
     rewind_generators,
     samplers_of,
     set_order,
 )
-from mirror.data.rng_state import capture_rng, replayed_rng, restore_rng
 from mirror.data.split_batch import FixedBalance
 from mirror.data.worker_sharding import Window
 from mirror.errors import BatchError
@@ -136,6 +140,10 @@ class DatasetAdapter:
     def order(self) -> dict[str, Any]:
         """Returns the state that decides the order of a pass that begins now."""
         return {"streams": capture_rng()}
+
+    def rebatched(self, state: Any) -> Any:
+        """Returns a state that another batch size may have saved, for that of this dataset."""
+        return state
 
     def check_order(self, order: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` if the order is not one of this dataset."""
@@ -262,7 +270,7 @@ class LoaderAdapter(DatasetAdapter):
             batches: Iterator[Any] = iter(loader)
             skip(batches, num_consumed)
             return DatasetPass(batches, end)
-        indices.num_skipped = num_consumed
+        indices.num_skipped, indices.num_cut = num_consumed, cut_of(order or {}, num_consumed)
         if order is not None and order.get("reuses_workers") and loader._iterator is None:
             indices.before_first = lambda: self._replay(order)
         # In this thread: the iterator draws seeds from the global generator and starts workers.
@@ -286,6 +294,9 @@ class LoaderAdapter(DatasetAdapter):
     def rewind(self, order: Mapping[str, Any], num_consumed: int, own_state: Any) -> None:
         if not isinstance(self._loader.dataset, IterableDataset):
             rewind_generators(self._loader, order, num_consumed)
+
+    def rebatched(self, state: Any) -> Any:
+        return rebatched(self._loader, state)
 
     def check_order(self, order: Mapping[str, Any]) -> None:
         if not isinstance(order.get("reuses_workers", False), bool):

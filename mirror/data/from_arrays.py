@@ -112,36 +112,36 @@ class _Indices(Sampler[Index]):
     ) -> None:
         self.generator = generator
         self._num_examples = num_examples
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._shuffle = shuffle
-        self._num_epochs = num_epochs
+        self.num_epochs = num_epochs
 
     @property
     def num_whole_batches(self) -> int | None:
         """The number of batches as large as the first; ``None`` if several batches are smaller."""
-        if self._num_epochs is None:
+        if self.num_epochs is None:
             return None
-        is_even = not self._num_examples % self._batch_size
-        if is_even or self._num_examples < self._batch_size:
+        is_even = not self._num_examples % self.batch_size
+        if is_even or self._num_examples < self.batch_size:
             return len(self)
-        return len(self) - 1 if self._num_epochs == 1 else None
+        return len(self) - 1 if self.num_epochs == 1 else None
 
     def __len__(self) -> int:
-        if self._num_epochs is None:
+        if self.num_epochs is None:
             raise TypeError("a loader of from_arrays(repeat=True) never ends: it has no len()")
-        return self._num_epochs * -(-self._num_examples // self._batch_size)
+        return self.num_epochs * -(-self._num_examples // self.batch_size)
 
     def __iter__(self) -> Iterator[Index]:
-        starts = range(0, self._num_examples, self._batch_size)
+        starts = range(0, self._num_examples, self.batch_size)
         orders = self._orders() if self._shuffle else None
-        for _ in itertools.count() if self._num_epochs is None else range(self._num_epochs):
+        for _ in itertools.count() if self.num_epochs is None else range(self.num_epochs):
             if not starts:
                 return
             if orders is None:
-                yield from (slice(start, start + self._batch_size) for start in starts)
+                yield from (slice(start, start + self.batch_size) for start in starts)
             else:
                 order = next(orders)
-                yield from (order[start : start + self._batch_size] for start in starts)
+                yield from (order[start : start + self.batch_size] for start in starts)
 
     def _orders(self) -> Iterator[Tensor]:
         """Yields the order of each epoch of a pass.
@@ -151,7 +151,7 @@ class _Indices(Sampler[Index]):
         draws from a shared generator would then depend on timing.
         """
         draw = functools.partial(torch.randperm, self._num_examples)
-        if self._num_epochs == 1:
+        if self.num_epochs == 1:
             yield draw(generator=self.generator)
             return
         own = torch.Generator()
@@ -160,7 +160,7 @@ class _Indices(Sampler[Index]):
         else:
             own.set_state(self.generator.get_state())
             # The next pass continues after this one; after an endless one, an epoch later.
-            for _ in range(self._num_epochs or 1):
+            for _ in range(self.num_epochs or 1):
                 draw(generator=self.generator)
         while True:
             yield draw(generator=own)

@@ -39,7 +39,7 @@ from torch.utils.data import (
 )
 
 from mirror.data.from_arrays import Arrays
-from mirror.data.rng_state import capture_rng, restore_rng, same_rng
+from mirror.data.resume_state import capture_rng, restore_rng, same_rng
 from mirror.data.worker_sharding import Window, batch_hash
 from mirror.values import leaves_of
 
@@ -74,6 +74,7 @@ class Indices:
 
     Attributes:
         num_skipped: the number of indices that the next read skips first.
+        num_cut: the number of examples that the next batch lacks.
         before_first: called before the first index is read.
     """
 
@@ -81,7 +82,7 @@ class Indices:
         self._sampler = sampler
         self._iterator: Iterator[Any] = iter(())
         self._primed: list[Any] = []
-        self.num_skipped = 0
+        self.num_skipped = self.num_cut = 0
         self.before_first: Callable[[], None] | None = None
 
     def __len__(self) -> int:
@@ -99,7 +100,9 @@ class Indices:
             before_first()
         num_skipped, self.num_skipped = self.num_skipped, 0
         skip(self._iterator, num_skipped)
-        return next(self._iterator)
+        num_cut, self.num_cut = self.num_cut, 0
+        index = next(self._iterator)
+        return _without_first(index, num_cut) if num_cut else index
 
     def prime(self) -> None:
         """Reads the first index now, since samplers draw their seed when they begin."""
@@ -107,6 +110,11 @@ class Indices:
             self._primed = [next(self)]
         except StopIteration:
             self._iterator = iter(())
+
+
+def _without_first(index: Any, count: int) -> Any:
+    """Returns the index of a batch, a slice or a sequence, without its first examples."""
+    return slice(index.start + count, index.stop) if isinstance(index, slice) else index[count:]
 
 
 def skip(batches: Iterator[Any], count: int) -> None:

@@ -1,4 +1,24 @@
-"""The position of a pass: the order of its examples, saved, checked, gathered from all workers."""
+"""The position of a pass: the order of its examples, saved, checked, gathered from all workers.
+
+The global random generators of the process: torch's on the CPU, Python's and NumPy's.
+
+A loader in this process may draw from the global generators (a random crop, a shuffle), and so
+may the training step (dropout). If both drew concurrently, the order of draws would depend on
+timing, and a seed would not make a run reproducible. So a batch that draws is read on demand,
+while the consumer waits: it gets the numbers of a plain loop. Only batches that draw nothing are
+read ahead:
+
+- the first batch of a pass is read on demand, and the generators are compared before and after;
+- a later batch is read ahead if the one before it drew nothing. If it draws by torch after all,
+  it waits before the draw until the consumer asks for it.
+
+A ``torch.Generator`` of the dataset counts as well. If a loop ended early, its reads ahead would
+have advanced that generator past the batches that the loop took, and the next epoch would have
+another order. Generators of NumPy and Python that a dataset owns are not detected: such a dataset
+needs ``prefetch=0`` if a loop over it may end early.
+
+Workers of a ``DataLoader`` draw in their own processes, and need no such order.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +27,101 @@ import copy
 import itertools
 import json
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from mirror.base.tree_json import decode, encode
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.data.rng_state import capture_rng, replayed_rng
-from mirror.devices import state_of
+from mirror.devices import random_state, set_random_state, state_of
 from mirror.errors import CheckpointError, short_repr
+
+_CPU = torch.device("cpu")
+
+# The functions with operators that torch tags as nondeterministic_seeded.
+_DRAWING = frozenset(
+    "alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout_ "
+    "exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ "
+    "geometric_ gru log_normal_ lstm multinomial native_dropout normal normal_ poisson rand "
+    "rand_like randint randint_like randn randn_like random_ randperm rnn_relu rnn_tanh rrelu "
+    "rrelu_ scaled_dot_product_attention uniform_ _sample_dirichlet _standard_gamma".split()
+)
+
+
+def capture_rng() -> dict[str, Any]:
+    """Returns the states of the global generators, as tensors and plain numbers."""
+    version, state, gauss = random.getstate()
+    streams: dict[str, Any] = {
+        "torch": random_state(_CPU),
+        "python": {"version": version, "state": torch.tensor(state, device=_CPU), "gauss": gauss},
+    }
+    found = np.random.get_state(legacy=False)
+    if isinstance(found, dict) and found["bit_generator"] == "MT19937":
+        streams["numpy"] = {
+            "key": torch.from_numpy(found["state"]["key"].astype(np.int64)),
+            "pos": int(found["state"]["pos"]),
+            "has_gauss": int(found["has_gauss"]),
+            "gauss": float(found["gauss"]),
+        }
+    return streams
+
+
+def restore_rng(streams: Mapping[str, Any]) -> None:
+    """Restores the global generators to captured states."""
+    set_random_state(_CPU, streams["torch"])
+    python = streams["python"]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    if "numpy" in streams:
+        numpy = streams["numpy"]
+        key = numpy["key"].numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
+
+
+def same_rng(a: Any, b: Any) -> bool:
+    """Returns whether two captured states are equal."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_rng(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+@contextmanager
+def replayed_rng(streams: Mapping[str, Any]) -> Iterator[None]:
+    """Sets the global generators to ``streams`` inside the block, and restores them after it."""
+    now = capture_rng()
+    try:
+        restore_rng(streams)
+        yield
+    finally:
+        restore_rng(now)
+
+
+class TorchDraws(TorchFunctionMode):
+    """Calls a function before each draw of this thread by a function of torch.
+
+    Args:
+        before_draw: the function; it is called for draws from any generator.
+    """
+
+    def __init__(self, before_draw: Callable[[], None]) -> None:
+        super().__init__()
+        self._before_draw = before_draw
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _DRAWING:
+            self._before_draw()
+        return func(*args, **(kwargs or {}))
+
 
 SHARDED = (
     "a DistributedSampler gives this process 1 / {} of the examples, and no other process reads "
@@ -43,12 +144,79 @@ def capture_order(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         "generators": list(map(state_of, generators)),
         "samplers": [_sampler_state(sampler) for sampler in samplers],
+        "batch_size": _batch_size_of(loader),
     }
+
+
+def _batch_size_of(loader: DataLoader[Any]) -> int | None:
+    """Returns the number of examples in a batch; ``None`` if it is not known."""
+    for holder in (loader, loader.batch_sampler, loader.sampler):
+        size = getattr(holder, "batch_size", None)
+        if isinstance(size, numbers.Integral):
+            return int(size)
+    return None
+
+
+def rebatched(loader: DataLoader[Any], state: Any) -> Any:
+    """Returns a state with its position in batches of this loader's size.
+
+    If another size saved it, the next batch lacks the examples that were read already. So each
+    example of the pass is read once.
+
+    Raises:
+        ValueError: the sizes differ, and positions in examples are not known.
+    """
+    order = state.get("order") if isinstance(state, Mapping) else None
+    before = order.get("batch_size") if isinstance(order, Mapping) else None
+    now = _batch_size_of(loader)
+    if before is None or now is None or before == now or not isinstance(order, Mapping):
+        return state
+    counts = [before, state.get("num_batches"), state.get("num_consumed")]
+    is_plain = not isinstance(loader.dataset, IterableDataset)
+    if getattr(loader.sampler, "num_epochs", 1) != 1 or not is_plain or None in counts:
+        raise ValueError(
+            f"a state of batches of {short_repr(before)} examples fits a loader with batches of "
+            f"{now} only if each pass reads a map-style dataset once; keep the batch size"
+        )
+    size, num_batches, num_consumed = map(int, counts)
+    # With or without drop_last, a pass has these numbers of examples, the ends not included.
+    if not max((num_batches - 1) * size, (len(loader) - 1) * now) < min(
+        (num_batches + 1) * size, (len(loader) + 1) * now
+    ):
+        raise ValueError(
+            f"a state fits only the examples it was taken from, {num_batches} batches of {size}; "
+            f"this loader has {len(loader)} batches of {now}"
+        )
+    whole, num_cut = divmod(num_consumed * size + cut_of(order, num_consumed), now)
+    if num_consumed >= num_batches:
+        whole, num_cut = len(loader), 0
+    first_size = state.get("first_size")
+    if num_cut and first_size is not None:
+        raise ValueError(
+            f"with drop_remainder a pass continues only at a multiple of the batch size, {now}; "
+            f"this one has read {num_consumed * size} examples; keep the batch size up to its end"
+        )
+    return {
+        **state,
+        "num_batches": len(loader),
+        "num_consumed": whole,
+        "first_size": None if first_size is None else now,
+        "order": {**order, "batch_size": now, "cut": [whole, num_cut]},
+    }
+
+
+def cut_of(order: Mapping[str, Any], num_consumed: int) -> int:
+    """Returns how many examples of the next batch were read with another batch size."""
+    index, num_cut = order.get("cut", (0, 0))
+    return int(num_cut) if index == num_consumed else 0
 
 
 def check_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` if an order is not one of this loader; changes nothing."""
     samplers, generators = samplers_of(loader)
+    cut = order.get("cut", (0, 0))
+    if not (isinstance(cut, (list, tuple)) and [type(n) for n in cut] == [int, int]):
+        raise ValueError(f"the entry 'cut' of a state must be two numbers; got {cut!r:.60}")
     states, positions = order.get("samplers", []), order.get("generators", [])
     if not isinstance(states, (list, tuple)) or not isinstance(positions, (list, tuple)):
         raise ValueError("the entries 'samplers' and 'generators' of a state must be lists")

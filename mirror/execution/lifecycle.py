@@ -14,11 +14,11 @@ hooks at each event, in the order of the rows:
     values       take worker 0's
     attributes                      join what                                          drop
                                     replicas set
-    assigned                        refuse unlike
+    assigned                        refuse other values
                                     (merging, too)
     plain        note that the      tell of models
                  strategy is used   made in run
-    optimizers   recover if a step  refuse unlike               take over              give back,
+    optimizers   recover if a step  refuse other                take over              give back,
                  has raised         options                     state                  follow the
                                                                                        first
     gradients    reduce or defer    reduce or                                          discard
@@ -94,7 +94,7 @@ class LifecycleHooks:
     """
 
     name: str
-    prepare: Callable[[], None] | WhilePending = nothing
+    prepare: Callable[[], None] | WhilePending | tuple[WhilePending, ...] = nothing
     on_merge: Callable[[Run], None] = nothing
     on_return: Callable[[], None] | WhilePending = nothing
     finish: Callable[[Run], None] | WhilePending = nothing
@@ -127,11 +127,15 @@ class AllLifecycleHooks:
             return tuple(hook for hook in hooks if hook is not nothing)
 
         def pending_for(event: str) -> tuple[WhilePending, ...]:
-            always = (True,)
-            return tuple(
-                hook if isinstance(hook, WhilePending) else WhilePending(always, hook)
-                for hook in hooks_for(event)
-            )
+            found = list[WhilePending]()
+            for part in parts:
+                hook: Any = getattr(part, event)
+                if type(hook) is tuple:
+                    found += hook
+                elif hook is not nothing:
+                    is_pending = isinstance(hook, WhilePending)
+                    found.append(hook if is_pending else WhilePending((True,), hook))
+            return tuple(found)
 
         self._prepare_hooks, self._return_hooks = pending_for("prepare"), pending_for("on_return")
         self._finish_hooks, self._run_end_hooks = pending_for("finish"), pending_for("on_run_end")

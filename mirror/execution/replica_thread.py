@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mirror.base.timeline import FORWARD, last_used
-from mirror.base.torch_private import num_function_modes, set_grad_enabled, top_saved_tensors_hooks
+from mirror.base.torch_private import num_function_modes, top_saved_tensors_hooks
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CallerStreams
 from mirror.devices import backward_in_calling_thread, using
@@ -45,6 +45,7 @@ class ThreadState:
         places: the device mesh, if replicas have several devices.
         streams: the current streams of the GPUs, if any. See ``streams.py``.
         is_plain: whether grad mode and number of threads are all that a new thread lacks.
+        has_set_threads: whether ``call`` has changed the number of intra-op threads.
     """
 
     grad: bool
@@ -59,7 +60,7 @@ class ThreadState:
     streams: CallerStreams | None
     places: DeviceMesh | None = None
     is_plain: bool = False
-    _has_set_threads: bool = False
+    has_set_threads: bool = False
     _caller: int = field(default_factory=threading.get_ident)
 
     @classmethod
@@ -99,9 +100,10 @@ class ThreadState:
         """
         if torch.get_num_threads() != self.num_threads_each:
             torch.set_num_threads(self.num_threads_each)
-            self._has_set_threads = True
+            self.has_set_threads = True
         before = torch.is_grad_enabled()
-        set_grad_enabled(self.grad)
+        if before is not self.grad:
+            torch.set_grad_enabled(self.grad)
         # All threads share autocast's cache of casts, and each clears it when it leaves autocast.
         # Whether a replica finds its cast of a weight there would depend on the clock.
         cached = self.is_shared and torch.is_autocast_cache_enabled()
@@ -113,7 +115,8 @@ class ThreadState:
             with self._entered(device):
                 return fn(*args)
         finally:
-            set_grad_enabled(before)
+            if torch.is_grad_enabled() is not before:
+                torch.set_grad_enabled(before)
             if cached:
                 torch.set_autocast_cache_enabled(True)
 
@@ -135,7 +138,7 @@ class ThreadState:
                 stack.enter_context(self.streams.entered(device))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
-                set_grad_enabled(self.grad)
+                torch.set_grad_enabled(self.grad)
             for kind, dtype in self.autocast:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
@@ -148,8 +151,7 @@ class ThreadState:
     def restore(self) -> None:
         """Restores the caller's number of intra-op threads."""
         # Threads that start later take the number that was set last.
-        if self._has_set_threads:
-            torch.set_num_threads(self.num_threads)
+        torch.set_num_threads(self.num_threads)
 
 
 def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None) -> Tasks:

@@ -46,8 +46,8 @@ from mirror.device.streams import ReplicaStreams, Stopwatch
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.replica_rng import ReplicaRng
-from mirror.threads.lockstep import Lockstep, NullLockstep
-from mirror.threads.merge_point import Action, MergePoint, Payloads
+from mirror.threads.lockstep import Lockstep
+from mirror.threads.merge_point import Action, MergePoint, NullLockstep, Payloads
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class Replicas:
         has_parameter_device: whether that is a storage of its own, and not the first replica's.
         steps_once: whether one optimizer step serves all replicas.
         shards_state: whether each replica holds and updates a part of the optimizers' state. Of
-            workers, which step alike, also one with a single replica.
+            workers, also one with a single replica: all of them step the same way.
         caches: the caches that may keep optimizers alive.
     """
 
@@ -260,7 +260,7 @@ class Run:
     Attributes:
         active: the ids of the replicas that take part.
         members: the active replicas by id.
-        outer: the run in whose merge this one was started, if any.
+        outer: the run that has started this one in a merge, if any.
         results: the function's results by replica id.
         counts: the number of examples of each replica, if the batch was split.
         is_given: whether the program has set weights.
@@ -306,13 +306,9 @@ class Run:
         self.is_weighted = weights is not None
         self.is_given = type(weights) is GivenWeights
         # As counts_of has it, without a call in every run.
-        self.counts: Sequence[float] | None = (
-            weights
-            if type(weights) is ExampleCounts
-            else weights.counts
-            if type(weights) is GivenWeights
-            else None
-        )
+        self.counts: Sequence[float] | None = weights if type(weights) is ExampleCounts else None
+        if type(weights) is GivenWeights:
+            self.counts = weights.counts
         self.is_default = is_default
         self.is_left = self.is_split = self.has_stepped = False
         self.outer = outer
@@ -333,12 +329,14 @@ class Run:
 
     def shares(self) -> dict[int, float]:
         """Returns the share of each replica's gradient. See [Note: Shares]."""
-        weights = {r: replica.weight for r, replica in self.members.items()}
-        return shares_of(weights, weighted=self.replicas.weighted)
+        return shares_of(self.weights(), weighted=self.replicas.weighted)
 
     def weights(self) -> dict[int, float]:
         """Returns the active replicas' weights by replica id."""
-        return {r: replica.weight for r, replica in self.members.items()}
+        weights = dict[int, float]()
+        for r, replica in self.members.items():
+            weights[r] = replica.weight
+        return weights
 
     def total_weight(self) -> float:
         """Returns the sum of the active replicas' weights."""
@@ -506,7 +504,7 @@ class _Current(threading.local):
         strategy: the current strategy, ``None`` if there is none.
         below: the rest of the stack.
         in_whole_call: whether a mirrored module, and all that it calls, runs unsplit.
-        stepping: the optimizers whose steps are in progress in this thread, outermost first.
+        stepping: the optimizers that step in this thread now, outermost first.
     """
 
     replica: Replica | None

@@ -264,7 +264,7 @@ class Runner:
 
     def _end(self, run: Run, state: ThreadState | None) -> None:
         """Restores the caller's thread state and random stream after a run."""
-        if state is not None:
+        if state is not None and state.has_set_threads:
             state.restore()
         if run.streams is not None:
             run.streams.end()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mirror.errors import ClusterError, StrategyError, short_repr
 
 if TYPE_CHECKING:
-    from mirror.cluster.spec import ClusterSpec
+    from mirror.cluster.rendezvous import ClusterSpec
 
 
 JOBS = ("chief", "worker", "ps")
@@ -89,7 +89,7 @@ def tasks_of(cluster: Any) -> Tasks:
 
 def spec_of(cluster: Any) -> ClusterSpec:
     """Returns a cluster's spec; raises ValueError if a job has another name."""
-    from mirror.cluster.spec import ClusterSpec  # imported only by programs with a cluster
+    from mirror.cluster.rendezvous import ClusterSpec  # imported only by programs with a cluster
 
     spec = ClusterSpec(cluster.cluster_spec() if hasattr(cluster, "cluster_spec") else cluster)
     unknown = [job for job in spec.jobs if job not in JOBS]

@@ -28,7 +28,7 @@ from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
-from mirror.replica.optimizers.optimizer_registry import CentralOptimizers, OptimizerRegistry
+from mirror.replica.optimizers.mirrored_optimizer import CentralOptimizers, OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.central_param import CentralAccess, CentralGradReducer, CentralParams
 from mirror.replica.params.mirrored_buffer import Buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,17 +48,18 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     start from its initial values, and it writes files.
 
     Args:
-        devices, backend, communication_options, guards, gradient_reduction, schedule: this
-            worker's arguments of ``MirroredStrategy``; workers may differ in number of devices.
-        optimizer_state: the same on all workers. ``"sharded"`` shards the state over the devices
-            of each worker, and needs as many devices on each.
+        devices, backend, communication_options, guards, schedule: this worker's arguments of
+            ``MirroredStrategy``; workers may differ in number of devices.
+        gradient_reduction, optimizer_state: the same on all workers. ``"sharded"`` shards the
+            state over the devices of each worker, and needs as many devices on each.
         cluster_resolver: the source of the workers' ranks and addresses. ``None`` selects it by
             the launcher of this process (torchrun, TF_CONFIG, Slurm, Kubernetes).
 
     Raises:
         ClusterError: the description of the cluster is wrong or contradictory.
         WorkerLostError: a worker has not arrived, or is lost.
-        StrategyError: the state is to be sharded, and workers differ in number of devices.
+        StrategyError: workers differ in one of these; or the state is to be sharded, and they
+            differ in number of devices.
         As ``MirroredStrategy``.
     """
 
@@ -83,6 +85,13 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             schedule=schedule,
             optimizer_state=optimizer_state,
         )
+        try:
+            self._refuse_different_options(
+                gradient_reduction=gradient_reduction, optimizer_state=optimizer_state
+            )
+        except BaseException:
+            self.close()
+            raise
         counts = self._group.replicas.workers.counts
         if optimizer_state == "sharded" and len(set(counts)) > 1:
             # Pieces of other sizes are computed with other rounding, so the workers would drift.
@@ -92,6 +101,27 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
                 f"{', '.join(map(str, counts))}; give all workers as many, or leave "
                 "optimizer_state out"
             )
+
+    def _refuse_different_options(self, **options: str) -> None:
+        """Raises StrategyError on all workers if an option differs between them."""
+        workers = self._group.replicas.workers
+        if not workers.is_multi_process:
+            return
+        own = json.dumps(options).encode()
+        of_workers = map(
+            json.loads, workers.exchange("options of the strategy", None, lambda: own)
+        )
+        values: dict[str, list[str]] = {name: [] for name in options}
+        for theirs in of_workers:
+            for name, known in values.items():
+                known.append(theirs[name])
+        for name, known in values.items():
+            if len(set(known)) > 1:
+                listed = ", ".join(f"{value!r} on worker {r}" for r, value in enumerate(known))
+                raise StrategyError(
+                    f"{name} must be the same on all workers, and it is {listed}; pass the same "
+                    "value on each"
+                )
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

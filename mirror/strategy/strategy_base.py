@@ -246,7 +246,7 @@ class Strategy(NoCopy):
         first, or follow ``options.weights``. A background thread reads, splits and copies batches
         ahead; a dataset that depends on the training state (a model's own samples) needs
         ``prefetch=0``. Batches that draw random numbers in this process are read on demand, so
-        that a seed gives one result: [Note: Draws of a loader] in ``mirror/data/rng_state.py``.
+        that a seed gives one result: ``mirror/data/resume_state.py`` has the rules.
 
         Raises:
             TypeError: the dataset is not iterable.

@@ -1,8 +1,8 @@
 """Lockstep: one thread per replica; the replicas take turns between merge points.
 
-``RunQueue`` is plain data: it knows which replicas of a run move, which wait, and which one gets
-the next turn. ``Lockstep`` starts and wakes the threads, and runs the actions of merge points.
-``NullLockstep`` replaces it where one thread computes for all replicas.
+``RunQueue`` in ``merge_point.py`` is plain data: which replicas of a run move, which wait, and
+which gets the next turn. ``Lockstep`` starts and wakes the threads, and runs the actions of merge
+points. ``NullLockstep`` replaces it where one thread computes for all replicas.
 
 [Note: Turns]
 A replica keeps its turn until it returns or reaches a merge point; then the next replica gets it.
@@ -34,11 +34,9 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
-from types import FrameType
 from typing import Any
 
 from mirror.device.host import release_thread_pool
@@ -49,111 +47,17 @@ from mirror.threads.merge_point import (
     MergeError,
     MergePoint,
     RunCancelled,
+    RunQueue,
     Tasks,
     describe_all,
     divergence,
     just_act,
-    mismatch,
     timeout,
 )
 from mirror.threads.replica_threads import SIGNAL_SECONDS, Baton, ReplicaThreads
 from mirror.threads.schedule import TurnTimer
 from mirror.threads.stall_detector import StallDetector
 from mirror.threads.user_frames import active_calls_of, call_noted, frame_of, throw_into_thread
-
-
-class RunQueue:
-    """The turns of one run of replicas. See [Note: Turns].
-
-    A replica is in exactly one of ``runnable``, ``running``, ``waiting``, or has ended.
-
-    Args:
-        replica_ids: the replicas of the run, in the order of their first turns.
-
-    Attributes:
-        runnable: the replicas that wait for their turn, the next one first.
-        running: the replicas that have their turn.
-        waiting: by replica id, the merge point where a replica waits.
-        frames: by replica id, the frame of a waiting replica.
-        unstarted: the replicas that have had no turn yet.
-        order: the replicas in the order of their turns since the last merge.
-        num_turns: the number of turns given so far.
-        latest: the replica of the last turn; -1 before the first one.
-    """
-
-    __slots__ = (
-        *("runnable", "running", "waiting", "frames", "unstarted", "order", "num_turns"),
-        "latest",
-    )
-
-    def __init__(self, replica_ids: Iterable[int] = ()) -> None:
-        self.runnable = deque(replica_ids)
-        self.running: set[int] = set()
-        self.waiting: dict[int, MergePoint] = {}
-        self.frames: dict[int, FrameType] = {}
-        self.unstarted, self.order = set(self.runnable), list(self.runnable)
-        self.num_turns, self.latest = 0, -1
-
-    def next(self) -> int:
-        """Gives the next replica its turn and returns it."""
-        successor = self.runnable.popleft()
-        self.running.add(successor)
-        self.unstarted.discard(successor)
-        self.num_turns, self.latest = self.num_turns + 1, successor
-        return successor
-
-    def drop_unstarted(self) -> None:
-        """Removes the replicas that have not started, because the run has failed."""
-        self.runnable = deque(r for r in self.runnable if r not in self.unstarted)
-
-    def find_meeting(self) -> tuple[int, ...]:
-        """Returns the replicas that meet at one merge point, if no replica runs any more.
-
-        See [Note: Partial merge points]. If all replicas must meet and do not, returns none.
-        """
-        waiting, partial = self.waiting, list[int]()
-        for r in sorted(waiting):
-            if waiting[r].is_partial:
-                partial.append(r)
-        if partial:
-            first = waiting[partial[0]]
-            return tuple(r for r in partial if not mismatch((first, waiting[r])))
-        if len(waiting) < len(self.order) or mismatch(waiting.values()):
-            return ()
-        return tuple(sorted(waiting))
-
-    def release(self, last: int, meeting: Sequence[int]) -> None:
-        """Makes the replicas that met runnable: the one that stopped last continues first."""
-        before, self.order = self.order, [last]
-        for r in reversed(before):
-            if r != last:
-                self.order.append(r)
-        for r in self.order:
-            if r in meeting:
-                self.runnable.append(r)
-                del self.waiting[r], self.frames[r]
-
-
-class NullLockstep:
-    """The lockstep of one replica's forward, recomputed by a backward pass outside ``run``."""
-
-    takes_turns, is_eager, pace = True, False, TurnTimer()
-
-    def let_next_begin(self, replica_id: int) -> None:
-        """Does nothing: there is no next replica."""
-
-    def check_going_on(self) -> None:
-        """Does nothing: there is no other replica that could fail."""
-
-    def merge(self, replica_id: int, point: MergePoint) -> object:
-        """Raises StrategyError: one thread cannot wait for itself."""
-        raise StrategyError(
-            f"{point} cannot wait for the other replicas in a backward pass outside "
-            "strategy.run, where one thread goes through all of them; call backward inside run, "
-            "or keep it out of what activation checkpointing recomputes, and out of the backward "
-            "of a custom function"
-        )
-
 
 # How long a run waits for its threads before it abandons them: after an interrupt, and after a
 # timeout.

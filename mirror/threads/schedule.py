@@ -15,7 +15,7 @@ on GPUs is one of the other two: see ``strategy/mirrored.py``.
 Problem: two backward passes at once save time only if a pass is much longer than the start of a
 thread. Two CPU cores took 1.3 to 1.6 of the time of turns for steps of 1 to 3 ms, as much for one
 of 30 ms, and 0.7 for steps of 100 ms (2 simulated devices, one intra-op thread each).
-Rule: "auto" runs passes at once after four steps whose passes took more than 10 ms each; it
+Rule: "auto" runs passes at once after four steps with passes of more than 10 ms each; it
 returns to turns if all at once they take less than 4 ms. Only the duration of a step depends on
 that, not its result: it needs enough CPUs for the caller's number of intra-op threads on each
 replica, since the bits of a sum depend on that number, and a program without hooks of its own,

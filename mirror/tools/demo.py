@@ -188,18 +188,18 @@ def _read_idx(path: Path, num_dims: int) -> np.ndarray:
             "Fashion-MNIST"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
-        raise ImagesError(f"{path} cannot be read ({error}); fetch it anew") from None
+        raise ImagesError(f"{path} cannot be read ({error}); fetch it again") from None
     start = 4 + 4 * num_dims
     if len(content) < start or content[:4] != bytes([0, 0, _TYPE_UINT8, num_dims]):
         raise ImagesError(
             f"{path} must be an IDX file of bytes with {num_dims} dimensions; it starts with "
-            f"{content[:4].hex(' ') or 'nothing'}; fetch it anew"
+            f"{content[:4].hex(' ') or 'nothing'}; fetch it again"
         )
     shape = tuple(int(n) for n in np.frombuffer(content[4:start], ">u4"))
     if len(content) - start != prod(shape):
         raise ImagesError(
             f"{path} must hold {prod(shape)} bytes, as its head says; it holds "
-            f"{len(content) - start}; fetch it anew"
+            f"{len(content) - start}; fetch it again"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 

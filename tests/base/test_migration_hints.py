@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import mirror
 from mirror.base import migration_hints
+from mirror.base.migration_hints import table
 
 TABLE = migration_hints.table()
 MODULES = {
@@ -313,3 +316,254 @@ def test_the_type_checker_still_refuses_unknown_names():
     own = (mirror.ParameterServerStrategy, mirror.TPUStrategy)  # their remedies are errors
     for kind in CLASSES.values():
         assert kind in own or "def __getattr__" not in inspect.getsource(kind)
+
+
+# What people have written elsewhere, and all public names of other libraries
+
+
+# What people have written, and a word of the answer; gathered apart from the table.
+HABITS = """
+strategy.experimental_run_v2                      strategy.run
+strategy.unwrap                                   local_results
+strategy.extended                                 strategy
+strategy.state_dict                               the model
+strategy.rank                                     replica_id_in_sync_group
+strategy.prepare                                  scope
+strategy.is_main_process                          one process
+context.barrier                                   wait
+context.scope                                     merge_call
+mirror.NcclAllReduce                              nccl
+mirror.GradScaler                                 mirror.amp.GradScaler
+mirror.DistributedDataParallel                    MirroredStrategy
+mirror.nn.DataParallel                            MirroredStrategy
+mirror.Server                                     mirror.server.Server
+mirror.pmean                                      all_reduce
+mirror.train.Server                               mirror.server.Server
+mirror.amp.autocast                               torch.autocast
+mirror.data.Dataset                               distribute_dataset
+mirror.comm.NcclAllReduce                         nccl
+mirror.metrics.Mean                               strategy.reduce
+dataset.set_epoch                                 sampler
+dataset.element_spec                              next
+MirroredStrategy(cross_device_ops=)               backend
+MirroredStrategy(device_ids=)                     devices=
+OneDeviceStrategy(devices=)                       device=
+CentralStorageStrategy(num_gpus=)                 compute_devices=
+MultiWorkerMirroredStrategy(rank=)                torchrun
+ParameterServerStrategy(variable_partitioner=)    partitioner=
+TPUStrategy(tpu_cluster_resolver=)                leave it out
+MirroredStrategy(bytes_per_pack=)                 CommunicationOptions
+CommunicationOptions(implementation=)             backend=
+InputOptions(experimental_per_replica_buffer_size=)  prefetch=
+"""
+
+
+@pytest.mark.parametrize("habit", HABITS.strip().splitlines(), ids=lambda line: line.split()[0])
+def test_a_habit_is_answered(objects, habit):
+    written, answer = habit.split(maxsplit=1)
+    owners = {
+        "strategy": objects["MirroredStrategy"],
+        "context": objects["ReplicaContext"],
+        "dataset": objects["DistributedDataset"],
+        "mirror": mirror,
+    }
+    if written.endswith("=)"):
+        kind, keyword = written[:-2].split("(")
+        with pytest.raises(TypeError, match=re.escape(answer)):
+            getattr(mirror, kind)(**{keyword: 1})
+        return
+    root, *path, name = written.split(".")
+    owner = owners[root]
+    for step in path:
+        owner = getattr(owner, step)
+    with pytest.raises(AttributeError, match=re.escape(answer)):
+        getattr(owner, name)
+
+
+CLUSTER = mirror.cluster.ClusterSpec({"ps": ["a:1"], "worker": ["b:1"]})
+RESOLVER = mirror.cluster.SimpleResolver(CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "answer"),
+    [
+        ("ParameterServerStrategy", RESOLVER, "pass cluster=, a resolver"),
+        ("ParameterServerStrategy", CLUSTER, "by its name; pass cluster="),
+        ("ParameterServerStrategy", CLUSTER.as_dict(), "by its name; pass cluster="),
+        ("MultiWorkerMirroredStrategy", RESOLVER, "by its name; pass cluster_resolver="),
+        ("MultiWorkerMirroredStrategy", CLUSTER, "pass cluster_resolver="),
+        ("MirroredStrategy", RESOLVER, "MultiWorkerMirroredStrategy(cluster_resolver=...)"),
+        ("TPUStrategy", RESOLVER, "leave it out"),
+        ("PreemptionCheckpointHandler", RESOLVER, "pass manager="),
+    ],
+)
+def test_a_resolver_in_the_place_of_another_argument_raises_and_names_its_keyword(
+    kind, given, answer
+):
+    with pytest.raises(TypeError, match=re.escape(answer)):
+        getattr(mirror, kind)(given)
+
+
+def test_signposts_of_a_class_above_hold_for_all_strategies_below():
+    with mirror.OneDeviceStrategy("cpu") as one, mirror.CentralStorageStrategy(["cpu"]) as central:
+        for strategy in (one, central):
+            with pytest.raises(AttributeError, match=r"has no 'prepare' \(Accelerate\)"):
+                strategy.prepare
+    with mirror.MultiWorkerMirroredStrategy(["cpu"]) as workers:
+        assert workers.cluster_resolver is None
+        with pytest.raises(AttributeError, match="RANK"):
+            workers.get_rank()
+
+
+def test_an_import_of_a_foreign_name_says_the_same():
+    with pytest.raises(ImportError, match=r"TensorFlow.*backend='nccl'"):
+        from mirror import NcclAllReduce  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from mirror import nothing  # noqa: F401
+    with pytest.raises(ImportError, match=r"strategy\.mirror"):
+        from mirror.nn import DataParallel  # noqa: F401
+
+
+def parameters_of(function):
+    return {
+        n for n in inspect.signature(function).parameters if n not in ("self", "args", "kwargs")
+    }
+
+
+def members_of(kind, above=object):
+    return {n for n in dir(kind) if not n.startswith("_") and n not in dir(above)}
+
+
+def told_at(*places):
+    return {name for place in places for name in table()[place]}
+
+
+# What reads or sets what mirror has nothing of, and is asked by the library itself.
+EXEMPT = {
+    "to_kwargs",  # of DDP, for Join
+    *"reset_iter_state set_all_reduce_hook set_post_optim_event".split(),  # of FSDP2
+    *"set_reduce_scatter_max_input_buffers set_reduce_scatter_unused_params".split(),
+    *"deepspeed_ulysses_dl_adapter fp8_backend is_composable_parallelism_enabled".split(),
+    *"lomo_backward verify_device_map".split(),  # of Accelerate
+}
+# A later torch may have more of them.
+seen_torch = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) > (2, 13),
+    reason="its names were not looked at",
+)
+
+
+@seen_torch
+def test_all_that_torch_takes_and_has_for_several_devices_has_a_signpost():
+    wrappers = (DataParallel, DistributedDataParallel, FullyShardedDataParallel, fully_shard)
+    own = told_at("MirroredStrategy()") | parameters_of(mirror.MirroredStrategy)
+    for wrapper in wrappers:
+        assert parameters_of(wrapper) - own == set()
+        # `strategy.mirror(model, ...)` in place of `Wrapper(model, ...)`
+        assert parameters_of(wrapper) - told_at("MirroredStrategy.mirror()") == {"module"}
+    own = told_at("MirroredStrategy") | members_of(mirror.MirroredStrategy) | EXEMPT
+    for wrapper in (*wrappers[:3], FSDPModule):
+        assert members_of(wrapper, nn.Module) - own == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"), [("accelerate", "Accelerator"), ("lightning", "Fabric")]
+)
+def test_all_that_accelerate_and_fabric_have_has_a_signpost(module, kind):
+    library = pytest.importorskip(module)
+    own = told_at("MirroredStrategy()") | parameters_of(mirror.MirroredStrategy)
+    assert parameters_of(getattr(library, kind)) - own == set()
+    own = told_at("MirroredStrategy") | members_of(mirror.MirroredStrategy) | EXEMPT
+    assert members_of(getattr(library, kind)) - own == set()
+
+
+# The public names of libraries that are not installed here, by the module they are written on.
+LISTS = {
+    "tf.distribute": (
+        "mirror",
+        """CrossDeviceOps DistributedDataset DistributedIterator DistributedValues
+        HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode MirroredStrategy
+        MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy ParameterServerStrategy
+        ReduceOp ReductionToOneDevice ReplicaContext RunOptions Server Strategy StrategyExtended
+        TPUStrategy cluster_resolver coordinator experimental experimental_set_strategy
+        get_replica_context get_strategy has_strategy in_cross_replica_context get_loss_reduction
+        CentralStorageStrategy CollectiveCommunication CollectiveHints CommunicationImplementation
+        CommunicationOptions PreemptionCheckpointHandler PreemptionWatcher TerminationConfig
+        ValueContext partitioners rpc ClusterCoordinator PerWorkerValues RemoteValue
+        experimental_get_current_worker_index Partitioner FixedShardsPartitioner
+        MinSizePartitioner MaxSizePartitioner PerReplica Mirrored VariableAggregation
+        VariableSynchronization""",
+    ),
+    "tf.distribute.cluster_resolver": (
+        "mirror.cluster",
+        """ClusterResolver GCEClusterResolver KubernetesClusterResolver SimpleClusterResolver
+        SlurmClusterResolver TFConfigClusterResolver TPUClusterResolver UnionResolver""",
+    ),
+    "tf.train of TensorFlow 1, and tf.estimator": (
+        "mirror",
+        """ClusterSpec Server MonitoredTrainingSession MonitoredSession Supervisor Scaffold
+        SyncReplicasOptimizer replica_device_setter SessionRunHook StopAtStepHook NanTensorHook
+        LoggingTensorHook CheckpointSaverHook StepCounterHook SummarySaverHook Estimator RunConfig
+        DistributeConfig TrainSpec EvalSpec train_and_evaluate Checkpoint CheckpointManager
+        ExponentialMovingAverage""",
+    ),
+    "horovod.torch": (
+        "mirror",
+        """init shutdown is_initialized start_timeline stop_timeline size local_size cross_size
+        rank local_rank cross_rank is_homogeneous mpi_threads_supported mpi_enabled mpi_built
+        gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built allreduce
+        allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
+        grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather
+        allgather_async grouped_allgather grouped_allgather_async broadcast broadcast_async
+        broadcast_ broadcast_async_ alltoall alltoall_async reducescatter reducescatter_async
+        grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize
+        DistributedOptimizer broadcast_parameters broadcast_optimizer_state broadcast_object
+        allgather_object Average Sum Adasum Min Max Product Compression SyncBatchNorm elastic
+        ProcessSet add_process_set remove_process_set global_process_set run""",
+    ),
+    "deepspeed": (
+        "mirror",
+        """initialize init_distributed add_config_arguments DeepSpeedEngine PipelineModule zero moe
+        checkpointing""",
+    ),
+    "jax": (
+        "mirror",
+        """pmap shard_map pjit jit grad value_and_grad local_devices device_count
+        local_device_count process_count process_index device_put_replicated device_put_sharded
+        lax psum pmean pmin pmax ppermute axis_index all_gather all_to_all psum_scatter
+        unreplicate replicate shard prefetch_to_device Mesh NamedSharding PartitionSpec""",
+    ),
+    "DTensor": (
+        "mirror",
+        """DTensor DeviceMesh init_device_mesh distribute_tensor distribute_module Shard Replicate
+        Partial parallelize_module Layout Mesh dtensor""",
+    ),
+    "DeepSpeedEngine": (
+        "MirroredStrategy",
+        """backward step train eval save_checkpoint load_checkpoint no_sync module device
+        local_rank world_size global_rank train_batch eval_batch train_batch_size
+        train_micro_batch_size_per_gpu gradient_accumulation_steps get_global_grad_norm
+        is_gradient_accumulation_boundary set_gradient_accumulation_boundary
+        allreduce_gradients save_16bit_model""",
+    ),
+    "tf.distribute.Strategy": (
+        "MirroredStrategy",
+        """cluster_resolver extended num_replicas_in_sync distribute_datasets_from_function
+        experimental_distribute_dataset experimental_distribute_values_from_function
+        experimental_local_results gather reduce run scope experimental_run_v2
+        make_dataset_iterator make_input_fn_iterator experimental_make_numpy_dataset
+        experimental_run update_config_proto configure unwrap call_for_each_replica
+        broadcast_to batch_reduce_to reduce_to colocate_vars_with non_slot_devices
+        parameter_devices worker_devices read_var update update_non_slot value_container
+        experimental_require_static_shapes""",
+    ),
+}
+
+
+@pytest.mark.parametrize("library", LISTS)
+def test_all_public_names_of_a_library_are_here_or_have_a_signpost(library):
+    place, names = LISTS[library]
+    here = (
+        vars(mirror.cluster) if place == "mirror.cluster" else dir(getattr(mirror, place, mirror))
+    )
+    assert set(names.split()) - told_at(place) - set(here) == set()

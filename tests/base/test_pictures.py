@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mirror
@@ -132,7 +132,7 @@ def test_a_trace_that_is_taken_still_cannot_be_looked_at(make_strategy, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step.html", "step.json"]
 
 
-def test_it_tells_what_is_in_it(tmp_path):
+def test_a_picture_describes_its_content(tmp_path):
     trace = mirror.Trace(content(STEP, hidden=0.25))
     assert repr(trace) == (
         "Trace(6 spans in 3 lanes, 0.080 ms; 25% of the reductions' time was hidden)"
@@ -217,7 +217,6 @@ def test_what_another_version_has_written_has_a_place_too():
 TIMES = st.floats(0, 1e6, allow_nan=False)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=30))
 def test_no_two_spans_of_a_row_lie_on_each_other(times):
     # Also of spans that do not nest, as an error may leave them.
@@ -237,7 +236,7 @@ def drawn(spans, **options):
     return svg_of(lanes, **{"width": 800, "stand_alone": True} | options)
 
 
-def test_every_span_is_drawn_to_scale_and_told_in_words():
+def test_every_span_is_drawn_to_scale_and_described():
     picture = ET.fromstring(drawn(STEP))
     spans = {g.find(f"{SVG}title").text: g.find(f"{SVG}rect") for g in picture.iter(f"{SVG}g")}
     assert len(spans) == len(STEP)

@@ -116,7 +116,7 @@ def test_advice_follows_what_takes_most(clock, kind, word):
     assert word in make_report(timeline, takes_turns=True).advice
 
 
-def test_what_is_reduced_beside_the_backward_pass_is_hidden_but_for_the_wait(clock):
+def test_an_overlapped_reduction_is_hidden_except_for_the_wait(clock):
     timeline = Timeline(["replica 0"])
     timeline.begin(0, BACKWARD)
     spend(clock, timeline, OVERLAPPED, REDUCTION, 6)
@@ -157,7 +157,7 @@ def test_only_the_last_thousand_steps_are_kept(clock):
     assert report.step == (200 + 1199) / 2
 
 
-def test_a_report_in_a_notebook_tells_what_is_printed(clock):
+def test_a_report_in_a_notebook_has_the_printed_rows(clock):
     timeline = Timeline(["replica 0"])
     spend(clock, timeline, 0, FORWARD, 6, [(BACKWARD, 2)])
     clock.now += 2

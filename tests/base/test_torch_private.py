@@ -30,7 +30,7 @@ def test_this_torch_has_the_name_or_something_stands_in(name):
 def test_the_table_has_every_name_that_is_used():
     sources = Path(torch_private.__file__).read_text() + Path(dynamo.__file__).read_text()
     used = set(re.findall(r'_find\(\s*"(torch\.[^"]+)"', sources))
-    assert len(used) > 15
+    assert len(used) > 10
     assert used <= set(private_names())
     scaler = (ROOT / "mirror" / "replica" / "optimizers" / "grad_scaler.py").read_text()
     sources += (ROOT / "mirror" / "compiler" / "torch_internals.py").read_text()
@@ -40,7 +40,7 @@ def test_the_table_has_every_name_that_is_used():
         assert is_saved or re.search(rf"\b{last}\b", sources + scaler), path
 
 
-def test_the_table_tells_what_is_lost():
+def test_the_table_names_the_feature_that_is_lost():
     for name in private_names().values():
         assert name.gives
         assert name.lost
@@ -62,7 +62,7 @@ def test_what_stands_in_is_used_where_a_name_lacks():
     assert isinstance(lacking, torch_private._Lacking)
 
 
-def test_the_doctor_tells_what_this_torch_lacks(monkeypatch, capsys):
+def test_the_doctor_reports_what_this_torch_lacks(monkeypatch, capsys):
     assert cli.main(["doctor", "--devices", "cpu"]) == 0
     lacking = [name.path for name in private_names().values() if name.is_lacking]
     text = capsys.readouterr().out
@@ -233,23 +233,13 @@ def test_a_parameter_made_of_another_is_noticed(make_strategy):
     assert made._mirrored is not model.weight._mirrored
 
 
-def test_who_else_holds_a_gradient_is_counted():
+def test_other_holders_of_a_gradient_are_counted():
     alone, shared = torch.ones(2), torch.ones(2)
     view = shared.view(1, 2)
     for _ in range(2):
         assert torch_private.num_sharers([alone, shared, view]) == [0, 1, 1]
     other = shared.view(2, 1)
     assert torch_private.num_sharers([alone, view, other]) == [0, 2, 2]
-
-
-def test_hooks_of_optimizers_are_seen():
-    optimizer = torch.optim.SGD([torch.ones(1)])
-    assert not torch_private.step_hooks(optimizer)
-    handle = optimizer.register_step_pre_hook(lambda *args: None)
-    assert torch_private.step_hooks(optimizer)
-    handle.remove()
-    optimizer.register_step_post_hook(lambda *args: None)
-    assert torch_private.step_hooks(optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")

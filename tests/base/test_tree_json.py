@@ -111,7 +111,7 @@ NESTED = st.recursive(
 
 
 @given(NESTED)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_nested_value_comes_back(value):
     assert same(through_json(value), value)
 

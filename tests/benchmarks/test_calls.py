@@ -1,13 +1,22 @@
 """The number of calls on hot paths, of Python and C functions, does not rise."""
 
+import contextlib
 import gc
 import math
+import sys
+import threading
+import types
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import mirror
+from mirror.execution.replicas import Run
+from mirror.threads.lockstep import Lockstep
+from tests.pairs import pairwise
 from tests.profiled import profiled
 
 TIMES, WARM = 4, 5
@@ -17,7 +26,10 @@ N = 2
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
     """Another test of this process may have used it, and every run then lifts its limits."""
-    monkeypatch.setattr("mirror.base.dynamo._is_used", lambda: False)
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is not None:
+        unused = types.SimpleNamespace(values={})
+        monkeypatch.setattr(frames, "always_optimize_code_objects", unused)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +72,7 @@ def nothing(*_):
     pass
 
 
-@pytest.mark.parametrize(("n", "most"), [(1, 73), (2, 166), (8, 382)])
+@pytest.mark.parametrize(("n", "most"), [(1, 73), (2, 162), (8, 372)])
 def test_an_empty_run(n, most):
     with mirror.MirroredStrategy(["cpu"] * n) as strategy:
         assert calls_of(lambda: strategy.run(nothing)) <= most
@@ -89,7 +101,7 @@ def test_a_step_in_run_per_parameter():
 
             return calls_of(lambda: strategy.run(step))
 
-    assert (calls(12) - calls(2)) / 20 <= 25
+    assert (calls(12) - calls(2)) / 20 <= 20
 
 
 class Convolutions(nn.Sequential):
@@ -137,35 +149,35 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
             return (thrice - once) / 2 / N
 
     added = (step_calls(6) - step_calls(2)) / 4
-    assert added - pass_calls() <= 23
+    assert added - pass_calls() <= 22
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("n", [2, 8])
-def test_a_step_with_sharded_state_makes_about_as_many_calls(n, way, options):
+@pairwise(foreach=[False, True], way=[1, 3], n=[2, 8], inside=[False, True])
+def test_a_step_with_sharded_state_makes_about_as_many_calls(foreach, n, inside, way):
     batch = torch.ones(24, 2, 2, 2)
 
     def step_calls(state):
         with mirror.MirroredStrategy(["cpu"] * n, optimizer_state=state) as strategy:
-            model = strategy.mirror(Convolutions())
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+            with strategy.scope():
+                model = Convolutions()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
 
             def step():
                 optimizer.zero_grad()
                 model(batch).sum().backward()
                 optimizer.step()
 
-            return calls_of(step if way == 1 else lambda: strategy.run(step))
+            with strategy.scope() if inside else contextlib.nullcontext():
+                return calls_of(step if way == 1 else lambda: strategy.run(step))
 
-    assert step_calls("sharded") <= 1.06 * step_calls("replicated")
+    assert step_calls("sharded") <= 1.1 * step_calls("replicated")
 
 
 def test_giving_combined_buffers_to_replicas_that_have_them():
     with mirror.MirroredStrategy(["cpu"] * 8) as strategy:
         model = strategy.mirror(Convolutions())
         model(torch.ones(24, 2, 2, 2))
-        assert calls_of(strategy._group.runner.prepare) <= 171
+        assert calls_of(strategy._group.runner.prepare) <= 170
 
 
 @pytest.mark.parametrize("n", [2, 8])
@@ -176,3 +188,125 @@ def test_noting_that_an_evaluation_has_run(n):
         model(torch.ones(24, 2, 2, 2))
         buffers = [buffer._mirrored for buffer in model.buffers()]
         assert calls_of(lambda: [buffer.note_run((0, 1)) for buffer in buffers]) <= 2 * 159 + 5
+
+
+@pytest.mark.parametrize(("n", "most"), [(2, 0.3), (8, 0.5)])
+def test_the_part_of_a_parallel_step_that_no_replica_runs(n, most, monkeypatch):
+    """What is before, between and after the replicas' turns, of a plain step's calls.
+
+    The optimizer's step for all replicas of a device is in it, which one device makes, too.
+    """
+    here, counting, count = threading.local(), [False], [0]
+
+    def within(function, is_serial):
+        def call(*args, **kwargs):
+            before, here.is_serial = getattr(here, "is_serial", False), is_serial
+            try:
+                return function(*args, **kwargs)
+            finally:
+                here.is_serial = before
+
+        return call
+
+    def count_call(frame, event, arg):
+        if counting[0] and event in ("call", "c_call") and getattr(here, "is_serial", False):
+            count[0] += 1
+
+    def make():
+        model = nn.Sequential(*(m for _ in range(24) for m in (nn.Linear(8, 8), nn.ReLU())))
+        return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(x):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x).backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    plain, of_optimizer = calls_of(lambda: step(torch.ones(16, 8))), calls_of(optimizer.step)
+    monkeypatch.setattr(Run, "act", within(Run.act, True))
+    monkeypatch.setattr(Lockstep, "run", within(Lockstep.run, False))
+    warnings.filterwarnings("ignore", 'schedule="parallel"')  # there may be a GIL
+    with mirror.MirroredStrategy(["cpu"] * n, schedule="parallel") as strategy:
+        with strategy.scope():
+            model, optimizer = make()
+        parts = mirror.PerReplica([torch.ones(16 // n, 8)] * n)
+        run = within(strategy.run, True)
+        with profiled(count_call, threads=True):
+            for _ in range(WARM):
+                run(step, args=(parts,))
+            counting[0] = True
+            run(step, args=(parts,))
+    assert of_optimizer < count[0] <= most * plain + of_optimizer
+
+
+# Compiled steps: mirror's own calls; without inductor torch calls some for every operation
+
+
+PACKAGE = str(Path(mirror.__file__).parent)
+FEW, MANY = 2, 6
+
+
+class Scalars(nn.Module):
+    """So many parameters, and few operations, which are what takes long to trace."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
+
+    def forward(self, x):
+        return x * torch.cat(list(self.weights)).sum()
+
+
+def own_calls_of(call):
+    """Returns how many functions of the package one call calls.
+
+    The least of several, without garbage collections: as of tests/benchmarks/test_calls.py.
+    """
+    count, counts = 0, []
+
+    def count_call(frame, event, argument):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(TIMES):
+            count = 0
+            with profiled(count_call):
+                call()
+            counts.append(count)
+    finally:
+        gc.enable()
+    return min(counts)
+
+
+def step_calls(n, num_parameters):
+    with mirror.MirroredStrategy(["cpu"] * n) as strategy:
+        model = strategy.mirror(Scalars(num_parameters))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        compiled = strategy.compile(step, mode="trace")
+        (batch,) = strategy.distribute_dataset([torch.ones(2 * n, 2)])
+        for _ in range(4):
+            compiled(batch)
+        assert compiled.num_traces == 1
+        return own_calls_of(lambda: compiled(batch))
+
+
+def test_what_a_replica_and_a_parameter_add_to_a_compiled_step():
+    few = step_calls(FEW, 4)
+    assert (step_calls(MANY, 4) - few) / (MANY - FEW) <= 10
+    assert step_calls(FEW, 12) == few
+
+
+@pytest.mark.slow
+def test_what_a_replica_adds_with_161_parameters():
+    assert (step_calls(MANY, 161) - step_calls(FEW, 161)) / (MANY - FEW) <= 10

@@ -180,13 +180,13 @@ def test_the_sweep_flags_blocks_that_change_bits(load, monkeypatch):
         blocks.sweep("ring", CPUS, 1000, torch.float32)
 
 
-def test_collectives_beside_allocations_and_products_are_right(load):
+def test_collectives_are_right_during_allocations_and_products(load):
     risks = load("gpu_risks")
     assert "20 collectives beside" in risks.beside_allocations("direct", CPUS)
     assert "% of the shorter one hidden" in risks.beside_computation("direct", CPUS, 1000)
 
 
-def test_a_wrong_sum_beside_allocations_is_flagged(load, monkeypatch):
+def test_a_wrong_sum_during_allocations_is_flagged(load, monkeypatch):
     risks = load("gpu_risks")
 
     class Wrong(comm.Communicator):

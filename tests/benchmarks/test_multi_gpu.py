@@ -53,7 +53,7 @@ elif "--json" in asked:
 
         return run_on
 
-    def test_runs_every_part_and_tells_which_failed(self, machine, tmp_path):
+    def test_every_part_is_run_and_failures_are_named(self, machine, tmp_path):
         folder = tmp_path / "results"
         result = machine(4, "--quick", folder)
         assert result.returncode == 1

@@ -28,7 +28,7 @@ def load(monkeypatch):
         (["cuda:0", "cuda:0"], "simulated devices on 1 x Model A"),
     ],
 )
-def test_a_caption_tells_where_and_when(load, monkeypatch, devices, where):
+def test_a_caption_names_machine_and_date(load, monkeypatch, devices, where):
     names = ["Model A", "Model A", "Model B"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
     caption = load("pictures").caption_of([torch.device(name) for name in devices])
@@ -58,7 +58,7 @@ def test_bandwidths_are_drawn_over_kibibytes(load):
 
 
 @pytest.mark.parametrize("num_gpus", [0, 2])
-def test_step_times_are_drawn_beside_what_scaling_could_give(load, num_gpus):
+def test_step_times_are_drawn_with_the_ideal_scaling(load, num_gpus):
     report, cases, timing = load("train_report"), load("cases").CASES, load("timing")
     contestants = load("contestants").Field(["cpu"], [1, 2, 4], ["step"], ["lockstep"], [], 1)
     rows = [

@@ -208,7 +208,7 @@ def test_ddp_gets_the_threads_of_one_process_and_as_many_gpus_as_replicas(load):
     assert [c.name for c in two.contestants()] == ["plain 1", "DDP 2", "DataParallel 2"]
 
 
-def test_a_worker_that_fails_tells_why(load):
+def test_a_failing_worker_reports_why(load):
     residents = load("resident").Residents
     command = [sys.executable, "-c", "import sys; sys.exit('no such case')"]
     with residents([command]) as workers, pytest.raises(RuntimeError, match="no such case"):

@@ -94,8 +94,8 @@ ENVIRONS = st.tuples(st.sampled_from(GOOD), st.lists(CHANGES, max_size=3)).map(
 
 
 @given(ENVIRONS)
-@settings(max_examples=300, deadline=None)
-def test_whatever_is_set_is_a_place_or_an_error_that_says_what_is_wrong(environ):
+@settings(max_examples=300)
+def test_any_environment_gives_a_rank_or_an_error_with_the_reason(environ):
     for launcher in launchers(environ):
         try:
             resolver = resolver_of(launcher, environ)
@@ -119,7 +119,7 @@ GOOD_TORCHRUN = {
 }
 
 
-def test_it_says_what_torchrun_tells():
+def test_it_reports_the_values_of_torchrun():
     resolver = TorchrunResolver(environ=GOOD_TORCHRUN)
     assert resolver.rendezvous() == Rendezvous(3, 4, "node0", 29500, 1, 2)
     assert resolver.rendezvous().variables() == GOOD_TORCHRUN
@@ -130,7 +130,7 @@ def test_it_says_what_torchrun_tells():
     assert resolver.master("worker", 0) == "node0:29500"
 
 
-def test_it_reads_this_process_environment_anew_each_time(monkeypatch):
+def test_it_reads_this_process_environment_again_each_time(monkeypatch):
     for name, text in GOOD_TORCHRUN.items():
         monkeypatch.setenv(name, text)
     resolver = TorchrunResolver()

@@ -1,6 +1,7 @@
 """The cluster of a Slurm job step: mirror/cluster/slurm.py."""
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from mirror.cluster import ClusterError, Rendezvous, SlurmResolver
 from mirror.cluster.rendezvous import EnvironmentVariables
-from mirror.cluster.slurm import read_step
+from mirror.cluster.slurm import MAX_HOSTS, expand_hostlist, expand_tasks_per_node, read_step
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -56,7 +57,7 @@ def test_jobs_share_the_tasks_in_the_order_of_their_names():
     assert found[1].rendezvous().rank == 2
 
 
-def test_the_port_is_alike_in_a_step_and_another_in_another():
+def test_the_port_is_equal_within_a_step_and_differs_between_steps():
     ports = {
         resolver_of(rank, given=STEP | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step})
         .rendezvous()
@@ -198,7 +199,7 @@ def test_tasks_are_where_the_distribution_puts_them(change, nodes, numbers):
     st.lists(st.integers(1, 6), min_size=1, max_size=6),
     st.sampled_from(["block", "cyclic", "plane=1", "plane=2", "plane=5"]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_node_gets_its_tasks_in_order(counts, distribution):
     step = step_of(
         SLURM_PROCID="0",
@@ -257,6 +258,94 @@ def test_what_is_wrong_is_named(change, words):
         step_of(**change)
 
 
-def test_the_place_that_slurm_tells_is_compared_not_needed():
+def test_the_rank_from_slurm_is_compared_but_not_needed():
     step_of(SLURM_NODEID="0", SLURM_LOCALID="1")
     step_of(SLURM_NODEID="1", SLURM_LOCALID="0", SLURM_DISTRIBUTION="cyclic")
+
+
+# Lists of hosts and counts, from a generator that knows what they expand to
+
+
+NAMES = st.text("abz-._", min_size=1, max_size=4)
+
+
+def ask(expand, text):
+    try:
+        return expand(text)
+    except ClusterError as error:
+        return str(error)
+
+
+@st.composite
+def ranges(draw):
+    """A range as it is written, and the numbers in it."""
+    width = draw(st.integers(1, 4))
+    first = draw(st.integers(0, 10**width - 1))
+    last = first + draw(st.integers(0, 15))
+    if first == last and draw(st.booleans()):
+        return f"{first:0{width}}", [f"{first:0{width}}"]
+    return f"{first:0{width}}-{last:0{width}}", [
+        f"{number:0{width}}" for number in range(first, last + 1)
+    ]
+
+
+@st.composite
+def hosts(draw):
+    """Hosts as they are written together, and each of them."""
+    written, choices = "", []
+    for _ in range(draw(st.integers(1, 3))):
+        if draw(st.booleans()):
+            parts = draw(st.lists(ranges(), min_size=1, max_size=3))
+            written += f"[{','.join(text for text, _ in parts)}]"
+            choices.append([number for _, numbers in parts for number in numbers])
+        else:
+            name = draw(NAMES)
+            written += name
+            choices.append([name])
+    return written, ["".join(parts) for parts in product(*choices)]
+
+
+@given(st.lists(hosts().filter(lambda pair: len(pair[1]) < 2000), max_size=4))
+@settings(max_examples=150)
+def test_a_list_is_expanded_into_what_was_written(parts):
+    text = ",".join(written for written, _ in parts)
+    assert expand_hostlist(text) == [host for _, expanded in parts for host in expanded]
+
+
+@given(st.text("n1a[],- 0x()\n", max_size=12))
+@settings(max_examples=300)
+def test_any_text_is_expanded_or_an_error_that_shows_it(text):
+    for expand in (expand_hostlist, expand_tasks_per_node):
+        said = ask(expand, text)
+        assert isinstance(said, list) or repr(text) in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *"n[1 n1] n[] n[a-c] n[[1]] n[1-2-3] n[,] ,n1 n1,,n2 n1, n[3-1] n[-3] n[3-]".split(),
+        *["n1, n2", "n1\n", " ", "n*", "n[1-2]\u0661", "n[\u0661]", f"n[0-{MAX_HOSTS}]"],
+        *["n[0-9999][0-9999][0-9999]", "n[0-99999999999999999]", "n[0-" + "9" * 6000 + "]"],
+        ",".join(["n[0-40000]"] * 2),
+    ],
+)
+def test_what_is_no_list_of_hosts_is_an_error(text):
+    with pytest.raises(ClusterError, match="a list of hosts is written like") as error:
+        expand_hostlist(text)
+    assert len(str(error.value)) < 300
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 30)), min_size=1, max_size=5))
+@settings(max_examples=60)
+def test_counts_are_expanded_into_what_was_written(parts):
+    text = ",".join(f"{n}(x{times})" if times > 1 else str(n) for n, times in parts)
+    assert expand_tasks_per_node(text) == [n for n, times in parts for _ in range(times)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "2(x)", "2(x2", "2,", "-1", "0", "2(x0)", "2 ", "2(x70000)", "1(x40000),1(x40000)"],
+)
+def test_what_are_no_counts_is_an_error(text):
+    with pytest.raises(ClusterError, match=r"are written like '2\(x3\),1'"):
+        expand_tasks_per_node(text)

@@ -1,11 +1,11 @@
-"""mirror/cluster/spec.py and resolver.py: given clusters, and unions of clusters."""
+"""mirror/cluster/rendezvous.py and resolver.py: given clusters, and unions of clusters."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror.cluster import ClusterError, ClusterSpec, SimpleResolver, UnionResolver
-from mirror.cluster.spec import MAX_TASKS
+from mirror.cluster.rendezvous import MAX_TASKS
 
 addresses = st.text("abc.:0123456789", max_size=12)
 jobs = st.lists(addresses, max_size=4) | st.dictionaries(st.integers(0, 9), addresses, max_size=4)
@@ -13,7 +13,7 @@ clusters = st.dictionaries(st.text(max_size=5), jobs, max_size=4)
 
 
 @given(clusters)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_spec_is_what_it_was_made_of(cluster):
     spec = ClusterSpec(cluster)
     assert ClusterSpec(spec) == ClusterSpec(spec.as_dict()) == spec

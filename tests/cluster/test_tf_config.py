@@ -24,9 +24,8 @@ from mirror.cluster import (
     TFConfigResolver,
     UnionResolver,
 )
-from mirror.cluster.rendezvous import rendezvous_of
+from mirror.cluster.rendezvous import MAX_TASKS, rendezvous_of
 from mirror.cluster.slurm import expand_hostlist, expand_tasks_per_node
-from mirror.cluster.spec import MAX_TASKS
 from tests.cluster.questions import answers, inputs
 
 CLUSTER = {"chief": ["c:1"], "worker": ["a:2222", "b:2222"]}
@@ -68,7 +67,7 @@ def test_a_task_and_its_address_are_those_of_the_configuration():
     assert resolver.rendezvous() == Rendezvous(2, 3, "c", 1, 0, 1)
 
 
-def test_it_reads_this_process_environment_anew_each_time(monkeypatch):
+def test_it_reads_this_process_environment_again_each_time(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     resolver = TFConfigResolver()
     assert resolver.cluster_spec() == ClusterSpec({})
@@ -169,8 +168,8 @@ texts = st.dictionaries(names, anything, max_size=5).map(json.dumps) | st.text(m
 
 
 @given(texts)
-@settings(max_examples=300, deadline=None)
-def test_whatever_comes_is_an_answer_or_a_cluster_error(text):
+@settings(max_examples=300)
+def test_any_input_gives_an_answer_or_a_cluster_error(text):
     for ask in questions_to(resolver_of(text)).values():
         assert len(error_text(ask) or "") < 500
 

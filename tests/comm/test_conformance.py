@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirror.comm.communicator import DTYPES, HALF_DTYPES, OPS
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host.host_backend import NaiveCommunicator
 from mirror.comm.packing import (
     ALIGNMENT_BYTES,
     copy_back,
@@ -364,7 +364,7 @@ def test_gradients_in_channels_last_layout_travel_without_copies_of_their_own(by
         assert all(map(torch.equal, column, expected))
 
 
-def test_tensors_that_do_not_lie_alike_travel_row_by_row():
+def test_tensors_of_different_layouts_travel_row_by_row():
     x = torch.arange(6.0).view(2, 3)
     rows = {
         "one transposed": (x.t().contiguous().t(), x.clone()),
@@ -417,7 +417,7 @@ def test_moving_into_flats_is_one_copy_for_a_pack_and_a_replica(memory_format):
         assert [bool(view.any()) for view in column] == [False, False, True, True, True]
 
 
-def test_what_does_not_lie_alike_or_would_be_alone_stays():
+def test_tensors_of_different_layouts_and_lone_ones_are_not_packed():
     x = torch.arange(6.0).view(2, 3)
     columns = [
         [x.clone(), x.t().contiguous().t(), torch.ones(9), x.double(), torch.ones(3)],

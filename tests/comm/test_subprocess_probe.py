@@ -15,7 +15,7 @@ import torch
 import mirror
 from mirror import comm
 from mirror.comm import registry, self_test, subprocess_probe, subprocess_probe_main
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host.host_backend import NaiveCommunicator
 from mirror.comm.kernels.kernel_backends import DirectCommunicator
 from mirror.comm.subprocess_probe import (
     FOLDER_VARIABLE,
@@ -242,7 +242,7 @@ def test_what_passed_elsewhere_is_tried_here_and_used(machine, child):
     assert machine.cupy.launches
 
 
-def test_the_doctor_always_tries_anew(machine, child, monkeypatch):
+def test_the_doctor_always_tries_again(machine, child, monkeypatch):
     started = child(RIGHT)
     for number in (3, 6):
         monkeypatch.setattr(self_test, "_results", {})
@@ -373,7 +373,7 @@ def test_the_last_verdict_counts(folder):
 
 
 @pytest.mark.parametrize(("hours", "counts"), [(1, True), (23, True), (25, False), (-1, False)])
-def test_a_failure_counts_for_a_day_and_a_success_for_ever(folder, monkeypatch, hours, counts):
+def test_a_failure_counts_for_a_day_and_a_success_forever(folder, monkeypatch, hours, counts):
     now = subprocess_probe.time()
     store({"passed": 1}, Verdict(None))
     store(FACTS, Verdict("it hung"))

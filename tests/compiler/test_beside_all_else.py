@@ -1,4 +1,4 @@
-"""Compiled steps together with what programs have besides: each equals the plain loop."""
+"""Compiled steps together with other parts of programs: each equals the plain loop."""
 
 import contextlib
 import copy

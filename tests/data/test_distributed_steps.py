@@ -61,7 +61,7 @@ def test_a_pinned_buffer_is_not_filled_again_before_its_copy_is_done(
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_nobody_waits_for_copies_of_memory_that_the_host_reads_itself(prefetch, monkeypatch):
+def test_only_copies_of_pinned_memory_are_waited_for(prefetch, monkeypatch):
     waits = []
     monkeypatch.setattr(CopyStreams, "synchronize", lambda self: waits.append(self))
     with FakeGpus(2) as gpus:

@@ -144,7 +144,7 @@ def test_a_draw_in_the_middle_waits_until_it_is_asked_for():
     assert torch.equal(whole(next(iterator)), expected[1])
 
 
-def test_a_draw_that_nobody_asks_for_is_not_made(leaks):
+def test_an_unused_draw_is_not_made(leaks):
     reads_on = threading.Event()
 
     class Late:

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
 from tests.data.reading import StreamGoesOn, whole
+from tests.pairs import pairwise
 
 EPOCHS = 4
 
@@ -36,14 +37,9 @@ def consume(batches, stop_after):
     return seen, torch.rand(()).item()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize(
-    ("num_workers", "persistent"), [(0, False), (1, False), (1, True)], ids=str
-)
-def test_every_epoch_has_the_order_of_the_plain_loop(
-    make_strategy, n, prefetch, num_workers, persistent
-):
+@pairwise(n=[1, 2, 3], prefetch=[0, 2], workers=["none", "new", "persistent"])
+def test_every_epoch_has_the_order_of_the_plain_loop(make_strategy, n, prefetch, workers):
+    num_workers, persistent = int(workers != "none"), workers == "persistent"
     draw = random.Random(f"{n} {prefetch} {num_workers} {persistent}")
     strategy = make_strategy(n)
     options = mirror.InputOptions(prefetch=prefetch)

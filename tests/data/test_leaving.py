@@ -92,7 +92,7 @@ LEAVING = [
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("leave", LEAVING, ids=lambda leave: leave.__name__)
-def test_who_leaves_early_leaves_no_thread_and_no_process(leave, num_workers, leaks):
+def test_a_loop_left_early_leaves_no_thread_and_no_process(leave, num_workers, leaks):
     dataset = distributed(endless(num_workers=num_workers))
     leave(dataset)
     assert leaks.threads("mirror input") == []
@@ -122,7 +122,7 @@ def test_persistent_workers_live_as_long_as_the_loader(leaks):
     assert leaks.processes() == []
 
 
-def test_the_loader_one_gave_can_be_used_beside():
+def test_the_given_loader_can_be_used_at_the_same_time():
     loader = DataLoader(
         TensorDataset(torch.arange(4)), num_workers=1, persistent_workers=True, batch_size=2
     )
@@ -202,7 +202,7 @@ def test_ctrl_c_while_waiting_for_a_batch_arrives_and_one_can_go_on():
     assert [whole(batch)[0].item() for batch in iterator] == [0, 1]
 
 
-def test_a_fork_does_not_hang_and_is_told():
+def test_a_fork_does_not_hang_and_gets_an_error():
     iterator = iter(distributed(endless()))
     next(iterator)
     reading, writing = os.pipe()

@@ -11,7 +11,7 @@ from mirror.data import DistributedDataset, from_arrays
 from mirror.data.input_options import InputOptions
 from mirror.data.loader_copy import WindowDataset
 from mirror.values import ABSENT, PerReplica, leaves_of
-from tests.data.pretended import Pretended
+from tests.data.reading import Pretended
 from tests.data.resumable import DATASETS
 
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def test_a_worker_without_examples_fetches_one_for_its_structure():
     assert asked_for(DataLoader(Counted(2), 1)) == [0, 0, 1]
 
 
-def test_whoever_draws_is_asked_for_everything_from_then_on():
+def test_after_a_draw_every_later_batch_is_read_on_demand():
     class Noted(Counted):
         def __getitem__(self, index):
             torch.rand(())

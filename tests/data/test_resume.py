@@ -6,11 +6,14 @@ from itertools import chain
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
+    RandomSampler,
+    TensorDataset,
 )
 
-from mirror.data import DistributedDataset
+from mirror.data import DistributedDataset, from_arrays
 from mirror.values import PerReplica
 from tests.data.resumable import (
     DATASETS,
@@ -339,3 +342,60 @@ def test_parts_are_what_the_test_reads():
     (batch,) = distributed([torch.arange(3)])
     assert isinstance(batch, PerReplica)
     assert contents(batch) == [0, 1, 2]
+
+
+TWENTY_TWO = TensorDataset(torch.arange(22))
+BATCHED = {
+    "loader": lambda size: DataLoader(TWENTY_TWO, size, shuffle=True),
+    "sampler": lambda size: DataLoader(
+        TWENTY_TWO, batch_sampler=BatchSampler(RandomSampler(TWENTY_TWO), size, drop_last=False)
+    ),
+    "arrays": lambda size: from_arrays(torch.arange(22), size),
+    "shuffled arrays": lambda size: from_arrays(torch.arange(22), size, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("make", BATCHED.values(), ids=BATCHED)
+@pytest.mark.parametrize(("size", "later"), [(4, 8), (4, 3), (8, 10), (10, 8), (6, 22), (22, 1)])
+def test_with_another_batch_size_each_example_of_the_pass_is_read_once(
+    make, size, later, tmp_path
+):
+    """8 and 10 have the same number of batches."""
+    whole = list(chain.from_iterable(uninterrupted(lambda: make(size), 1)[0]))
+    assert sorted(whole) == list(range(22))
+    for count in range(1, -(-22 // size) + 1):
+        torch.manual_seed(5)
+        iterator = iter(dataset := distributed(make(size)))
+        read = list(chain.from_iterable(contents(next(iterator)) for _ in range(count)))
+        for sizes in [(later,), (later, size)]:
+            state = dataset.state_dict()
+            for changed in sizes:  # the second change comes before the first batch after it
+                again = distributed(make(changed))
+                again.load_state_dict(state)
+                state = through_a_file(again.state_dict(), tmp_path)
+            rest = [contents(batch) for batch in again]
+            assert [*read, *chain.from_iterable(rest)] == whole
+            assert all(len(batch) == sizes[-1] for batch in rest[1:-1])
+
+
+def test_another_batch_size_is_refused_where_positions_in_examples_are_not_known():
+    def refused(before, after, match, **options):
+        dataset = distributed(before, **options)
+        next(iter(dataset))
+        with pytest.raises(ValueError, match=match):
+            distributed(after, **options).load_state_dict(dataset.state_dict())
+
+    one = torch.arange(22)
+    for repeat in (2, True):
+        refused(
+            from_arrays(one, 4, repeat=repeat),
+            from_arrays(one, 8, repeat=repeat),
+            "batches of 4 examples fits a loader with batches of 8 only if",
+        )
+    refused(from_arrays(one, 4), from_arrays(one[:8], 3), "of 4; this loader has 3 batches of 3")
+    refused(
+        from_arrays(one, 4),
+        from_arrays(one, 3),
+        "a multiple of the batch size",
+        drop_remainder=True,
+    )

@@ -228,7 +228,7 @@ def test_gradients_stay_exact_while_the_shares_move(make_strategy, monkeypatch):
     assert len(sizes) > 1
 
 
-def test_who_does_not_ask_for_it_pays_for_no_measuring(make_strategy):
+def test_nothing_is_measured_by_default(make_strategy):
     strategy = make_strategy(2)
     for batch in strategy.distribute_dataset([torch.ones(2)]):
         strategy.run(torch.sum, args=(batch,))

@@ -13,8 +13,7 @@ import mirror
 from mirror.data import DistributedDataset, TFRecordDataset, TFRecordWriter
 from mirror.errors import BatchError, DivergenceError, MirrorError
 from mirror.values import leaves_of
-from tests.data.pretended import Pretended
-from tests.data.reading import SECONDS
+from tests.data.reading import SECONDS, Pretended
 
 EXAMPLES = TensorDataset(torch.arange(13.0))
 
@@ -149,7 +148,7 @@ def in_order(rank):
     return DataLoader(EXAMPLES, 4)
 
 
-def test_unlike_seeds_do_no_harm_where_nothing_follows_from_them(worker_pool):
+def test_different_seeds_are_allowed_where_no_order_depends_on_them(worker_pool):
     one, other = worker_pool(2).run(passes_of, in_order, seeds=(3, 4))
     assert all_of(one[0], other[0]) == list(range(13))
 
@@ -159,7 +158,7 @@ def test_unlike_seeds_do_no_harm_where_nothing_follows_from_them(worker_pool):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", ["list", "iterator"])
-def test_who_has_ended_goes_on_with_empty_batches(worker_pool, kind, prefetch):
+def test_a_worker_without_batches_left_continues_with_empty_ones(worker_pool, kind, prefetch):
     make = Own(kind, [[2, 2, 1], [3]])
     found = worker_pool(2).run(passes_of, make, sharding="off", prefetch=prefetch)
     assert found == [[[[0, 1], [10, 11], [20]]], [[[100, 101, 102], [], []]]]

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 A, B, C, D, E = (torch.device("cuda", i) for i in range(5))
 
 
-def test_a_device_tells_its_position_and_the_replicas_devices_there():
+def test_a_device_gives_its_position_and_its_peers():
     places = DeviceMesh([(A, B), (C, D)])
     assert places.is_model_parallel
     assert places.devices == (A, B, C, D)
@@ -26,7 +26,7 @@ def test_a_device_tells_its_position_and_the_replicas_devices_there():
     assert str(places) == "[cuda:0, cuda:1], [cuda:2, cuda:3]"
 
 
-def test_what_a_device_means_beside_another_is_its_own_replicas():
+def test_a_device_is_translated_to_that_of_the_same_replica():
     places = DeviceMesh([(A, B), (C, D)])
     assert [places.translate(B, one) for one in (A, B, C, D)] == [B, B, D, D]
     assert places.translate(C, B) == A
@@ -45,7 +45,7 @@ def test_lone_devices_and_simulated_ones_are_one_position(rows):
     assert places.translate(E, rows[1][0]) == E
 
 
-def test_a_variable_is_at_home_on_the_first_replicas_devices_alone():
+def test_a_variable_has_a_device_of_the_first_replica():
     places = DeviceMesh([(A, B), (C, D)])
     assert (places.position_of(A, "w"), places.position_of(B, "w")) == (A, B)
     assert places.position_of(CPU, "w") == A

@@ -1,10 +1,11 @@
-"""The host: its memory, and the facts that tell machines apart."""
+"""The host: its memory, the facts that tell machines apart, and its OpenMP threads."""
 
 import ctypes
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from mirror.device import host as machine_facts
-from mirror.device.host import facts_of_machine
+from mirror.device.host import facts_of_machine, release_thread_pool
 
 ROOT = str(Path(__file__).parents[2])
 STEPS, BLOCKS, BYTES = 5, 4, 24 * 2**20
@@ -113,3 +114,65 @@ def test_another_driver_or_command_line_is_another_machine(properties, monkeypat
 
 def test_the_cpu_has_a_name_only():
     assert facts_of_machine([torch.device("cpu")] * 2)["gpus"] == [["cpu"], ["cpu"]]
+
+
+# OpenMP threads of one thread end, and start again
+
+
+can_end_teams = pytest.mark.skipif(
+    release_thread_pool is None, reason="this OpenMP cannot end teams"
+)
+LARGE = torch.linspace(-1, 1, 1_000_000)
+
+
+@pytest.fixture
+def several_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    release_thread_pool()
+    torch.set_num_threads(before)
+
+
+def threads():
+    """Returns the ids of all threads; those of other tests may end at any time."""
+    return set(os.listdir("/proc/self/task"))
+
+
+@can_end_teams
+@pytest.mark.usefixtures("several_threads")
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted there")
+def test_a_team_ends_and_comes_again_and_computes_the_same():
+    release_thread_pool()
+    before = threads()
+    expected = LARGE.sum()
+    team = threads() - before
+    assert len(team) == 2
+    release_thread_pool()
+    assert not team & threads()
+    before = threads()
+    assert torch.equal(LARGE.sum(), expected)
+    assert len(threads() - before) == 2
+
+
+@can_end_teams
+@pytest.mark.usefixtures("several_threads")
+def test_it_ends_no_team_of_another_thread():
+    found, may_go_on, is_done = [], threading.Event(), threading.Event()
+
+    def compute():
+        torch.set_num_threads(3)
+        LARGE.sum()
+        is_done.set()
+        may_go_on.wait(20)
+        found.append(LARGE.sum())
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    assert is_done.wait(20)
+    for _ in range(3):
+        LARGE.sum()
+        release_thread_pool()
+    may_go_on.set()
+    thread.join()
+    assert torch.equal(found[0], LARGE.sum())

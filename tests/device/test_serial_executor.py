@@ -27,7 +27,7 @@ def test_work_is_done_in_order(side):
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
-def test_who_waits_gets_the_error_and_the_next_work_is_done(side, kind):
+def test_the_waiting_thread_gets_the_error_and_later_work_is_done(side, kind):
     def fails():
         raise kind("work")
 
@@ -37,7 +37,7 @@ def test_who_waits_gets_the_error_and_the_next_work_is_done(side, kind):
     going()
 
 
-def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side, leaks):
+def test_a_thread_that_waits_for_an_interrupted_thread_gets_its_exception(side, leaks):
     side.start(lambda: None)()
     (thread,) = leaks.threads("mirror side")
 

@@ -45,7 +45,7 @@ def test_other_threads_have_the_callers_streams_for_as_long(gpus):
     assert in_thread(streams_seen) == ([1, *defaults], [0, *defaults])
 
 
-def test_who_acts_for_replicas_is_on_their_streams_and_leaves_them_ordered(gpus):
+def test_an_action_for_all_replicas_uses_their_streams_and_leaves_them_ordered(gpus):
     devices = [gpus.devices[0], gpus.devices[1], gpus.devices[1]]
     streams = ReplicaStreams([(device,) for device in devices])
     own = [torch.cuda.Stream(device) for device in devices]
@@ -70,7 +70,7 @@ def test_who_acts_for_replicas_is_on_their_streams_and_leaves_them_ordered(gpus)
         assert current(devices)[1:] == [*map(torch.cuda.default_stream, devices)]
 
 
-def test_who_acts_stays_on_the_stream_where_it_is_one_of_theirs(gpus):
+def test_an_action_stays_on_its_stream_if_that_is_a_replicas(gpus):
     streams = ReplicaStreams([(device,) for device in gpus.devices])
     for r in range(2):
         streams.record(r)
@@ -195,7 +195,7 @@ def test_what_is_ready_or_cannot_travel_so_is_not_pinned():
             assert streams.pinned(tensor) is tensor
 
 
-def test_rows_that_are_one_and_the_same_memory_are_pinned_apart():
+def test_rows_that_share_memory_are_pinned_separately():
     # Memory cannot be written to where it lies over itself: pin_memory raises.
     with FakeGpus(1) as gpus:
         (device,), streams, pin = gpus.devices, CopyStreams(gpus.devices), Tensor.pin_memory

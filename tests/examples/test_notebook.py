@@ -24,7 +24,7 @@ def notebook(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_outputs_are_kept_and_tell_of_no_machine(path):
+def test_the_outputs_are_kept_and_name_no_machine(path):
     text = path.read_text()
     code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))

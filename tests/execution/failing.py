@@ -1,4 +1,4 @@
-"""Runs that fail: the error comes within a second, and the strategy stays usable."""
+"""Runs that fail, after which the strategy stays usable; and a model with dropout."""
 
 import copy
 
@@ -73,3 +73,31 @@ def trained_pair(strategy):
 
 def loss_of(model, x):
     return model(x).square().mean()
+
+
+# A model with dropout, and the masks that it drew
+
+
+class Drops(nn.Module):
+    """Dropout on a vector of ones: the output is the mask."""
+
+    def __init__(self, p=0.5):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return self.drop(x * self.scale)
+
+
+def masks(model, rows=12):
+    return model(torch.ones(rows, 64)).detach()
+
+
+def masks_in_run(strategy, model, rows=3):
+    result = strategy.run(lambda: model(torch.ones(rows, 64)).detach())
+    return torch.stack(strategy.local_results(result))
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

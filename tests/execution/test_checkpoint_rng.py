@@ -8,7 +8,7 @@ from torch import nn
 
 import mirror
 from mirror.devices import separate_streams
-from tests.execution.dropping import Drops, equal, masks, masks_in_run
+from tests.execution.failing import Drops, equal, masks, masks_in_run
 
 
 @pytest.mark.parametrize("way", [1, 3])

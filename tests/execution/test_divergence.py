@@ -160,7 +160,7 @@ DIVERGENT = {
 
 
 @pytest.mark.parametrize("diverge", DIVERGENT, ids=lambda fn: fn.__name__)
-def test_divergence_is_an_error_that_names_who_what_and_where(diverge, strategy):
+def test_divergence_is_an_error_that_names_replica_operation_and_line(diverge, strategy):
     error = error_of(strategy, lambda: diverge(*replica()))
     assert type(error) is mirror.DivergenceError, "".join(traceback.format_exception(error))
     operations, lines, shapes, replicas = DIVERGENT[diverge]
@@ -377,7 +377,7 @@ REFUSED = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_needs_all_replicas_is_refused_beside_a_run(kind, name, when):
+def test_calls_that_need_all_replicas_are_refused_during_another_threads_run(kind, name, when):
     # A step, no_sync or a comparison reduced half of the gradients, as they were: 2.5 for a mean
     # of 2. One that was set, and what a pass brought, was taken for a share of the run's.
     world = World(kind)
@@ -390,7 +390,7 @@ def test_what_needs_all_replicas_is_refused_beside_a_run(kind, name, when):
     world.strategy.close()
 
 
-def test_reduced_gradients_are_not_cleared_beside_a_run():
+def test_reduced_gradients_are_not_cleared_during_another_threads_run():
     # With nothing to reduce they were gone at once, of all replicas.
     world = World("mirrored")
     world.outputs.sum().backward()
@@ -420,7 +420,7 @@ CHANGES = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_parameter_that_is_changed_beside_a_run_is_equal_on_all_replicas(kind, name, when):
+def test_a_parameter_changed_during_another_threads_run_is_equal_on_all_replicas(kind, name, when):
     # The first replica alone had it, for good: it was taken for a step of the run's own.
     world = World(kind)
     assert world.run_beside(CHANGES[name], when) == []
@@ -430,7 +430,7 @@ def test_a_parameter_that_is_changed_beside_a_run_is_equal_on_all_replicas(kind,
     world.strategy.close()
 
 
-def test_a_parameter_that_is_read_beside_a_run_keeps_its_steps():
+def test_a_parameter_read_during_another_threads_run_keeps_its_steps():
     world = World("mirrored")
     world.run_beside(lambda world: world.model.weight.sum(), "after")
     world.optimizer.step()
@@ -439,7 +439,7 @@ def test_a_parameter_that_is_read_beside_a_run_keeps_its_steps():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_buffer_that_is_changed_beside_a_run_keeps_that(training):
+def test_a_buffer_changed_during_another_threads_run_keeps_its_value(training):
     # What the replicas had, and had not touched, was written over it.
     world = World("mirrored")
     world.model.train(training)
@@ -449,7 +449,7 @@ def test_a_buffer_that_is_changed_beside_a_run_keeps_that(training):
     world.strategy.close()
 
 
-def test_other_models_are_trained_beside_a_run():
+def test_other_models_can_train_during_another_threads_run():
     world, other = World("mirrored"), World("mirrored")
     plain = nn.Linear(1, 1)
 

@@ -252,7 +252,7 @@ def test_merge_call_that_fails_is_prepared_and_recovers(strategy, events):
     assert events == ["prepare", *WHOLE[1:], "prepare", "recover", "ran (0, 1, 2)"]
 
 
-def test_parts_are_told_in_their_order(strategy):
+def test_hooks_of_parts_are_called_in_order(strategy):
     first, second = Recorder("first"), Recorder("second")
     second.heard = first.heard
     strategy._group.runner.set_hooks([first.part(), second.part()])

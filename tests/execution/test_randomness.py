@@ -6,10 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import mirror
-from tests.execution.dropping import Drops, equal, masks, masks_in_run
+from tests.execution.failing import Drops, equal, masks, masks_in_run
 
 REPLICAS = [1, 2, 3, 4]
 
@@ -232,3 +234,119 @@ def test_a_failed_run_does_not_spoil_a_later_seeded_one(make_strategy):
         strategy.run(fails)
     torch.manual_seed(3)
     assert torch.equal(masks_in_run(strategy, model), expected)
+
+
+# Any numbers of draws, on any replicas, between merges
+
+
+N = 3
+# How many numbers each replica draws before each of three merges.
+COUNTS = st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=N, max_size=N)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    with mirror.MirroredStrategy(["cpu"] * N) as strategy:
+        yield strategy
+
+
+def draw(strategy, counts):
+    """Returns, by replica, what it draws in a run: ``counts[r][k]`` numbers before merge k."""
+    numbers = [[] for _ in range(N)]
+
+    def fn():
+        context = mirror.get_replica_context()
+        replica_id = context.replica_id_in_sync_group
+        for count in counts[replica_id]:
+            numbers[replica_id] += torch.rand(count).tolist()
+            context.all_reduce("sum", torch.ones(1))
+
+    strategy.run(fn)
+    return numbers
+
+
+@settings(max_examples=30)
+@given(counts=COUNTS)
+def test_what_a_replica_draws_does_not_depend_on_what_the_others_draw(strategy, counts):
+    torch.manual_seed(5)
+    most = draw(strategy, [[3, 3, 3]] * N)
+    torch.manual_seed(5)
+    for numbers, of_most in zip(draw(strategy, counts), most, strict=True):
+        assert numbers == of_most[: len(numbers)]
+    assert len({tuple(numbers) for numbers in most}) == N
+
+
+@settings(max_examples=30)
+@given(first=COUNTS, second=COUNTS)
+def test_a_state_between_runs_is_all_that_what_follows_depends_on(strategy, first, second):
+    draw(strategy, first)
+    state = torch.get_rng_state()
+    expected = draw(strategy, second), torch.rand(2).tolist()
+    with mirror.MirroredStrategy(["cpu"] * N) as other:
+        draw(other, first)
+        torch.set_rng_state(state)
+        assert (draw(other, second), torch.rand(2).tolist()) == expected
+
+
+@settings(max_examples=30)
+@given(counts=COUNTS)
+def test_a_run_moves_the_generator_if_a_replica_draws(strategy, counts):
+    state = torch.get_rng_state()
+    draw(strategy, counts)
+    somebody_drew = any(map(any, counts))
+    assert torch.equal(torch.get_rng_state(), state) != somebody_drew
+
+
+def test_the_first_replica_draws_what_one_device_draws(strategy):
+    torch.manual_seed(5)
+    expected = torch.rand(9).tolist()
+    after = torch.rand(2)
+    torch.manual_seed(5)
+    assert draw(strategy, [[3, 3, 3]] * N)[0] == pytest.approx(expected)
+    assert torch.equal(torch.rand(2), after)
+
+
+def test_replicas_that_alone_draw_go_on_from_run_to_run(strategy):
+    counts = [[0, 0, 0], [0, 0, 0], [2, 0, 0]]
+    assert draw(strategy, counts) != draw(strategy, counts)
+
+
+def test_merge_call_draws_what_the_first_replica_would(strategy):
+    def fn(counts):
+        context = mirror.get_replica_context()
+        torch.rand(counts[context.replica_id_in_sync_group])
+        return context.merge_call(lambda strategy: torch.rand(2).tolist())
+
+    torch.manual_seed(5)
+    first, *_ = strategy.run(fn, args=([1, 2, 3],))[0].values
+    torch.manual_seed(5)
+    second, *_ = strategy.run(fn, args=([1, 0, 7],))[0].values
+    torch.manual_seed(5)
+    assert first == second == torch.rand(3).tolist()[1]
+
+
+def test_a_run_that_fails_leaves_a_state_that_reproduces(strategy):
+    def fails():
+        torch.rand(5)
+        raise ValueError("on purpose")
+
+    after = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        with pytest.raises(ValueError, match="on purpose"):
+            strategy.run(fails)
+        after.append(torch.rand(2))
+    assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("counts", [[2, 3, 1], [2, 0, 0], [2, 2, 2]])
+def test_what_follows_a_run_is_drawn_after_the_first_replica(counts, strategy):
+    def fn():
+        torch.rand(counts[mirror.get_replica_context().replica_id_in_sync_group])
+
+    torch.manual_seed(5)
+    strategy.run(fn)
+    after = torch.rand(2)
+    torch.manual_seed(5)
+    torch.rand(counts[0])
+    assert torch.equal(torch.rand(2), after)

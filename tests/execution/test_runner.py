@@ -37,7 +37,7 @@ def test_an_exception_arrives_as_itself_with_its_replica_and_traceback(kind, str
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_note_tells_the_number_of_replicas(n, make_strategy):
+def test_the_note_names_the_number_of_replicas(n, make_strategy):
     strategy = make_strategy(n)
     last = n - 1
 

@@ -48,7 +48,7 @@ def trained(strategy, num_optimizers=1):
 
 
 @pytest.mark.parametrize("way", [1, 2, 3])
-def test_all_hear_of_every_step_once(ends, way):
+def test_every_listener_is_called_once_per_step(ends, way):
     train(way, ends.strategy, *trained(ends.strategy), [BATCH] * 3, loss_fn)
     assert ends.counts == [3, 3, 3]
 
@@ -93,7 +93,7 @@ def test_a_run_that_fails_ends_none(ends):
     assert ends.counts == [0, 0, 0]
 
 
-def test_listeners_hear_of_steps_without_a_strategy_too(monkeypatch):
+def test_listeners_are_also_called_for_steps_without_a_strategy(monkeypatch):
     heard = []
     monkeypatch.setattr(step_ends, "listeners", [lambda: heard.append(1)])
     watch_optimizer_steps(are_mirrored=False)

@@ -39,7 +39,7 @@ def test_a_fault_loses_nothing(setup):
 
 
 @pytest.mark.parametrize(("setup", "at"), HANGS)
-def test_a_hang_ends_and_tells_where_all_stand(setup, at):
+def test_a_hang_ends_and_reports_the_line_of_every_replica(setup, at):
     outcome = Trials(setup).try_fault("hangs", at)
     check("hangs", outcome)
     for part in ("all_reduce of float32 [", "3 replicas (cpu, cpu, cpu)", 'thread "MainThread"'):

@@ -201,7 +201,7 @@ def test_many_killed_saves(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_many_killed_saves_beside_the_training(tmp_path):
+def test_many_killed_background_saves(tmp_path):
     # The time counts from the start of the process, which imports torch first.
     directory = tmp_path
     for i in range(6):

@@ -1,4 +1,4 @@
-"""What programs of compiled steps have besides others: the source of single statements.
+"""The source of single statements, which only programs of compiled steps have.
 
 Each event is a list of ``(step, lines)``, as in ``events.py``.
 """

@@ -1,4 +1,4 @@
-"""Programs of replicas, drawn from seeds, that part ways with some probability."""
+"""Programs of replicas, drawn from seeds, that diverge with some probability."""
 
 import random
 
@@ -9,7 +9,7 @@ from torch import nn
 import mirror
 
 # What stops a replica until the others have come to the same; the rest may be done alone, or is
-# seen to have been when somebody looks at a gradient.
+# seen to have been when the program reads a gradient.
 MEETINGS = ("sum 2", "sum 3", "mean 2", "gather 2", "merge")
 OTHERS = ("forward", "backward", "look", "zero", "step", "nothing", "raise", "return")
 

@@ -17,7 +17,7 @@ DOCUMENTED = {
 
 
 def known_fault(program):
-    """The first known fault whose words are in the program's source; None without."""
+    """The first known fault with its words in the program's source; None without."""
     found = (why for words, why in KNOWN.items() if re.search(words, program.source, re.DOTALL))
     return next(found, None)
 

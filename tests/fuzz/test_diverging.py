@@ -1,4 +1,4 @@
-"""Replicas whose programs are unlike: right, or an error that says so; never a hang."""
+"""Replicas with different programs: right, or an error that says so; never a hang."""
 
 import pytest
 import torch

@@ -1,15 +1,17 @@
-"""Whole training programs, drawn from seeds: N replicas leave what one device leaves."""
+"""Whole training programs, drawn from seeds, leave what one device leaves."""
+
+import shutil
 
 import pytest
 
 from tests.fuzz import run, shrink
+from tests.fuzz.compiling import COLLECTIVES, LENGTHS, PLAIN_EVENTS
 from tests.fuzz.events import ANY, CHANGING, SAVING
 from tests.fuzz.faults import KNOWN, known_fault
-from tests.fuzz.knobs import Knobs
 from tests.fuzz.models import LAYERS
 from tests.fuzz.optimizers import OPTIMIZERS
-from tests.fuzz.programs import program
-from tests.fuzz.run import Outcome, run_program, run_within
+from tests.fuzz.programs import Knobs, program
+from tests.fuzz.run import Outcome, run_as_worker, run_program, run_within
 from tests.fuzz.shrink import shrunk
 
 # Of these seeds the programs that show a known fault are left out.
@@ -97,3 +99,97 @@ def test_shrinking_leaves_what_the_fault_needs(monkeypatch):
     smallest, outcome = shrunk(drawn, fails_with_a_clip(drawn))
     assert outcome.kind == "differs"
     assert set(smallest.knobs.differ()) <= {"clip", "which clip"}
+
+
+# Two workers leave what one device leaves
+
+
+WORKER_SEEDS = range(4000, 4010)
+MORE_WORKER_SEEDS = range(4010, 4090)
+
+
+def check_workers(worker_pool, seed):
+    for rank, outcome in enumerate(worker_pool(2).run(run_as_worker, seed)):
+        source = program(seed, of_workers=True).source
+        assert outcome.is_right, f"{source}\nworker {rank} {outcome.kind}: {outcome.text}"
+
+
+@pytest.mark.parametrize("seed", WORKER_SEEDS)
+def test_a_program_of_two_workers_trains_as_on_one_device(worker_pool, seed):
+    check_workers(worker_pool, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", MORE_WORKER_SEEDS)
+def test_more_programs_of_two_workers(worker_pool, seed):
+    check_workers(worker_pool, seed)
+
+
+def test_every_option_of_workers_is_drawn():
+    sources = [program(seed, of_workers=True).source for seed in range(400)]
+    for words in (
+        "if m.is_chief:",
+        "break",
+        "sharding='off'",
+        "layers.Experts()",
+        "compiled_step",
+    ):
+        assert any(words in source for source in sources), words
+
+
+# Programs of compiled steps
+
+
+COMPILED_SEEDS = range(6000, 6030)
+MORE_COMPILED_SEEDS = range(6030, 6230)
+INDUCTOR_SEEDS = range(6000, 6012)
+COMPILED_WORKER_SEEDS = range(7000, 7020)
+
+
+def check_compiled(seed, mode, seconds):
+    drawn = program(seed, is_compiled=True, mode=mode)
+    outcome = run_within(drawn, seconds)
+    assert outcome.is_right, f"{drawn.source}\n{outcome.kind}: {outcome.text}"
+    return outcome
+
+
+@pytest.mark.parametrize("seed", COMPILED_SEEDS)
+def test_a_compiled_program_trains_as_on_one_device(seed):
+    check_compiled(seed, "trace", 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", MORE_COMPILED_SEEDS)
+def test_more_compiled_programs_train_as_on_one_device(seed):
+    check_compiled(seed, "trace", 90)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor has no compiler here")
+@pytest.mark.parametrize("seed", INDUCTOR_SEEDS)
+def test_programs_compiled_by_inductor_train_as_on_one_device(seed):
+    check_compiled(seed, "inductor", 600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", COMPILED_WORKER_SEEDS)
+def test_compiled_programs_of_two_workers(worker_pool, seed):
+    outcomes = worker_pool(2).run(run_as_worker, seed, is_compiled=True)
+    for rank, outcome in enumerate(outcomes):
+        source = program(seed, of_workers=True, is_compiled=True).source
+        assert outcome.is_right, f"{source}\nworker {rank} {outcome.kind}: {outcome.text}"
+
+
+def test_every_option_of_compiled_programs_is_drawn():
+    drawn = [program(seed, is_compiled=True) for seed in range(800)]
+    assert all("compiled_step" in one.source for one in drawn)
+    said = {text for one in drawn for text in one.knobs.said.values()}
+    assert {*COLLECTIVES, *LENGTHS, *PLAIN_EVENTS, "checkpoint"} <= said
+    assert {"Guards(replicas_every=1)", "Guards(finite_gradients=True)"} <= said
+    assert any(one.strategy["is_central"] for one in drawn)
+    assert any("critic_step" in one.source for one in drawn)
+
+
+def test_most_programs_are_traced():
+    outcomes = [check_compiled(seed, "trace", 90) for seed in range(6100, 6106)]
+    assert sum(outcome.num_traces > 0 for outcome in outcomes) >= 5

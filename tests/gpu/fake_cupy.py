@@ -20,7 +20,7 @@ from mirror.comm import self_test
 from mirror.comm.communicator import DTYPES
 from mirror.comm.kernels import cuda_kernels, launcher, simulator
 from mirror.comm.kernels.binaries import ELEMENTS
-from mirror.comm.kernels.kernel_arguments import KernelArguments, workspace_bytes
+from mirror.comm.kernels.launcher import KernelArguments, workspace_bytes
 from tests.gpu.fake import FakeGpus
 
 _THREADS_PER_BLOCK = 2  # each is a thread of the system

@@ -29,7 +29,7 @@ def context():
     return mirror.get_replica_context()
 
 
-def test_places_tell_what_there_is(strategy):
+def test_the_mesh_lists_replicas_and_positions(strategy):
     assert strategy.places == ((A, B), (C, D))
     assert strategy.devices == (A, C)
     assert repr(strategy) == (
@@ -148,7 +148,7 @@ def test_every_way_to_name_a_device_is_renamed(strategy):
     assert strategy.local_results(seen) == (B, D)
 
 
-def test_streams_of_random_numbers_are_apart_at_every_position(strategy):
+def test_streams_of_random_numbers_differ_at_every_position(strategy):
     def draw():
         generators = [torch.cuda.default_generators[d.index] for d in context().devices]
         return [torch.rand(3, generator=g).tolist() for g in generators]

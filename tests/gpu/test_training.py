@@ -49,6 +49,21 @@ def test_replicas_that_share_gpus_are_in_order(way):
         train(TWICE, way)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=EXHAUSTIVE), 8])
+def test_sharded_state_is_in_order_and_has_the_losses_of_simulated_devices(n, way, expected):
+    with FakeGpus(n):
+        losses = train(names(n), way, optimizer_state="sharded")
+    assert losses == pytest.approx(expected.get((n, way), expected[n, "plain"]), rel=1e-5)
+
+
+@each_once(way=WAYS, schedule=["lockstep", "staggered"])
+def test_sharded_state_is_in_order_with_every_schedule_and_on_shared_gpus(way, schedule):
+    with FakeGpus(2):
+        train(names(2), way, schedule=schedule, optimizer_state="sharded")
+        train(TWICE, way, schedule=schedule, optimizer_state="sharded")
+
+
 def test_a_gradient_with_another_holder_is_cloned_in_order():
     """A thread launches a bucket while the engine still holds the gradient of another thread."""
     with FakeGpus(1) as gpus:
@@ -73,7 +88,7 @@ def test_a_gradient_with_another_holder_is_cloned_in_order():
 
 
 @pytest.mark.parametrize("rows", [names(2), names(3), ROWS, [*ROWS, ["cuda:4", "cuda:5"]]])
-def test_gpus_that_were_seeded_equally_draw_apart_at_each_position(rows):
+def test_gpus_with_equal_seeds_draw_different_numbers_at_each_position(rows):
     places = [[row] if isinstance(row, str) else row for row in rows]
     seen = []
 

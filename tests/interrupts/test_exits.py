@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import threading
 import time
 
 import pytest
@@ -136,9 +137,13 @@ def training(request, make_strategy):
     return train
 
 
+forking = threading.Lock()  # filelock, which torch's compiler imports, refuses two forks at once
+
+
 def in_child(fn):
     """Calls ``fn`` in a forked process; returns its exit code, or that it hangs."""
-    child = os.fork()
+    with forking:
+        child = os.fork()
     if not child:
         try:
             fn()

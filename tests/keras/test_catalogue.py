@@ -3,6 +3,10 @@
 What they do is in programs/; see mirrored.py, which runs them.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.keras.one_device import FILES, names
@@ -37,7 +41,7 @@ def test_a_program_alone_in_its_process_equals_one_device(module, name, differen
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["loops", "metrics", "state"])
-def test_replicas_that_run_beside_each_other_equal_one_device(module, differences):
+def test_staggered_replicas_equal_one_device(module, differences):
     for name, result in differences(module, schedule="staggered").items():
         check(result, name)
 
@@ -46,3 +50,23 @@ def test_programs_of_every_kind_equal_one_device(differences):
     for module, chosen in QUICK.items():
         for name, result in differences(module, *chosen).items():
             check(result, name)
+
+
+# Only mirror.keras imports Keras
+
+
+@pytest.mark.slow
+def test_importing_mirror_does_not_import_keras():
+    script = "import mirror, sys; assert 'keras' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_what_keras_lacks_is_named_with_the_remedy():
+    environ = os.environ | {"KERAS_BACKEND": "tensorflow"}
+    script = "import sys; sys.modules['tensorflow'] = None; import mirror.keras"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert 'os.environ["KERAS_BACKEND"] = "torch" before Keras is imported' in done.stderr

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import mirror
 from tests.compiler.training import Beside, batches, usual_step
 from tests.mistakes.mistake import refused
+from tests.pairs import each_once
 
 X = torch.arange(24.0).reshape(6, 4) / 24
 
@@ -111,11 +112,11 @@ def outcome(num_replicas, mistake, *, is_compiled, num_good, inside, **options):
 
 
 # The first call that is traced, and one that is traced again.
-@pytest.mark.parametrize(("num_replicas", "num_good"), [(1, 3), (2, 1)])
-@pytest.mark.parametrize("mistake", MISTAKES)
+@each_once([pytest.mark.slow], mistake=MISTAKES, num_replicas=[1, 2])
 def test_a_mistake_in_a_traced_call_is_the_error_of_an_uncompiled_one(
-    mistake, num_replicas, num_good, capfd, caplog
+    mistake, num_replicas, capfd, caplog
 ):
+    num_good = {1: 3, 2: 1}[num_replicas]
     options = {"num_good": num_good, "inside": True}
     *expected, values = outcome(num_replicas, mistake, is_compiled=False, **options)
     *error, left = outcome(num_replicas, mistake, is_compiled=True, **options)

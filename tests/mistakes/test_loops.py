@@ -270,19 +270,6 @@ def test_an_output_can_be_read_in_a_condition(strategy):
     assert same(model, plain(steps=1))
 
 
-def test_autocast_in_run_keeps_replicas_equal(strategy):
-    model, optimizer, batch = mirrored(strategy)
-
-    def program(x, y):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, x, y)
-        loss.backward()
-        optimizer.step()
-
-    strategy.run(program, args=batch)
-    strategy.check_replicas()
-
-
 # Habits of programs with one process per device
 
 

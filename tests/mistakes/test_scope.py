@@ -106,7 +106,7 @@ def test_training_what_is_not_mirrored_on_one_device_warns(program, strategy):
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_a_step_beside_a_mirrored_layer_does_not_warn(is_used, strategy):
+def test_a_step_of_a_plain_parameter_near_a_mirrored_layer_does_not_warn(is_used, strategy):
     with strategy.scope(), warnings.catch_warnings():
         warnings.simplefilter("error")
         layer = nn.Linear(1, 1)

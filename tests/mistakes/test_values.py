@@ -1,5 +1,6 @@
 """Mistakes with values that run returns, with reductions, and with collectives."""
 
+import copy
 import json
 import math
 import pickle
@@ -348,57 +349,6 @@ def test_backward_on_one_replica_alone_counts_its_share(strategy):
     assert torch.allclose(model[0].weight.grad, expected[0].weight.grad)
 
 
-def all_reduce_on_replica_0():
-    if replica_id() == 0:
-        context().all_reduce("sum", ONE)
-
-
-def merge_call_on_replica_1():
-    if replica_id() == 1:
-        context().merge_call(lambda strategy: None)
-
-
-def unlike_collectives():
-    return context().all_reduce("sum", ONE) if replica_id() else context().all_gather(ONE)
-
-
-def one_collective_more():
-    for _ in range(1 + replica_id()):
-        context().all_reduce("sum", ONE)
-
-
-def early_return():
-    return ONE if replica_id() else context().all_reduce("sum", ONE)
-
-
-def swallowed_error():
-    try:
-        if replica_id():
-            context().all_reduce("sum", ONE)
-    except Exception:
-        pass
-
-
-DIVERGENCES = {
-    "a collective on one replica": (all_reduce_on_replica_0, "all_reduce", "replica 0"),
-    "a merge call on one replica": (merge_call_on_replica_1, "merge_call"),
-    "different shapes": (
-        lambda: context().all_reduce("sum", torch.ones(1 + replica_id())),
-        *("float32[1]", "float32[2]"),
-    ),
-    "different collectives": (unlike_collectives, "all_reduce", "all_gather"),
-    "different numbers": (one_collective_more, "all_reduce"),
-    "an early return": (early_return, "replica"),
-    "a swallowed error": (swallowed_error, "all_reduce"),
-}
-
-
-@each(DIVERGENCES)
-def test_collectives_that_differ_between_replicas_are_refused(case, strategy):
-    program, *words = case
-    check_refusal((lambda: strategy.run(program), DivergenceError, *words))
-
-
 def test_early_stopping_on_a_replicas_own_loss_is_refused(strategy):
     def program(model, optimizer, x, y):
         for _ in range(3):
@@ -408,3 +358,29 @@ def test_early_stopping_on_a_replicas_own_loss_is_refused(strategy):
 
     with pytest.raises(DivergenceError, match="replica 0"):
         trains_as_plain(strategy, program)
+
+
+def repackage(hidden, kinds):
+    """Detaches hidden states, as a language model's training loop does between batches."""
+    if isinstance(hidden, kinds):
+        return hidden.detach()
+    return tuple(repackage(h, kinds) for h in hidden)
+
+
+@pytest.mark.parametrize("kinds", [torch.Tensor, (torch.Tensor, mirror.PerReplica)], ids=str)
+def test_hidden_states_of_replicas_are_repackaged_or_the_error_says_how(kinds):
+    def train(model):
+        hidden = (torch.zeros(1, 4, 2), torch.zeros(1, 4, 2))
+        out, hidden = model(torch.ones(4, 3, 3), hidden)
+        out.sum().backward()
+        hidden = repackage(hidden, kinds)
+        return model(torch.ones(4, 3, 3), hidden)[0].detach()
+
+    torch.manual_seed(0)
+    plain = torch.nn.LSTM(3, 2, batch_first=True)
+    model = mirror.MirroredStrategy(["cpu"] * 2).mirror(copy.deepcopy(plain))
+    if kinds is torch.Tensor:
+        with pytest.raises(TypeError, match=r"is no torch\.Tensor.* mirror\.PerReplica"):
+            train(model)
+    else:
+        assert torch.allclose(train(model), train(plain))

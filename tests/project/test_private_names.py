@@ -13,11 +13,8 @@ MAY = {"base/dynamo.py", "compiler/torch_internals.py", "base/torch_private.py"}
 # A subclass of torch's scaler: one file.
 SCALERS = {
     "_growth_tracker",
-    "_lazy_init_scale_growth_tracker",
-    "_maybe_opt_step",
     "_per_optimizer_states",
     "_scale",
-    "_unscale_grads_",
 }
 # Private in name alone; the prefixes are in torch's documentation of saved tensors.
 FREE = {"_BatchNorm", "_buffers", "_modules", "_parameters", "_version"}

@@ -93,7 +93,7 @@ class Unchecked:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
-def test_a_differing_parameter_is_named_beside_a_script_module():
+def test_a_differing_parameter_is_named_next_to_a_script_module():
     """Its ``_modules`` and ``_parameters`` are no dicts."""
     script_module = torch.jit.trace(nn.Linear(1, 1), torch.ones(1, 1))
     layer = nn.Sequential(nn.Linear(1, 1))
@@ -103,14 +103,14 @@ def test_a_differing_parameter_is_named_beside_a_script_module():
 
 @pytest.mark.parametrize("drift", [spoil_parameter, spoil_state])
 @pytest.mark.parametrize("way", [1, 2, 3])
-def test_gpus_that_drift_apart_are_found_by_sums_of_bits(way, drift):
+def test_gpus_that_diverge_are_found_by_sums_of_bits(way, drift):
     guards = mirror.Guards(replicas_every=3)
     with FakeGpus(3), mirror.MirroredStrategy(GPUS, "naive", guards=guards) as strategy:
         drifts_in_the_second_of_three_steps(strategy, way, drift)
 
 
 @pytest.mark.parametrize("way", [1, 2, 3])
-def test_simulated_devices_that_drift_apart_are_found(way):
+def test_simulated_devices_that_diverge_are_found(way):
     guards = mirror.Guards(replicas_every=3)
     with mirror.MirroredStrategy(["cpu"] * 3, guards=guards) as strategy:
         # The others get what the first replica's step has changed.

@@ -10,7 +10,7 @@ import mirror
 from tests.oracle import assert_same
 from tests.strategy.programs import ids, values
 from tests.toy_models import replica_id
-from tests.transparency.cases import CASES, WAYS, compare, make_batches, prepared
+from tests.training.cases import CASES, WAYS, compare, make_batches, prepared
 
 
 def test_devices_default_to_what_is_visible():
@@ -67,7 +67,7 @@ def test_a_backend_that_cannot_serve_the_devices_is_an_error_with_the_reason(bac
     assert issubclass(mirror.BackendError, RuntimeError)
 
 
-def test_auto_chooses_an_available_backend_and_tells_which(strategy):
+def test_auto_chooses_an_available_backend_and_names_it(strategy):
     assert strategy.backend in mirror.comm.available(strategy.devices)
 
 

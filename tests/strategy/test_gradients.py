@@ -121,6 +121,40 @@ def test_weights_set_between_forward_and_backward_count_in_collectives(make_stra
     assert_same(gradient(is_before=True), torch.tensor([[3 * 3.3 * 30]]))
 
 
+def test_a_weight_set_after_backward_counts_only_for_later_gradients(make_strategy):
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy)
+
+    def step(batch):
+        layer(batch).mean().backward()
+        mirror.get_replica_context().weight = 1.0
+
+    in_run(strategy, step, torch.tensor([[1.0], [2.0], [6.0]]))
+    assert_same(layer.weight.grad, torch.tensor([[3.0]]))  # of the two halves: 3.75
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("in_scope", [False, True])
+def test_a_gradient_from_before_mirroring_is_kept(make_strategy, in_scope, n):
+    x = torch.arange(6.0).view(6, 1)
+    plain, strategy = ones_layer(), make_strategy(n)
+    if in_scope:
+        with strategy.scope():
+            model = ones_layer()
+            model.weight.grad = torch.full((1, 1), 5.0)
+    else:
+        model = ones_layer()
+        model.weight.grad = torch.full((1, 1), 5.0)
+        strategy.mirror(model)
+    plain.weight.grad = torch.full((1, 1), 5.0)
+    seen = strategy.run(lambda: model.weight.grad.clone())
+    for grad in strategy.local_results(seen):
+        assert_same(grad, plain.weight.grad)
+    for layer in (plain, model):
+        layer(x).mean().backward()
+    assert_same(model.weight.grad, plain.weight.grad)
+
+
 @pytest.mark.parametrize("is_batch_first", [True, False])
 def test_values_of_a_run_without_batch_do_not_set_gradient_weights(make_strategy, is_batch_first):
     # The first PerReplica argument gave the weights: a hidden state from an earlier run counted

@@ -124,7 +124,7 @@ def test_consecutive_batches_go_to_the_replicas_in_order(n, drop, steps, prefetc
     assert [list(batch.weights) for batch in dataset] == sizes
 
 
-def test_gradients_of_unlike_batches_are_those_of_all_examples(make_strategy):
+def test_gradients_of_batches_of_different_sizes_are_those_of_all_examples(make_strategy):
     strategy = make_strategy(2)
     x = torch.randn(10, 3)
     model, plain = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)

@@ -275,7 +275,7 @@ def test_distribute_values_from_function(make_strategy):
 
 @pytest.mark.parametrize("other", [(1.0,), [1.0], {"x": 1.0}])
 @pytest.mark.parametrize("leaf", [torch.ones(2), 1.0, "a"])
-def test_a_leaf_beside_a_structure_is_an_error(make_strategy, leaf, other):
+def test_a_leaf_and_a_structure_in_one_place_are_an_error(make_strategy, leaf, other):
     # Where the first replica's part was a leaf, the others' structures passed for leaves.
     strategy = make_strategy(2)
 

@@ -81,16 +81,6 @@ def test_in_run_the_replica_context_is_current(make_strategy):
     assert strategy.run(fn).values == (0, 1)
 
 
-def test_another_strategy_in_a_scope_is_an_error(make_strategy):
-    first, second = make_strategy(2), make_strategy(2)
-    with first.scope():
-        with pytest.raises(mirror.StrategyError), second.scope():
-            pytest.fail("entered")
-        assert mirror.get_strategy() is first
-    with second.scope():
-        assert mirror.get_strategy() is second
-
-
 def test_a_scope_left_by_an_exception_is_left(make_strategy):
     strategy = make_strategy(2)
     with pytest.raises(KeyError), strategy.scope():

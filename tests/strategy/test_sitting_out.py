@@ -1,13 +1,15 @@
 """Idle replicas: they skip a step without examples, and get what merge_call changes."""
 
 import copy
-import time
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import mirror
+from mirror.threads import stall_detector
+from mirror.threads.stall_detector import StallDetector
 from tests.oracle import assert_same, finishes, in_run
 from tests.strategy.programs import values
 from tests.toy_models import mirrored_layer, replica_id, sgd
@@ -151,15 +153,29 @@ def test_merge_call_that_raises_leaves_replicas_equal(make_strategy):
     strategy.check_replicas()
 
 
-def test_merge_call_may_take_longer_than_the_timeout_while_its_runs_move(make_strategy):
+def test_merge_call_may_take_longer_than_the_timeout_while_its_runs_move(
+    make_strategy, monkeypatch
+):
     # An evaluation in merge_call was cut off: the outer run saw none of its inner runs move.
-    options = mirror.CommunicationOptions(timeout_seconds=0.75)
+    seconds, now, polls = 0.05, [0.0], []
+    caller, is_evaluating, poll = threading.current_thread(), threading.Event(), StallDetector.poll
+
+    def poll_later(self, *state):
+        if threading.current_thread() is caller and is_evaluating.is_set():  # the outer run's
+            now[0] += 2 * seconds if polls else 0.0
+            polls.append(now[0])
+        return poll(self, *state)
+
+    monkeypatch.setattr(stall_detector, "monotonic", lambda: now[0])
+    monkeypatch.setattr(StallDetector, "poll", poll_later)
+    options = mirror.CommunicationOptions(timeout_seconds=seconds)
     strategy = make_strategy(2, communication_options=options)
 
     def evaluate(strategy):
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
+        is_evaluating.set()
+        while len(polls) < 4:
             strategy.run(lambda: None)
+        is_evaluating.clear()
         return 1
 
     results = strategy.run(lambda: mirror.get_replica_context().merge_call(evaluate))

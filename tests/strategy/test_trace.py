@@ -208,7 +208,7 @@ def test_the_caller_need_not_be_the_main_thread(make_strategy, tmp_path):
 # Threads
 
 
-def test_strategies_in_threads_of_their_own_keep_their_times_apart(make_strategy):
+def test_strategies_in_different_threads_have_their_own_times(make_strategy):
     # The spans of the cross-replica context went to the strategy that ran last, whichever thread
     # they came from, and two threads popped from one list: `optimizer.step()` raised IndexError.
     def begin(strategy):

@@ -111,7 +111,7 @@ def test_many_short_runs_at_once_all_end(make_strategy, eager):
     assert error is None
 
 
-def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(make_strategy, leaks):
+def test_replicas_that_never_meet_need_no_threads_and_have_their_own_state(make_strategy, leaks):
     strategy = make_strategy(N, schedule="lockstep")
     number = contextvars.ContextVar("number", default=-1)
     ran_in = []

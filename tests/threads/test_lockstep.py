@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host.host_backend import NaiveCommunicator
 from mirror.execution.replicas import current
 from mirror.threads import lockstep, schedule
 from mirror.threads.merge_point import MergePoint
@@ -218,7 +218,7 @@ def test_replicas_that_wait_for_their_devices_are_freed_by_an_abort():
 
 
 @pytest.mark.parametrize(("num_merges", "handed_over"), [(0, 0), (1, 2), (2, 4)])
-def test_who_gives_the_turn_away_ends_its_team(
+def test_a_thread_that_passes_its_turn_on_ends_its_openmp_team(
     make_strategy, monkeypatch, num_merges, handed_over
 ):
     # Of two: 0 to 1, which merges and goes on, 1 to 0; then 0 goes on first, to 1, to the caller.
@@ -247,7 +247,9 @@ def loosely(name, met):
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_at_a_loose_point_those_meet_who_come(schedule, is_eager, make_strategy, request):
+def test_the_replicas_that_arrive_meet_at_a_partial_merge_point(
+    schedule, is_eager, make_strategy, request
+):
     if is_eager:
         request.getfixturevalue("eager")
     met, threads = [], {}

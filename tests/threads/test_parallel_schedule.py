@@ -110,6 +110,7 @@ def trained(make_strategy, schedule, n, model, optimizer, way=3, is_inside=True)
     return result
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("way", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
@@ -118,6 +119,7 @@ def test_parallel_replicas_have_the_bits_of_lockstep(make_strategy, model, way, 
     assert_same(trained(make_strategy, "parallel", n, model, "adamw", way), wanted)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "outside"])
 def test_they_have_them_with_every_optimizer_inside_and_outside_the_scope(
@@ -220,16 +222,22 @@ def test_no_replica_clears_the_casts_of_another_one(make_strategy):
     assert torch.is_autocast_cache_enabled()
 
 
-class Keeping(nn.Module):
-    """Keeps what it has seen in a container, which ``keep`` changes in place or replaces."""
+def keeping(container, keep):
+    """Returns a module that ``keep`` changes a container of in forward, or replaces it.
 
-    def __init__(self, container, keep):
-        super().__init__()
-        self.linear, self.kept, self.keep = nn.Linear(WIDTH, 3), container, keep
+    Each has a class of its own: the class remembers that a replica has set an attribute.
+    """
 
-    def forward(self, x):
-        self.keep(self, x)
-        return self.linear(x)
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.kept = nn.Linear(WIDTH, 3), container
+
+        def forward(self, x):
+            keep(self, x)
+            return self.linear(x)
+
+    return Keeping()
 
 
 CHANGES = {
@@ -247,7 +255,7 @@ def test_replicas_whose_forward_changes_a_container_take_turns_from_the_first_ru
     for schedule in ("lockstep", "parallel"):
         strategy = make_strategy(2, schedule=schedule)
         with strategy.scope():
-            model = Keeping(*copy.deepcopy(CHANGES[container]))
+            model = keeping(*copy.deepcopy(CHANGES[container]))
         batch = (torch.ones(5, WIDTH),)
         said = nullcontext()
         if schedule == "parallel":
@@ -269,7 +277,7 @@ def test_a_container_that_forward_replaces_needs_no_turns(make_strategy):
         self.kept = [*self.kept[-1:], len(x)]
 
     with strategy.scope():
-        model = Keeping([], replace)
+        model = keeping([], replace)
     for _ in range(20):
         strategy.run(model, (torch.ones(4, WIDTH),))
     assert len(set(strategy.run(threading.get_ident).values)) == 2

@@ -141,7 +141,7 @@ def waits(gate, meanwhile, timeout=20):
     return numbers[0], done[0]
 
 
-def test_a_gate_is_closed_behind_who_went_through():
+def test_a_post_is_consumed_by_one_wait():
     gate = Baton()
     gate.post(same_cpu=False)
     with pytest.raises(RuntimeError):
@@ -150,7 +150,7 @@ def test_a_gate_is_closed_behind_who_went_through():
     assert not gate.wait(0.001)
 
 
-def test_a_wait_that_nobody_ends_near_makes_no_system_call(cpus):
+def test_a_wait_without_a_post_on_the_same_cpu_makes_no_system_call(cpus):
     # Under "staggered" no thread is moved, and the caller polls 3000 times a second.
     gate, (affinity, calls) = Baton(), cpus
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_a_wait_that_nobody_ends_near_makes_no_system_call(cpus):
     assert (affinity, calls) == ({}, [])
 
 
-def test_who_is_let_through_near_goes_on_there_and_then_anywhere_again(cpus, monkeypatch):
+def test_a_thread_woken_on_the_same_cpu_runs_there_once(cpus, monkeypatch):
     gate, (affinity, _), moved = Baton(), cpus, []
     put = os.sched_setaffinity
     monkeypatch.setattr(
@@ -180,7 +180,7 @@ def test_an_affinity_that_others_have_set_meanwhile_stays(cpus, monkeypatch):
     assert affinity == {thread: {0, 1}}
 
 
-def test_who_may_not_run_there_is_not_moved(cpus):
+def test_a_thread_is_not_moved_to_a_cpu_outside_its_affinity(cpus):
     gate, (affinity, calls) = Baton(), cpus
     thread, _ = waits(
         gate, lambda thread: affinity.update({thread: {1}}) or gate.post(same_cpu=True)
@@ -189,7 +189,7 @@ def test_who_may_not_run_there_is_not_moved(cpus):
     assert "set" not in calls
 
 
-def test_who_times_out_while_it_is_moved_keeps_its_affinity(cpus, monkeypatch):
+def test_a_thread_that_times_out_while_it_is_moved_keeps_its_affinity(cpus, monkeypatch):
     # It stayed on that CPU, and its next wait took that for its own affinity.
     gate, (affinity, _) = Baton(), cpus
     looked, get = threading.Event(), os.sched_getaffinity

@@ -29,7 +29,7 @@ def all_are_long(monkeypatch, has_cpus):
 
 
 def after(*seconds, name="auto"):
-    """Returns whether passes run at once after steps whose passes took so long."""
+    """Returns whether passes run at once after steps with passes of these durations."""
     schedule = Schedule(name)
     for one in seconds:
         schedule.step_ended(one)
@@ -39,7 +39,7 @@ def after(*seconds, name="auto"):
 def test_passes_run_at_once_after_four_long_steps(has_cpus):
     assert not after(*[LONG] * (NUM_STEPS - 1))
     assert after(*[LONG] * NUM_STEPS)
-    assert not after(LONG, LONG, SHORT, LONG, LONG)  # a step whose passes are short is between
+    assert not after(LONG, LONG, SHORT, LONG, LONG)  # a step with short passes is between
     assert after(LONG, SHORT, *[LONG] * NUM_STEPS)
 
 

@@ -136,7 +136,7 @@ def test_a_replica_lets_the_next_begin_by_hand(nobody_looks):
     lockstep.close()
 
 
-def test_who_has_let_the_next_begin_lets_no_more_begin(nobody_looks):
+def test_a_replica_starts_at_most_one_successor(nobody_looks):
     lockstep, begun = staggered(3), []
     second_is_there, first_has_tried = threading.Event(), threading.Event()
 
@@ -160,7 +160,7 @@ def test_who_has_let_the_next_begin_lets_no_more_begin(nobody_looks):
     lockstep.close()
 
 
-def test_a_run_in_order_is_so_whoever_blocks():
+def test_a_run_in_lockstep_stays_in_order_when_a_replica_blocks():
     # What activation checkpointing saves is counted on, in the order in which it was.
     lockstep, order = staggered(3), []
 
@@ -240,7 +240,7 @@ def test_telling_where_replicas_stand_does_not_freeze_the_interpreter():
     """Two threads in ``sys._current_frames()`` while garbage is collected: CPython 3.11 stops.
 
     It holds a lock of the interpreter's while it makes frame objects; that may collect garbage,
-    whose finalizers may give the GIL away to one who waits for that lock with the GIL held.
+    and finalizers may give the GIL to a thread that waits for that lock with the GIL held.
     """
     result = subprocess.run(
         [sys.executable, "-c", FREEZES],

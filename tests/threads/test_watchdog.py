@@ -88,7 +88,7 @@ def heard_from(then):
         logging.getLogger("mirror").removeHandler(handler)
 
 
-def test_what_goes_on_all_the_same_is_told_of_once(monkeypatch):
+def test_work_that_continues_after_its_abort_is_reported_once(monkeypatch):
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.02)
     work = Waiting()
     with heard_from(then=work.abort) as heard, pytest.raises(mirror.CollectiveTimeoutError):
@@ -98,7 +98,7 @@ def test_what_goes_on_all_the_same_is_told_of_once(monkeypatch):
     assert 'thread "MainThread":' in message
 
 
-def test_a_failing_break_off_is_told_of():
+def test_an_abort_that_raises_is_reported():
     work = Waiting()
 
     def fail():
@@ -119,7 +119,7 @@ def test_a_call_that_an_interrupt_has_left_behind_breaks_nothing_off():
     assert not watchdog._watchdog._calls
 
 
-def test_a_call_that_has_returned_is_kept_by_nobody(monkeypatch):
+def test_a_call_that_has_returned_is_not_kept(monkeypatch):
     monkeypatch.setattr(watchdog, "IDLE_SECONDS", 60)
     for seconds in (20, 0.05):
         work = Waiting()

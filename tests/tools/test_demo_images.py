@@ -129,7 +129,7 @@ def test_a_file_that_is_taken_for_a_directory_is_named(tmp_path):
 def test_a_damaged_file_is_named(directory, name, damage):
     path = directory / name
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ImagesError, match=f"{name} .*; fetch it anew"):
+    with pytest.raises(ImagesError, match=f"{name} .*; fetch it again"):
         load_images(directory)
 
 
@@ -176,7 +176,7 @@ def test_every_digit_is_there_equally_often():
     assert len(images.test_y) == 400
 
 
-def test_digits_stay_inside_the_image_and_are_to_be_told_apart():
+def test_digits_stay_inside_the_image_and_are_distinguishable():
     images = load_drawn()
     edge = torch.cat([images.test_x[..., 0, :], images.test_x[..., -1, :]])
     assert edge.mean() < images.test_x[..., 3:-3, 3:-3].mean() - 0.3

@@ -241,7 +241,7 @@ def test_an_embedding_that_renormalizes_stays_equal_on_all_replicas(way, make_st
     assert_same_training(model, optimizer, plain, plain_optimizer)
 
 
-def test_evaluation_and_training_modes_compile_apart(make_strategy):
+def test_evaluation_and_training_modes_compile_separately(make_strategy):
     strategy = make_strategy(2)
     model = strategy.mirror(Net(nn.BatchNorm1d(8)))
     call = torch.compile(model, backend="aot_eager")

@@ -1,6 +1,5 @@
 """torch.func, export, tracing and summaries of a mirrored model."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -95,32 +94,6 @@ def test_per_example_gradients_inside_run(same_run):
         return [place.step(step, *batch) for batch in features()]
 
     same_run(script)
-
-
-@pytest.mark.parametrize("kind", ["export", "trace"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_model_is_exported_as_a_plain_one(kind, same_loop):
-    def script(place):
-        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
-        place.put(model).eval()
-        optimizer = sgd(model)
-        place.train(model, optimizer)
-        x = torch.randn(4, 6)
-        if kind == "export":
-            program = torch.export.export(model, (x,))
-            names = sorted(program.state_dict)
-            kinds = sorted(str(node.target) for node in program.graph.nodes)
-            exported = program.module()
-        else:
-            exported = torch.jit.trace(model, (x,))
-            names, kinds = sorted(exported.state_dict()), []
-        # The export is a copy of the program with the values of now: two devices agree on both.
-        out = exported(x)
-        losses = place.train(model, optimizer)
-        return out, names, kinds, losses, model
-
-    same_loop(script)
 
 
 def test_summaries_of_the_model_read_as_of_a_plain_one(same):

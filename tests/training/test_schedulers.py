@@ -33,36 +33,6 @@ def test_learning_rates_per_group_and_by_hand(same):
     same(script)
 
 
-SCHEDULERS = {
-    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "warm-up then cosine": lambda o: lr_scheduler.SequentialLR(
-        o,
-        [lr_scheduler.LinearLR(o, 0.1, 1.0, 2), lr_scheduler.CosineAnnealingLR(o, 3)],
-        milestones=[2],
-    ),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=12),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_schedulers(kind, same):
-    def script(place):
-        model = place.put(Net())
-        optimizer = sgd(model)
-        scheduler = SCHEDULERS[kind](optimizer)
-        rates = []
-
-        def after():
-            scheduler.step()
-            rates.append(list(scheduler.get_last_lr()))
-
-        return place.train(model, optimizer, after=after), rates, model, optimizer
-
-    same(script)
-
-
 def test_reduce_on_plateau(same):
     def script(place):
         model = place.put(Net())

@@ -26,7 +26,7 @@ import torch
 
 from mirror.base.safe_files import private_folder, read_private, replace_atomically
 from mirror.comm.communicator import HALF_DTYPES
-from mirror.comm.kernels.kernel_arguments import KernelArguments
+from mirror.comm.kernels.launcher import KernelArguments
 from mirror.errors import BackendError
 
 # No contraction: a * b + c must have the same bits as on simulated devices. Before CUDA 13,

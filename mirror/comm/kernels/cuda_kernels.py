@@ -20,13 +20,14 @@ import torch
 
 from mirror.comm.kernels import launcher
 from mirror.comm.kernels.binaries import Unit, binary, compile_all, source_folder, unit_of
-from mirror.comm.kernels.kernel_arguments import (
+from mirror.comm.kernels.launcher import (
     ABORTED,
     FLAG_BYTES,
     KernelArguments,
+    Launch,
+    launch,
     workspace_bytes,
 )
-from mirror.comm.kernels.launcher import Launch, launch
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
 
@@ -60,7 +61,7 @@ class CudaDevices:
     All replicas of a GPU are rows of one launch, on torch's current stream of that GPU. If there
     are several rows, the launch is cooperative: all its blocks are resident together, or it fails.
     ``__launch_bounds__`` makes one block fit on each multiprocessor, so there may be as many
-    blocks as multiprocessors. A single replica has an ordinary launch, whose blocks need not all
+    blocks as multiprocessors. A single replica has an ordinary launch. Its blocks need not all
     be resident: a block waits only for blocks of its own number on other GPUs, and blocks start in
     the order of their numbers.
 

@@ -1,4 +1,4 @@
-"""The backends "direct", "ring" and "hierarchical", whose sums are kernels of csrc/.
+"""The backends "direct", "ring" and "hierarchical": sums by the kernels of csrc/.
 
     direct         every replica accesses the memory of all other replicas
     ring           replica i sends only to replica i + 1, in a pipeline
@@ -14,8 +14,8 @@ from itertools import permutations
 
 import torch
 
-from mirror.comm.kernels.kernel_arguments import PACK_BYTES, KernelArguments
 from mirror.comm.kernels.kernel_communicator import KernelCommunicator, check_partial_sums
+from mirror.comm.kernels.launcher import PACK_BYTES, KernelArguments
 from mirror.comm.registry import register
 from mirror.comm.topology import Topology, topology_of
 

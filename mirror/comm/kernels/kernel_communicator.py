@@ -16,7 +16,7 @@ from torch import Tensor
 from mirror.comm.collective_lock import cannot_wait_for, lock_of
 from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
 from mirror.comm.kernels import cuda_kernels, simulator
-from mirror.comm.kernels.kernel_arguments import ABORTED, MAX_REPLICAS, KernelArguments
+from mirror.comm.kernels.launcher import ABORTED, MAX_REPLICAS, KernelArguments
 from mirror.devices import is_simulated, parse
 from mirror.errors import BackendError, CollectiveTimeoutError
 

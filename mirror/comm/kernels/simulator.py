@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from mirror.comm.communicator import DTYPES
-from mirror.comm.kernels.kernel_arguments import (
+from mirror.comm.kernels.launcher import (
     ABORTED,
     FLAG_BYTES,
     KernelArguments,
     workspace_bytes,
 )
-from mirror.comm.native_library import unusable_reason
+from mirror.comm.registry import unusable_reason
 from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_simulate.so"

@@ -45,12 +45,15 @@ class BackgroundCall(Generic[T]):
     """A call in a thread, with the ``wait`` of torch.distributed's works.
 
     Ctrl-C interrupts this wait; it does not interrupt torch's own blocking calls.
+
+    Attributes:
+        error: what the call has raised; None before, and after a success.
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self._result: T
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, name="mirror background call", daemon=True
         )
@@ -60,7 +63,7 @@ class BackgroundCall(Generic[T]):
         try:
             self._result = self._call()
         except BaseException as error:
-            self._error = error
+            self.error = error
 
     def wait(self, timeout: timedelta) -> T:
         """Waits for the call, and returns its result.
@@ -72,8 +75,8 @@ class BackgroundCall(Generic[T]):
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
             raise RuntimeError(f"the call {TIMED_OUT}")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._result
 
 

@@ -9,6 +9,7 @@ own.
 
 from __future__ import annotations
 
+import os
 import secrets
 from datetime import timedelta
 from time import monotonic, sleep
@@ -19,8 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from mirror.base.torch_private import default_store
 from mirror.comm.workers.heartbeat import HeartbeatStore, LineOf
-from mirror.comm.workers.monitored_wait import TIMED_OUT, BackgroundCall
-from mirror.errors import WorkerLostError
+from mirror.comm.workers.monitored_wait import BackgroundCall
+from mirror.errors import ClusterError, MirrorError, WorkerLostError
 
 _PAUSE_SECONDS = 0.02
 
@@ -90,13 +91,9 @@ def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
                 call.wait(_SLICE)
                 break
             except RuntimeError as error:
-                if TIMED_OUT in str(error) and monotonic() < deadline:
+                if error is not call.error and monotonic() < deadline:
                     continue
-                raise WorkerLostError(
-                    f"not all workers have come to the start within {seconds:g} s: "
-                    f"{str(error).splitlines()[0]}; start WORLD_SIZE processes that can reach "
-                    "MASTER_ADDR:MASTER_PORT"
-                ) from error
+                raise _not_met(error, seconds) from error
     store = default_store()
     if not _heartbeat_stores or _heartbeat_stores[0][0] is not store:
         _heartbeat_stores[:] = [
@@ -105,6 +102,20 @@ def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
     heartbeats = _heartbeat_stores[0][1]
     heartbeats.line_of = line_of
     return heartbeats
+
+
+def _not_met(error: RuntimeError, seconds: float) -> MirrorError:
+    """Returns the error for a rendezvous that has failed."""
+    reason = str(error).splitlines()[0]
+    if "EADDRINUSE" in reason:
+        return ClusterError(
+            f"worker 0 cannot listen at MASTER_PORT={os.environ.get('MASTER_PORT')}, which "
+            f"another process or connection of this machine uses: {reason}; choose another port"
+        )
+    return WorkerLostError(
+        f"not all workers have come to the start within {seconds:g} s: {reason}; start WORLD_SIZE "
+        "processes that can reach MASTER_ADDR:MASTER_PORT"
+    )
 
 
 def _init_process_group(seconds: float) -> None:

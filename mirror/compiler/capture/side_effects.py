@@ -43,8 +43,8 @@ from mirror.compiler.step_errors import is_torchs, line_here
 from mirror.compiler.torch_internals import MODULE_HOOKS, is_fake
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas, current
-from mirror.replica.modules.module_dicts import ReplicaDict, WatchedDict
-from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.modules.module_owner import ReplicaDict, WatchedDict
+from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
 
 _MISSING: Any = object()
 _PLAIN = (bool, int, float, str, bytes, complex, type(None))

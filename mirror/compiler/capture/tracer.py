@@ -42,7 +42,7 @@ from mirror.compiler.torch_internals import compiling
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas, Run, current, push_context, save_context
 from mirror.replica.collectives.reduce_ops import reduce_op
-from mirror.threads.lockstep import NullLockstep
+from mirror.threads.merge_point import NullLockstep
 
 
 class CollectivePoint:

@@ -27,13 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.base.torch_private import hooks_of, step_hooks
+from mirror.base.torch_private import hooks_of
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, comparable
 from mirror.compiler.step_inputs import StateTensor
 from mirror.compiler.torch_internals import MODULE_HOOKS
-from mirror.replica.modules.module_dicts import ReplicaDict
+from mirror.replica.modules.module_owner import ReplicaDict
+from mirror.replica.optimizers.param_groups import step_hooks
 
 _SCALER = [
     *["enabled, growth_factor, backoff_factor or growth_interval of a GradScaler"] * 4,
@@ -242,7 +243,7 @@ def _of_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
 
     def look() -> list[Any]:
         now = optimizer.param_groups
-        found: list[Any] = [len(now), step_hooks(optimizer)]
+        found: list[Any] = [len(now), [*map(tuple, step_hooks(optimizer))]]
         for group, names in zip(now, watched, strict=False):
             found.append([*map(id, group["params"])])
             found += [len(group), *[comparable(group.get(name)) for name in names]]

@@ -149,7 +149,7 @@ class Reducer:
         if self.wire_dtype is not None or not self._replicas.communicator.packs:
             return MovedTensors(columns, [], range(len(columns[0])))
         before = [] if streams is None else [list(column) for column in columns]
-        # The first read may happen in inference mode, whose tensors cannot be changed later.
+        # The first read may happen in inference mode: such tensors cannot be changed later.
         with torch.inference_mode(False), torch.no_grad():
             moved = MovedTensors(columns, *move_into_flats(columns, self.bytes_per_pack))
         if streams is not None:

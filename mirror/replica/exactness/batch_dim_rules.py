@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class BatchDimUse:
         kept: the size of the next dimension, which may be the examples instead.
         rows: the result's first size; a multiple of the number of examples keeps them all.
         constants: tensors that multiply the values above the node, number by number.
+        index: the only index along the dimension that the node takes, if it takes one.
     """
 
     how: str
@@ -87,6 +88,7 @@ class BatchDimUse:
     kept: int | None = None
     rows: int | None = None
     constants: tuple[Tensor, ...] = ()
+    index: int | None = None
 
     def is_of_examples(self, all_of_it: Sequence[BatchDimUse], counts: Sequence[float]) -> bool:
         """Returns whether this use, with the uses of all replicas, combines examples."""
@@ -106,10 +108,10 @@ def batch_dim_uses(term: Term) -> list[BatchDimUse]:
         return []
     is_mean = name_of(term.node) in ("Mean", "Sum")
     found: list[BatchDimUse] = []
-    todo = deque((n, is_mean, ()) for n, _ in term.node.next_functions if n is not None)
+    todo = deque((n, i, is_mean, ()) for n, i in term.node.next_functions if n is not None)
     seen = set[Any]()
     while todo and len(seen) < _MOST_NODES:
-        node, linear, constants = todo.popleft()
+        node, number, linear, constants = todo.popleft()
         if node in seen and linear:
             continue
         seen.add(node)
@@ -119,9 +121,10 @@ def batch_dim_uses(term: Term) -> list[BatchDimUse]:
         linear, constants = _linearity(node, name, linear, constants)
         use = _use_of_batch_dim(node, name, linear, constants)
         if use is not None and not is_of_parameters(node):
-            found.append(use)
+            index = {"Select": getattr(node, "_saved_index", 0), "Unbind": number}.get(name)
+            found.append(use if index is None else replace(use, index=_signed(index) % use.size))
         if name not in _CONTRACTING and (use or _is_of_each_number(node, name)):
-            todo += ((n, linear, constants) for n, _ in node.next_functions if n is not None)
+            todo += ((n, i, linear, constants) for n, i in node.next_functions if n is not None)
     return found
 
 

@@ -87,6 +87,8 @@ def weights_of_terms(
     means = "mean", list(counts)
     if len({tuple(term.kind for term in terms) for terms in terms_by_replica}) > 1:
         return means
+    if all(map(_is_mean_of_single_examples, terms_by_replica, counts)):
+        return means
     found = []
     for column in zip(*terms_by_replica, strict=True):
         try:
@@ -108,6 +110,30 @@ def weights_of_terms(
     if len(known) > 1 and not all(_are_proportional(known[0], other) for other in known[1:]):
         raise NotReducible("means over different numbers, of examples and of tokens perhaps")
     return "weighted", known[0]
+
+
+def _is_mean_of_single_examples(terms: Sequence[Term], count: float) -> bool:
+    """Returns whether a loop has added one term for each example, and divided by their number.
+
+    As in ``loss = sum(criterion(o, t) for o, t in zip(output, target)) / len(output)``.
+    """
+    terms = [term for term in terms if term.kind != "constant"]  # the 0 at the beginning
+    if len(terms) != count or len({term.kind for term in terms}) > 1:
+        return False
+    if terms[0].kind not in ("mean", "cross entropy"):
+        return False
+    if any(float(value) == 0 for term in terms for _, value in term.factors):
+        return False
+    try:
+        uses = [term.read(batch_dim_uses) for term in terms]
+    except (UnknownNode, AttributeError, RuntimeError):  # new torch, hook, or freed graph
+        return False
+    if any(len(of_term) != 1 or of_term[0].size != count for of_term in uses):
+        return False
+    divided = [math.prod(v if is_div else 1 / v for is_div, v in term.factors) for term in terms]
+    return sorted(of_term[0].index or 0 for of_term in uses) == [*range(len(terms))] and all(
+        math.isclose(number, count, rel_tol=1e-5) for number in divided
+    )
 
 
 def is_compiled(parts: Sequence[Tensor]) -> bool:

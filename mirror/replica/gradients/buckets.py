@@ -75,7 +75,7 @@ class _Reduction:
         wait: waits for the reduction.
         scale: a factor for the sums that are scattered.
         scattering: the reduction, if it gives each replica a part of the gradients.
-        dropped: the variables and replicas whose reduced gradients are thrown away.
+        dropped: their reduced gradients are thrown away; by variable and replica.
     """
 
     variables: list[ReplicatedParam]
@@ -188,7 +188,7 @@ class Buckets:
                     reduction.dropped.update((variable, r) for r in replica_ids)
 
     def launched(self) -> list[list[ReplicaParameter]]:
-        """Returns each replica's copies whose gradients are in flight, in order."""
+        """Returns each replica's copies with gradients in flight, in order."""
         parts = [reduction.copies for reduction in self.in_flight]
         return [[*chain(*(part[r] for part in parts))] for r in range(len(self._tracker.pending))]
 

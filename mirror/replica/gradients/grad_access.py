@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass, compile_context, queue_callback
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replica, Replicas, Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_reducer import GradReducer
@@ -81,18 +81,22 @@ class GradAccess:
 
         return LifecycleHooks(
             name="reduced gradients",
-            prepare=self._sync_exposed,
+            prepare=(
+                WhilePending(self._common, self.distribute_common),
+                WhilePending(self.exposed, self._sync_exposed),
+            ),
             sync_idle=sync_idle,
             recover=recover,
         )
 
     def set_common(self, grads: dict[ReplicatedParam, Tensor | None]) -> None:
         """Sets the gradients of all replicas; ``distribute_common`` copies them when needed."""
-        self._common = self._common | grads
+        self._common.update(grads)
 
     def distribute_common(self) -> None:
         """Gives the replicas the gradients of ``set_common``."""
-        common, self._common = self._common, {}
+        common = dict(self._common)
+        self._common.clear()
         for variable, grad in common.items():
             for r, target in enumerate(variable.targets):
                 target.grad = grad if grad is None or r == 0 else _copy_for(grad, target)
@@ -179,11 +183,14 @@ class GradAccess:
         """
         replica, gradients = current.replica, self.unreduced
         if replica is not None and replica.replicas is self._replicas:
-            if gradients.has_arrived(replica.replica_id) or gradients.deferred:
-                return False
-            targets = [targets[replica.replica_id]]
+            r = replica.replica_id
+            may_have = gradients.unsettled[r] or gradients.pending[r] or gradients.deferred
+            if may_have or gradients.buckets.in_flight:
+                if gradients.has_arrived(r) or gradients.deferred:
+                    return False
+            targets = [targets[r]]
             if gradients.scattered and gradients.scatter is not None:
-                gradients.scatter.drop_all_of(variables, replica.replica_id)
+                gradients.scatter.drop_all_of(variables, r)
         else:
             self._runner.check_between_runs("a gradient")
             if self._common:
@@ -241,10 +248,6 @@ class GradAccess:
                 target.grad.data.copy_(grad.data)
 
     def _sync_exposed(self) -> None:
-        if self._common:
-            self.distribute_common()
-        if not self.exposed:
-            return
         for variable, grad in list(self.exposed.items()):
             if variable.targets[0].grad is grad:
                 self.broadcast(variable)

@@ -20,8 +20,8 @@ program sees, and may change, is exact, and the step then takes it from ``target
 Clipping by a global norm and ``GradScaler`` read every gradient: such a step moves half as much
 again.
 
-Scattered are the gradients of variables without hooks that an optimizer of torch.optim steps,
-from its second step on. All others are reduced to all replicas: sparse gradients, those of
+Scattered are the gradients of variables without hooks that an optimizer with slices steps, from
+its second step on. All others are reduced to all replicas: sparse gradients, those of
 several workers, and sums onto a gradient that was read before.
 """
 
@@ -75,7 +75,7 @@ class SlicedGrads:
 
 
 class _Group(NamedTuple):
-    """Variables of one dtype whose gradients are scattered at once.
+    """Variables of one dtype; their gradients are scattered at once.
 
     Attributes:
         indices: their positions in the list of variables.
@@ -283,7 +283,7 @@ class GradScatter:
             all(target.is_contiguous() for i in indices for target in variables[i].targets),
         )
 
-    def note(self, group: _Group) -> None:
+    def add(self, group: _Group) -> None:
         """Notes that the records of a group have gradients."""
         for parts in group.parts:
             for record, _ in parts:
@@ -436,7 +436,7 @@ class Scattering:
                 if scale != 1.0:
                     chunk.mul_(scale)
                 _add(parts, chunk.split_with_sizes(sizes))
-            self._scatter.note(group)
+            self._scatter.add(group)
 
 
 def _add(parts: Sequence[tuple[SlicedGrads, int]], grads: Sequence[Tensor]) -> None:

@@ -129,7 +129,11 @@ class GradTracker:
                 self.scan()
                 self._record_streams(range(len(self.pending)))
             return
-        self._remove(this, (self.unsettled[replica_id], self._passes[replica_id]))
+        for passes in (self.unsettled[replica_id], self._passes[replica_id]):
+            try:
+                passes.remove(this)
+            except ValueError:  # another thread has removed it
+                continue
         self.find(replica_id)
         if self.streams is not None:
             self._record_streams((replica_id,))
@@ -142,7 +146,7 @@ class GradTracker:
                 continue
 
     def drop_interrupted(self) -> None:
-        """Removes passes that are over, but whose ``end_pass`` an interrupt has prevented."""
+        """Removes passes that are over, if an interrupt has prevented their ``end_pass``."""
         for passes, unsettled in zip(self._passes, self.unsettled, strict=True):
             for this in tuple(passes):
                 if this.is_over:
@@ -182,7 +186,7 @@ class GradTracker:
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether these copies have arrived first on every replica, in this order.
 
-        True for silent copies, whose order is not recorded.
+        True for silent copies: their order is not recorded.
         """
         return all(
             copies[-1].is_silent or are_identical(pending[: len(copies)], copies)
@@ -190,7 +194,7 @@ class GradTracker:
         )
 
     def remove(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
-        """Removes one entry per copy whose gradient was taken. The caller holds the lock.
+        """Removes one entry of each taken gradient's copy. The caller holds the lock.
 
         A second entry, from another pass that has begun since, stays.
         """
@@ -304,7 +308,8 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         if timeline is not None:
             timeline.begin(lane, BACKWARD)
         if replica is not None:
-            args = _with_own_gradients(*args)
+            if len(args[1]) > 1 or (args[1][0] is not None and args[1][0].dim()):
+                args = _with_own_gradients(*args)
             if accumulates:
                 check_pass(replica.run, lane, args)
             else:
@@ -319,7 +324,8 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 _begin_in_trackers(this, begun)
             if replica is None:
                 return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
-            replica.run.lockstep.let_next_begin(lane)  # the engine runs without the GIL
+            if not replica.run.lockstep.takes_turns:
+                replica.run.lockstep.let_next_begin(lane)  # the engine runs without the GIL
             if replica.replicas.places.is_model_parallel:
                 with renaming(replica):  # torch removes this mode for the time of backward
                     return run(*args, **kwargs)

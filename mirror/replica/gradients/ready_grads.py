@@ -30,7 +30,7 @@ set_local_grad = GRAD.__set__
 
 
 class ReadyGrads:
-    """The copies whose local gradients arrived in a pass, and the lists derived from them.
+    """The copies with local gradients from a pass, and the lists derived from them.
 
     Passes repeat, so the lists are computed once; ``are_ready`` compares in 20 ns per copy.
 
@@ -76,7 +76,7 @@ def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
 def unshare(
     columns: list[ReplicaGrads], positions: Sequence[int], streams: ReplicaStreams | None
 ) -> None:
-    """Clones gradients whose memory has other holders, so that it can be written.
+    """Clones gradients that share their memory, so that it can be written.
 
     During a backward pass another gradient may lie in the same memory: the gradient of ``p`` in
     ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd counts holders of the tensor only,
@@ -126,7 +126,10 @@ def _scaled(grad: Tensor, share: float) -> Tensor:
 
 def are_usual(grads: Sequence[Tensor | None]) -> bool:
     """Whether all gradients are present, dense and without a graph."""
-    return not [g for g in grads if g is None or g.requires_grad or g.is_sparse]
+    for grad in grads:  # noqa: SIM110  a generator costs a call for each gradient
+        if grad is None or grad.requires_grad or grad.is_sparse:
+            return False
+    return True
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Layers of torch whose calls need more than a split of the first dimension.
+"""Layers of torch that need more than a split of the first dimension.
 
     a layer                                  its examples are
     RNN, LSTM, GRU: states in and out        the second dimension, also with batch_first

@@ -52,9 +52,11 @@ from mirror.replica.modules.metric_calls import (
     watch_lone_metrics,
     watch_metric,
 )
-from mirror.replica.modules.module_dicts import OpaqueDict, ReplicaDict, WatchedDict
 from mirror.replica.modules.module_owner import (
+    OpaqueDict,
     PendingModules,
+    ReplicaDict,
+    WatchedDict,
     interceptor_of,
     is_uninitialized,
     watch_compile,

@@ -66,7 +66,7 @@ from mirror.execution.replicas import (
     save_context,
 )
 from mirror.execution.runner import Runner
-from mirror.replica.exactness.mixing_forward import warn_if_mixing
+from mirror.replica.exactness.local_losses import warn_if_mixing
 from mirror.replica.layers.unsplit_layers import (
     LAYERS,
     call_with_sequences,
@@ -86,7 +86,7 @@ from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, descri
 from mirror.threads.user_frames import add_note
 from mirror.values import PerReplica
 
-_LOSS: Any = nn.MSELoss.__base__  # the base class of torch's losses, whose calls are not split
+_LOSS: Any = nn.MSELoss.__base__  # the base class of torch's losses: their calls are not split
 
 # Makes a replica's call, given its id: it may record effects of the call, and return more.
 Each = Callable[[int, "partial[Any]"], Any]
@@ -223,7 +223,7 @@ class CallInterceptor(Interceptor):
 
         Tensors that share the first dimension of the first one are split, everything else goes to
         every replica; see [Note: Arguments that forward changes]. Four kinds of calls run on the
-        first replica alone: of torch's losses, whose value need not be a mean over examples; of a
+        first replica alone: of torch's losses (a loss need not be a mean over examples); of a
         module without variables; without batched tensors; and of a module with its batch
         dimension elsewhere (an ``nn.LSTM`` without ``batch_first``).
 

@@ -18,7 +18,6 @@ import torch
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
-from mirror.base.torch_private import set_grad_enabled
 from mirror.execution.lifecycle import nothing
 from mirror.execution.replicas import Replicas, Run, current, replica_of
 from mirror.execution.runner import Runner
@@ -65,6 +64,7 @@ class MultiWorkerGradients(GradReducer):
         trained_params.put(replicas, self)
         self.deferred = self._deferred = Deferred()
         self._in_flight = InFlight(self._workers)
+        self._launched = self._in_flight.launched
         # Cached weights of the last run, and of passes outside run.
         self._run_weights = self._outside_weights = PassWeights({}, None)
         self._order: BucketOrder | None = None
@@ -112,14 +112,14 @@ class MultiWorkerGradients(GradReducer):
         """Whether a replica has unreduced gradients from backward passes."""
         if self.unsettled[replica_id]:
             self.tracker.scan_replica(replica_id)
-        return bool(self.pending[replica_id] or self._in_flight)
+        return bool(self.pending[replica_id] or self._launched)
 
     def have_arrived(self) -> bool:
         """Whether any replica has unreduced gradients from backward passes."""
         if not (self.tracker.may_have_arrived or any(self._sources)):
             return False
         self.tracker.scan()
-        return any(self.pending) or bool(self._in_flight)
+        return any(self.pending) or bool(self._launched)
 
     def drop(self, variable: ReplicatedParam, replicas: Iterable[int]) -> None:
         """Drops a variable's gradients that are deferred or in flight, for these replicas.
@@ -150,7 +150,7 @@ class MultiWorkerGradients(GradReducer):
         """Drops all gradients that are not reduced; workers that wait for them get an error."""
         self.tracker.drop_interrupted()
         self.tracker.find()
-        was_there = bool(self._in_flight) or any(self.pending)
+        was_there = bool(self._launched) or any(self.pending)
         for copies in self.pending:
             for copy in copies:
                 set_local_grad(copy, None)
@@ -168,7 +168,7 @@ class MultiWorkerGradients(GradReducer):
     def _arrived(self, order: BucketOrder, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         with self.tracker.lock:
-            if order is self._order and index == len(self._in_flight) and self._may_launch():
+            if order is self._order and index == len(self._launched) and self._may_launch():
                 with torch.inference_mode(False), torch.no_grad():
                     self._launch_in_pass(order.buckets[index])
 
@@ -195,7 +195,7 @@ class MultiWorkerGradients(GradReducer):
             return
         del grads  # unshare counts the references to their memory
         self.tracker.remove(bucket.copies)
-        if not self._in_flight:
+        if not self._launched:
             for unsettled in self.unsettled:
                 unsettled.append(self._in_flight)
         columns = take(bucket.copies)
@@ -236,7 +236,7 @@ class MultiWorkerGradients(GradReducer):
 
     def _reduce_all(self, shares: PassWeights) -> None:
         is_enabled = torch.is_grad_enabled()
-        set_grad_enabled(False)
+        torch.set_grad_enabled(False)
         try:
             self._learn()
             has_sparse = False
@@ -246,12 +246,12 @@ class MultiWorkerGradients(GradReducer):
             if has_sparse or not self._fits():
                 self._reduction.reduce(self._agree(shares.total or 0.0), shares)
         finally:
-            set_grad_enabled(is_enabled)
+            torch.set_grad_enabled(is_enabled)
 
     def _learn(self) -> ReadyGrads:
         """Records the order of arrival; removes the hooks if it is the same as before."""
         arrived: Sequence[Sequence[ReplicaParameter]] = self.pending
-        if self._in_flight:
+        if self._launched:
             launched = self._in_flight.copies(len(self.pending))
             arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
         if self._arrivals is None or not self._arrivals.are_ready(arrived):

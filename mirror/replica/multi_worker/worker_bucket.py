@@ -221,7 +221,7 @@ class UsualTrailers:
         self._flags = [COUNTS] * num_flags
         self._code = "f" if dtype == torch.float32 else "d"
         self._own: dict[tuple[int, float], bytes] = {}
-        self._all: dict[tuple[int, float, int], list[float]] = {}
+        self._all: dict[tuple[int, float, int], bytes] = {}
 
     def own(self, number: int, weight: float) -> bytes:
         """Returns this worker's trailer, as bytes of the dtype."""
@@ -234,8 +234,8 @@ class UsualTrailers:
             self._own[key] = known
         return known
 
-    def all(self, number: int, total: float, size: int) -> list[float]:
-        """Returns the sum of all workers' trailers.
+    def all(self, number: int, total: float, size: int) -> bytes:
+        """Returns the sum of all workers' trailers, as bytes of the dtype.
 
         Args:
             total: the sum of their weights.
@@ -246,9 +246,9 @@ class UsualTrailers:
         if known is None:
             if len(self._all) >= _MAX_CACHED:
                 self._all.clear()
-            known = [size * one for one in write_trailer(self._flags, number, 0.0)]
-            known[-_NUM_AFTER_MARKS] = total
-            self._all[key] = known
+            numbers = [size * one for one in write_trailer(self._flags, number, 0.0)]
+            numbers[-_NUM_AFTER_MARKS] = total
+            known = self._all[key] = array(self._code, numbers).tobytes()
         return known
 
 
@@ -297,7 +297,7 @@ class WorkerBucket:
         wire: the dtype that travels.
         all_count: the flags of a worker that has all gradients.
         ends_exactly: whether the wire dtype is precise enough for the weight in the trailer.
-        num_elements: the size of the buffer without the trailer.
+        num_elements, num_bytes: the size of the buffer without the trailer.
         usual_trailers: the trailers of the usual case; ``None`` if ``summed`` cannot be used.
     """
 
@@ -330,25 +330,25 @@ class WorkerBucket:
         sizes = [_number(shape) for shape, _ in self._layouts]
         item = self.dtype.itemsize
         gaps = [-size * item % ALIGNMENT_BYTES // item for size in sizes]
-        self._step, self._sizes = 1, sizes
         self._gaps: dict[torch.device, list[Tensor]] = {}
         if any(gaps):
             for device in dict.fromkeys(devices):
                 zeros = torch.zeros(ALIGNMENT_BYTES, dtype=self.dtype, device=device)
                 self._gaps[device] = [zeros[:gap] for gap in gaps]
-            self._sizes, self._step = [*chain(*zip(sizes, gaps, strict=True))], 2
-        self.num_elements = sum(self._sizes)
-        self._shaped = [i for i, (shape, _) in enumerate(self._layouts) if len(shape) != 1]
+        self._steps = [size + gap for size, gap in zip(sizes, gaps, strict=True)]
+        self.num_elements = sum(self._steps)
+        self.num_bytes = self.num_elements * item
+        self._shaped = [
+            i for i, (shape, _) in enumerate(self._layouts) if gaps[i] or len(shape) != 1
+        ]
         self._shapes = [self._layouts[i][0] for i in self._shaped]
         self._strides = [self._layouts[i][1] for i in self._shaped]
         packs = on_host and bool(variables) and self._is_contiguous and self.ends_exactly
         self.usual_trailers: UsualTrailers | None = None
         if packs and self.wire == self.dtype and not self.has_complex:
             self.usual_trailers = UsualTrailers(len(variables), self.wire)
-            offsets = [*accumulate(self._sizes, initial=0)][:: self._step]
-            self._places = BufferAddresses(
-                sizes, [*offsets[: len(sizes)], self.num_elements], self.dtype
-            )
+            offsets = [*accumulate(self._steps, initial=0)]
+            self._places = BufferAddresses(sizes, offsets, self.dtype)
             trailer_size = len(variables) + NUM_OTHERS
             self._size = self.num_elements + trailer_size
 
@@ -422,8 +422,7 @@ class WorkerBucket:
     def unpacked(self, buffer: Tensor) -> list[Tensor]:
         """Returns the gradients in a buffer; to autograd they are no views of it."""
         rest = buffer.numel() - self.num_elements
-        pieces = torch.unsafe_split_with_sizes(buffer, [*self._sizes, rest])
-        grads = list(pieces[: -1 : self._step])
+        *grads, _ = torch.unsafe_split_with_sizes(buffer, [*self._steps, rest])
         for _ in map(_as_strided_, [grads[i] for i in self._shaped], self._shapes, self._strides):
             continue
         if not self.has_complex:

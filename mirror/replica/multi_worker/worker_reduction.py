@@ -90,7 +90,7 @@ class WorkerReduction:
         shares: Mapping[int, float]
         shares = self.exact_shares(weights) if is_exact else self.estimated_shares(weights)
         try:
-            sparse = self._take_sparse(order, shares)
+            sparse = self._take_sparse(order, shares) if order.sparse else []
             self._launch_rest(order, shares, weights)
         except BaseException:
             self._in_flight.abandon(order)
@@ -102,12 +102,13 @@ class WorkerReduction:
         try:
             completed = self._in_flight.complete()
         finally:
-            for unsettled in self._tracker.unsettled:
+            for unsettled in filter(None, self._tracker.unsettled):
                 unsettled[:] = [one for one in unsettled if one is not self._in_flight]
         # 3. Act on the trailers.
         factor, least = 1.0, IS_THERE * self._workers.size
-        if any(trailer is not None for _, trailer in completed):
-            factor, least = self._read_trailers(completed, weights, is_exact)
+        unusual = [trailer for _, trailer in completed if trailer is not None]
+        if unusual:
+            factor, least = self._act_on(unusual, completed[0][1], weights, is_exact)
         # 4. Add the sums to every replica's gradients.
         self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
         for flight, trailer in completed:
@@ -119,13 +120,17 @@ class WorkerReduction:
         last = completed[-1][1]
         return last is not None and bool(last.more)
 
-    def _read_trailers(
+    def _act_on(
         self,
-        completed: Sequence[tuple[BucketInFlight, Trailer | None]],
+        trailers: Sequence[Trailer],
+        first: Trailer | None,
         weights: PassWeights,
         is_exact: bool,
     ) -> tuple[float, float]:
-        """Acts on the trailers: raises, warns, and corrects the total of all weights.
+        """Acts on unusual trailers: raises, warns, and corrects the total of all weights.
+
+        Args:
+            first: the trailer of the first bucket, if it is unusual.
 
         Returns:
             The factor for the reduced gradients, and the largest flag of a variable whose
@@ -134,13 +139,12 @@ class WorkerReduction:
         Raises:
             GradientError: a worker has found a gradient that is not finite.
         """
-        trailers = [trailer for _, trailer in completed if trailer is not None]
         if any(trailer.non_finite for trailer in trailers):
             self._non_finite.exchange()
         self._has_sparse = self._has_sparse or any(trailer.sparse for trailer in trailers)
         if any(trailer.mixed for trailer in trailers):
             self._several_calls.compare()
-        first, least = completed[0][1], IS_THERE * self._workers.size
+        least = IS_THERE * self._workers.size
         if weights.total is None or is_exact or first is None:
             return 1.0, least
         if not first.weight:  # no worker has examples: all present gradients are zeros
@@ -152,7 +156,7 @@ class WorkerReduction:
     def _launch_rest(
         self, order: BucketOrder, shares: Mapping[int, float], weights: PassWeights
     ) -> None:
-        num_launched, num_buckets = len(self._in_flight), len(order.buckets)
+        num_launched, num_buckets = len(self._in_flight.launched), len(order.buckets)
         for index in range(num_launched, num_buckets):
             bucket = order.buckets[index]
             columns = take(bucket.copies)
@@ -217,7 +221,10 @@ class WorkerReduction:
                 buffers[r] = buffer.to(bucket.dtype)
             if factor != 1.0:
                 buffers[r].mul_(factor)
-        columns = [bucket.unpacked(buffer) for buffer in buffers]
+        if flight.grads is None:
+            columns = [bucket.unpacked(buffer) for buffer in buffers]
+        else:
+            columns = [flight.grads]
         for device in self._replicas.devices[len(buffers) :]:
             columns.append(bucket.unpacked(buffers[0].to(device, copy=True)))
         targets: Sequence[list[Any]] = bucket.targets

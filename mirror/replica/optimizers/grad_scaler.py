@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
             first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
             with _lock:
                 if isinstance(first, Tensor) and self._scale is None:
-                    self._lazy_init_scale_growth_tracker(first.device)
+                    super().scale(first.new_zeros(()))  # creates the scale on that device
         return super().scale(outputs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -65,7 +65,8 @@ class GradScaler(torch.amp.GradScaler):
             return None
         # The host waits there until the device has checked all gradients.
         replica.run.lockstep.let_next_begin(replica.replica_id)
-        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        has_inf = sum(found.item() for found in state["found_inf_per_device"].values())
+        result = None if has_inf else optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
@@ -116,22 +117,34 @@ class GradScaler(torch.amp.GradScaler):
         self._of_run = None
         return is_updated
 
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients by the scale factor, and records where one is inf or NaN."""
         replica = current.replica
-        if replica is None or replica.tracing is None:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if replica is None or replica.tracing is None or not self.is_enabled():
+            super().unscale_(optimizer)
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            raise RuntimeError("unscale_() has already been called since the last update().")
+        assert self._scale is not None
+        found_inf = torch.zeros((), device=self._scale.device)
+        inverse = self._scale.double().reciprocal().float()
+        state["found_inf_per_device"] = self._unscale_traced(optimizer, inverse, found_inf)
+        state["stage"] = OptState.UNSCALED
+
+    def _unscale_traced(
+        self, optimizer: Any, inverse: Tensor, found_inf: Tensor
+    ) -> dict[torch.device, Tensor]:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         grads = [grad for grad in grads if grad is not None]
         if not grads:
             return {}
-        if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
+        if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("Attempting to unscale FP16 gradients.")
         with torch.no_grad():
             finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
             for grad in grads:
-                grad.mul_(inv_scale.to(grad.dtype))
+                grad.mul_(inverse.to(grad.dtype))
         return {found_inf.device: (~finite).to(found_inf.dtype)}
 
     def _update_traced(self, new_scale: float | Tensor | None) -> None:

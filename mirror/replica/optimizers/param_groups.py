@@ -5,17 +5,23 @@ Replicas step with copies of the options, which must be equal on all replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.torch_function import MirroredParameter
+from mirror.threads.schedule import count_own_hooks
 
 
 class ParamGroupsView:
@@ -90,6 +96,9 @@ def replicas_in(optimizer: Optimizer) -> Replicas | None:
     """
     replicas: Replicas | None = None
     for options in optimizer.param_groups:
+        kinds = set(map(type, options["params"]))  # each step of a plain optimizer looks at these
+        if not any(issubclass(kind, (MirroredParameter, ReplicaParameter)) for kind in kinds):
+            continue
         for parameter in options["params"]:
             if isinstance(parameter, MirroredParameter):
                 theirs = parameter._mirrored.replicas
@@ -115,13 +124,19 @@ def replicas_reached(optimizer: Optimizer) -> Replicas | None:
         for parameter in options["params"]:
             if isinstance(parameter, MirroredParameter):
                 return parameter._mirrored.replicas
+    for inner in optimizers_in(optimizer):
+        replicas = replicas_reached(inner)
+        if replicas is not None:
+            return replicas
+    return None
+
+
+def optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yields the optimizers that an optimizer holds as attributes, because it wraps them."""
     for value in vars(optimizer).values():
         for inner in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(inner, Optimizer) and inner is not optimizer:
-                replicas = replicas_reached(inner)
-                if replicas is not None:
-                    return replicas
-    return None
+                yield inner
 
 
 def refuse_what_is_not_mirrored(optimizer: Optimizer) -> None:
@@ -235,3 +250,38 @@ def _is_number(*values: Any) -> bool:
         isinstance(v, plain) or (isinstance(v, tuple) and all(isinstance(x, plain) for x in v))
         for v in values
     )
+
+
+_HOOKS = "_mirror_step_hooks"  # in an optimizer's __dict__; copies and pickles leave it out
+StepHooks = tuple[Mapping[int, Any], ...]  # by the ids of handles
+
+
+@functools.cache
+def _global_step_hooks() -> StepHooks:
+    """Returns torch's dicts of the hooks of all optimizers' steps, before and after a step."""
+    return _dicts_of(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+
+
+def _dicts_of(*registers: Callable[..., Any]) -> StepHooks:
+    handles = [register(lambda *args: None) for register in registers]
+    count_own_hooks(len(handles))
+    for handle in handles:
+        handle.remove()
+    return tuple(handle.hooks_dict_ref() for handle in handles)
+
+
+def step_hooks(optimizer: Any) -> StepHooks:
+    """Returns the dicts of the hooks of an optimizer's steps, before and after a step."""
+    found: StepHooks | None = optimizer.__dict__.get(_HOOKS)
+    if found is None:
+        found = optimizer.__dict__[_HOOKS] = _dicts_of(
+            optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        )
+    return found
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether the program has hooks of this optimizer's steps, or of those of all optimizers."""
+    before, after = _global_step_hooks()
+    own_before, own_after = optimizer.__dict__.get(_HOOKS) or step_hooks(optimizer)
+    return bool(before or after or own_before or own_after)

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
-from mirror.replica.optimizers.step_dispatch import raw_step
+from mirror.replica.optimizers.merge_call_shared import raw_step
 
 # Attributes that ``rebuild`` sets itself, or that every optimizer creates for itself.
-_REBUILT = ("state", "param_groups", "defaults", "step", "_mirror", "_made_in_run")
+_REBUILT = (
+    *("state", "param_groups", "defaults", "step", "_mirror", "_mirror_step_hooks"),
+    "_made_in_run",
+)
 _CREATED = ("_opt", "_zero_grad", "_warned")
 _NUM_STEPS = 3
 _SHAPES = ((6, 4), (5, 4))

@@ -14,13 +14,15 @@ Hooks of the step run once, around all of this, as on one device.
     class of the optimizer                 slices
     elementwise (SGD, AdamW, ...)          every bucket of gradients is cut into N equal runs
     not elementwise (Adafactor, Muon)      whole parameters, balanced by size
+    not torch's, updates each parameter    whole parameters: ``per_param_steps.py``
+    by itself (Lion, Shampoo, ...)
     sparse gradients, gaps in memory       the parameter is whole
-    all others: LBFGS, which uses all      none: one step over the mirrored parameters, with the
-    parameters at once; classes that are   state on the first replica's device and no other one,
-    not torch's; parameters of no module   see [Note: Step dispatch]
+    all others: LBFGS, global norms,       none: one step over the mirrored parameters, with the
+    wrappers of other optimizers,          state on the first replica's device and no other one;
+    parameters of no module                the logger warns, see [Note: Step dispatch]
 
-A class is measured, not listed: ``piecewise_optimizers.py`` steps it over small tensors, whole and
-cut, and compares.
+A class is measured, not listed: it steps small tensors, whole and in parts, and the results are
+compared (``piecewise_optimizers.py`` for torch's own classes).
 """
 
 from __future__ import annotations
@@ -35,16 +37,26 @@ from torch.optim import Optimizer
 
 from mirror.base.torch_private import put_hooks_around
 from mirror.devices import using
+from mirror.errors import StrategyError
 from mirror.replica.gradients.buckets import bucket_ends
 from mirror.replica.gradients.grad_scatter import SlicedGrads
-from mirror.replica.optimizers.merge_call_shared import whole_loss
+from mirror.replica.optimizers.merge_call_shared import is_torchs_own, raw_step, whole_loss
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, Step
-from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, own_options
+from mirror.replica.optimizers.param_groups import (
+    ParamGroupsView,
+    keep_options,
+    optimizers_in,
+    own_options,
+)
+from mirror.replica.optimizers.per_param_steps import (
+    calls_hooks_again,
+    step_clones,
+    why_not_per_param,
+)
 from mirror.replica.optimizers.piecewise_optimizers import Divisible, divisible
 from mirror.replica.optimizers.sharded_states import ShardedStates
 from mirror.replica.optimizers.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
-from mirror.replica.optimizers.step_dispatch import is_torchs_own, raw_step
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.replica_checks import ComparePair, VisitValue
@@ -65,16 +77,19 @@ class ShardedOptimizer(MirroredOptimizer):
     _grads: SlicedGrads | None = None  # of these slices
     _whole: frozenset[ReplicatedParam] = frozenset()  # with gradients that cannot be cut
     _undivided: ParamGroupsView | None = None  # groups whose state is known not to be sharded
+    _warned_of: str | None = None  # the reason
 
     def step_cross_replica(self, step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Makes one step for all replicas, each of which updates its slices."""
-        if self._find_slices(optimizer) is None:
+        if self._find_slices(optimizer) is None or (
+            not is_torchs_own(type(optimizer)) and calls_hooks_again(optimizer)
+        ):
             return super().step_cross_replica(step, optimizer, args, kwargs)
         return _step_with_hooks()(optimizer, *args, **kwargs)
 
-    def step_slices(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step_slices(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Makes the step itself, without hooks; returns the closure's loss."""
-        result = None
+        result, closure = None, _closure_of(optimizer, args, kwargs)
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
@@ -95,18 +110,24 @@ class ShardedOptimizer(MirroredOptimizer):
         assert grads is not None
         is_scattered = scatter is not None and scatter.prepare_step(grads)
         positions = sliced.set_gradients(grads.grads if is_scattered else None)
+        is_own = is_torchs_own(type(optimizer))
+        if not is_own:  # it may also change parameters without a gradient
+            positions = tuple(range(len(sliced.slices)))
         versions = sliced.grad_versions()
         clones = [self._clone(optimizer, sliced, r) for r in range(self.replicas.num_replicas)]
-        step = raw_step(type(optimizer))
+        step, devices = raw_step(type(optimizer)), self.replicas.devices
         self.runner.unfinished = self.loan.is_begun = True
         try:
-            for clone, device in zip(clones, self.replicas.devices, strict=True):
+            if not is_own:
+                step_clones(optimizer, clones, devices, result, has_closure=closure is not None)
+            for clone, device in zip(clones, devices, strict=True) if is_own else ():
                 with using(device):
                     step(clone)
         finally:
             sliced.drop_gradients(versions)
             sliced.all_gather(positions)
-        keep_options(optimizer.param_groups, clones[0].param_groups)
+        if is_own:
+            keep_options(optimizer.param_groups, clones[0].param_groups)
         mark_synced(sliced.variables_of(positions))
         self.loan.is_begun = False
         self.runner.unfinished = self.runner.running is not None
@@ -136,20 +157,23 @@ class ShardedOptimizer(MirroredOptimizer):
             return sliced
         if self._undivided is not None and self._undivided is parameters:
             return None
+        reason = _why_undivided(optimizer, parameters)
         self.sliced = self._undivided = None
         former, self._grads = self._grads, None
         scatter = self._gradients.unreduced.scatter
-        reason = _why_undivided(optimizer, parameters)
         if reason is not None:
             self._undivided = parameters
             if scatter is not None:
                 scatter.exclude(parameters.variables)
-            _logger.warning(
-                "the state of %s is not sharded, and is on %s: %s",
-                type(optimizer).__name__,
-                self.replicas.names[0],
-                reason,
-            )
+            if reason != self._warned_of:
+                self._warned_of = reason
+                _logger.warning(
+                    "the state of %s is not sharded, and is on %s: %s; each of its steps is made "
+                    "once, and the new values are copied to the other replicas",
+                    type(optimizer).__name__,
+                    self.replicas.names[0],
+                    reason,
+                )
             return None
         if scatter is not None and former is not None:
             scatter.unregister(former)
@@ -163,7 +187,8 @@ class ShardedOptimizer(MirroredOptimizer):
         variables, num_replicas = parameters.variables, self.replicas.num_replicas
         sizes = [variable.targets[0].numel() for variable in variables]
         whole = set(range(len(variables)))
-        if divisible(optimizer) is Divisible.BY_ELEMENT:
+        is_own = is_torchs_own(type(optimizer))
+        if is_own and divisible(optimizer) is Divisible.BY_ELEMENT:
             whole = {i for i, v in enumerate(variables) if v in self._whole or not is_cuttable(v)}
         position = {variable: i for i, variable in enumerate(variables)}
         arrived = self._gradients.unreduced.order_of_arrival()
@@ -217,14 +242,30 @@ def _can_be_cut(variable: ReplicatedParam) -> bool:
     return grad is None or (grad.layout is torch.strided and grad.dtype is target.dtype)
 
 
+def _closure_of(optimizer: Optimizer, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    """Returns the closure among a step's arguments.
+
+    Raises:
+        StrategyError: it has other arguments.
+    """
+    found: list[Any] = [*args, *kwargs.values()]
+    if len(found) > 1 or not (found == [None] * len(found) or callable(found[0])):
+        raise StrategyError(
+            f"{type(optimizer).__name__}.step has arguments that are no closure, and with "
+            'optimizer_state="sharded" each device makes a part of the step; use '
+            'optimizer_state="replicated", or set options in the parameter groups'
+        )
+    return found[0] if found else None
+
+
 def _why_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str | None:
     """Returns why an optimizer's state is not sharded; ``None`` if it is."""
     if not parameters.are_mirrored:
         return "a parameter of its groups is in no mirrored module"
     if len({*parameters.variables}) < len(parameters.variables):
         return "a parameter is in its groups twice"
-    if not is_torchs_own(type(optimizer)):
-        return "it steps over all parameters at once, or its class is not of torch.optim"
-    if divisible(optimizer) is Divisible.NOT:
-        return "its update of a parameter depends on other parameters"
+    if any(optimizers_in(optimizer)):
+        return "it steps other optimizers; only the state of these is sharded"
+    if not is_torchs_own(type(optimizer)) or divisible(optimizer) is Divisible.NOT:
+        return why_not_per_param(optimizer)
     return None

@@ -14,27 +14,30 @@ the same, so it is gathered when it is read::
     the next step of sharded parameters  -> scattered: what the program has changed counts
 
 So what is read is a copy of that moment: it does not change with later steps, and changes to it
-count at the next step. While it is gathered, the first replica's device holds all of it.
+count at the next step. A write after that step, into an entry that was read before it, would be
+lost: the next step or read raises ``StrategyError``. While the state is gathered, the first
+replica's device holds all of it.
 Inside ``run`` every replica gets a gathered copy of its own, as with replicated state, and each
 replica's changes count for the slices that it holds.
 
-An optimizer that steps over all parameters at once (LBFGS), or that is not torch's, has its state
-gathered at all times: on the first replica's device, and on no other one.
+The state of an optimizer without slices (a wrapper of others) is gathered at all times: on the
+first replica's device, and on no other one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.errors import ReplicaMismatchError
+from mirror.errors import ReplicaMismatchError, StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.optimizers.optimizer_state import (
     ReplicaStates,
@@ -48,9 +51,27 @@ from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.replica_checks import ComparePair, VisitValue
-from mirror.values import map_structure
+from mirror.values import leaves_of, map_structure
 
 Entry = dict[Any, Any]
+
+
+class _Shown(NamedTuple):
+    """An entry, or a tensor of it, that the program may have read before the state was scattered.
+
+    Attributes:
+        mark: the version of a tensor; the keys and values of an entry, by their ids.
+        name: the key of a tensor; ``None`` for an entry.
+    """
+
+    held: weakref.ref[Any]
+    mark: Any
+    name: Any
+    variable: ReplicatedParam
+
+
+def _mark_of(held: Any) -> Any:
+    return held._version if isinstance(held, Tensor) else {n: id(v) for n, v in held.items()}
 
 
 class GatheredState(SharedState):
@@ -86,6 +107,7 @@ class ShardedStates(ReplicaStates):
     def __init__(self, replicas: Replicas) -> None:
         self.sliced: SlicedParams | None = None  # while the state is scattered
         self._shards: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
+        self._shown: list[_Shown] = []  # tensors that the program may still have
         super().__init__(replicas)
 
     def after_fork(self) -> None:
@@ -105,7 +127,12 @@ class ShardedStates(ReplicaStates):
 
     @torch.no_grad()
     def scatter(self, optimizer: Optimizer, sliced: SlicedParams) -> None:
-        """Gives every replica the state of its slices, and drops all other state."""
+        """Gives every replica the state of its slices, and drops all other state.
+
+        Raises:
+            StrategyError: the program has written into state that it read before the last step.
+        """
+        self._refuse_late_writes()
         if self.sliced is sliced and optimizer.state is self.shared:
             return
         self.gather()
@@ -118,6 +145,7 @@ class ShardedStates(ReplicaStates):
                 entry = entries[r].get(key)
                 if entry is not None:
                     source = 0 if self._are_behind else r
+                    self._note_shown(entry, variable)
                     self._shards[r][sliced.stepped[i]] = self._part(entry, sliced, i, source)
             owner = variable.owner()
             if dict.__contains__(self.shared, owner):
@@ -131,6 +159,7 @@ class ShardedStates(ReplicaStates):
         """Puts the state of whole parameters together, on the first replica's device."""
         if self.sliced is None:
             return
+        self._refuse_late_writes()
         with self._gathering:
             sliced = self.sliced
             if sliced is None:  # another replica has gathered it
@@ -140,7 +169,8 @@ class ShardedStates(ReplicaStates):
                     entry = self._whole(variable, sliced)
                     owner = variable.owner()
                     if entry is not None and owner is not None:
-                        self.shared.put(owner, entry)
+                        # Of a plain dict there are no weak references: see ``_note_shown``.
+                        self.shared.put(owner, OrderedDict(entry))
             self._by_replica[0] = defaultdict(dict)
             for key, value in dict.items(self.shared):
                 of_key = param_of(key)
@@ -148,6 +178,37 @@ class ShardedStates(ReplicaStates):
             self._shards = [defaultdict(dict) for _ in self._shards]
             self._are_behind, self.shared.seen = True, False
             self.sliced = None
+
+    def _note_shown(self, entry: Entry, variable: ReplicatedParam) -> None:
+        """Notes an entry that is dropped and its tensors, to find later writes into them."""
+        held: list[tuple[Any, Any]] = [
+            (name, leaf)
+            for name, value in entry.items()
+            for leaf in leaves_of(value)
+            if isinstance(leaf, Tensor) and not leaf.is_inference()
+        ]
+        if isinstance(entry, OrderedDict):
+            held.append((None, entry))
+        self._shown += [_Shown(weakref.ref(h), _mark_of(h), name, variable) for name, h in held]
+
+    def _refuse_late_writes(self) -> None:
+        shown, self._shown = self._shown, []
+        for one in shown:
+            held = one.held()
+            if held is None:
+                continue
+            if _mark_of(held) != one.mark:
+                key = one.name
+                if key is None:
+                    names = [*one.mark, *held]
+                    key = next(n for n in names if one.mark.get(n) != id(held.get(n)))
+                raise StrategyError(
+                    f"{named_state(key, one.variable)} was read before a step and changed "
+                    'after it; with optimizer_state="sharded" what is read is a copy of '
+                    "that moment, so this change would be lost; read optimizer.state again after "
+                    "a step, and change that"
+                )
+            self._shown.append(one)
 
     def _part(self, entry: Entry, sliced: SlicedParams, position: int, source: int) -> Entry:
         """Returns a copy of one slice's part of an entry, on the replica that holds it."""
@@ -166,7 +227,7 @@ class ShardedStates(ReplicaStates):
                 leaf = flat_like(leaf, target)[one.start : one.stop]
             return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
 
-        return map_structure(part, entry)  # type: ignore[no-any-return]
+        return {name: map_structure(part, value) for name, value in entry.items()}
 
     def _whole(self, variable: ReplicatedParam, sliced: SlicedParams) -> Entry | None:
         """Returns the entry of a whole parameter, on the first replica's device."""

@@ -34,7 +34,7 @@ from mirror.base.dynamo import (
     suspend_dynamo,
 )
 from mirror.base.timeline import OPTIMIZER
-from mirror.base.torch_private import has_step_hooks, put_hooks_around, wrap_once
+from mirror.base.torch_private import put_hooks_around, wrap_once
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.replicas import Replica, Replicas, current, refuse_within_another
 from mirror.replica.gradients.grad_tracker import lane_here
@@ -42,17 +42,22 @@ from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
 from mirror.replica.optimizers.merge_call_shared import (
+    hooked_code,
+    is_torchs_own,
     is_watched,
     mark_watched,
+    may_step_by_turns,
     merge_call_shared,
+    refuse_wrappers,
+    refusing_draws,
     watch_making,
     watch_schedulers,
     wrap_in_subclasses,
 )
-from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
-from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, optimizers_of
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
+    has_step_hooks,
     options_of,
     refuse_different,
     refuse_what_is_not_mirrored,
@@ -60,13 +65,6 @@ from mirror.replica.optimizers.param_groups import (
     replicas_reached,
 )
 from mirror.replica.optimizers.sharded_optimizer import ShardedOptimizer
-from mirror.replica.optimizers.step_dispatch import (
-    hooked_code,
-    is_torchs_own,
-    may_step_by_turns,
-    refuse_wrappers,
-    refusing_draws,
-)
 
 Step = Callable[..., Any]
 
@@ -148,16 +146,21 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
         return _step(step, optimizer, context, args, kwargs)
     if context.lent and len(current.stepping) > 1:  # a step of one replica has called this one
         return _step(step, optimizer, context, args, kwargs)
-    by_turns = not (is_apart or is_sharded or args or kwargs) and may_step_by_turns(optimizer)
-    if by_turns:
-        mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
-        if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
-            mirror = _mirror_of(optimizer, context.replicas)
+    if not (is_apart or is_sharded or args or kwargs) and may_step_by_turns(optimizer):
         own_step = partial(_step, step, optimizer, context, (), {})
-        return mirror.step_leader_first(own_step, optimizer, context)
-    if is_sharded and is_torchs_own(type(optimizer)):
-        return _step_sharded(step, optimizer, context, args, kwargs)
-    result, _ = merge_call_shared(
+        return _current_mirror(optimizer, context.replicas).step_leader_first(
+            own_step, optimizer, context
+        )
+    loss, serial = None, None
+    has_own_loss = is_sharded and is_torchs_own(type(optimizer))
+    if has_own_loss:  # each replica has called its own closure, and gets its own loss
+        serial = _current_mirror(optimizer, context.replicas).serial
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = args[1:], {n: v for n, v in kwargs.items() if n != "closure"}
+    result = merge_call_shared(
         context,
         _once(step, context),
         optimizer,
@@ -165,31 +168,17 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
         kwargs,
         seen=options_of(optimizer),
         check=lambda seen: refuse_different(optimizer, seen, "before a step"),
+        serial=serial,
     )
-    return result
+    return loss if has_own_loss else result
 
 
-def _step_sharded(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
-    """Makes one step for all replicas, after each has called its own closure; returns its loss."""
-    closure, loss = args[0] if args else kwargs.get("closure"), None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-        args, kwargs = args[1:], {n: v for n, v in kwargs.items() if n != "closure"}
+def _current_mirror(optimizer: Any, replicas: Replicas) -> MirroredOptimizer:
+    """Returns the record of an optimizer, for the parameters that its groups hold now."""
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
-    if mirror is None or mirror.replicas is not context.replicas:
-        mirror = _mirror_of(optimizer, context.replicas)
-    merge_call_shared(
-        context,
-        _once(step, context),
-        optimizer,
-        args,
-        kwargs,
-        seen=options_of(optimizer),
-        check=lambda seen: refuse_different(optimizer, seen, "before a step"),
-        serial=mirror.serial,
-    )
-    return loss
+    if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
+        mirror = _mirror_of(optimizer, replicas)
+    return mirror
 
 
 def _once(step: Step, context: Replica) -> Step:
@@ -249,7 +238,13 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
         if timeline is not None:
             timeline.end(lane, OPTIMIZER)
     if len(current.stepping) == 1:  # no step of another optimizer has called this one
-        step_ends.optimizer_stepped(timeline)
+        if replica is None:
+            step_ends.optimizer_stepped(timeline)
+        else:
+            run = replica.run
+            while run.outer is not None:
+                run = run.outer
+            run.has_stepped = True
     return result
 
 

@@ -17,7 +17,7 @@ on every replica. If only one replica assigned, the replicas would diverge. So a
 assignments, and compares:
 
     requires_grad    at merge points, and when the run ends
-    values           when the run ends, bit for bit, of the variables whose ``.data`` was set
+    values           when the run ends, bit for bit, of the variables with ``.data`` set
 
 In-place writes are not recorded; ``check_replicas`` finds them.
 """

@@ -318,7 +318,7 @@ def _is_of_workers(captured: Any) -> bool:
 
 
 def _is_without_examples(inputs: Sequence[Any]) -> bool:
-    """Whether this is a worker without examples, whose loss may depend on no parameter."""
+    """Whether this is a worker without examples: its loss may depend on no parameter."""
     return any(_is_of_workers(i) and not i._mirrored.replicas.workers.weight for i in inputs)
 
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mirror.replica.exactness.mixing_forward import GATHER_FIRST, MIXES_EXAMPLES
-from mirror.replica.params.buffer_checks import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
-from mirror.tools.check.check_result import CheckResult
-from mirror.tools.check.differences import Difference, aligned, nearest_of
+from mirror.replica.exactness.local_losses import GATHER_FIRST, MIXES_EXAMPLES
+from mirror.replica.replica_checks import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
+from mirror.tools.check.differences import CheckResult, Difference, aligned, nearest_of
 from mirror.tools.check.fingerprint import relative
 from mirror.tools.check.record import (
     GRADIENT,
@@ -37,7 +36,7 @@ from mirror.tools.check.record import (
 _GENERATORS = ("torch", "Python's random", "NumPy's random")
 _CONTRACTING = frozenset("matmul mm bmm einsum cdist __matmul__ tensordot pdist linear".split())
 _STATISTICS = frozenset("batch_norm instance_norm".split())
-_SHOWN = 4  # replicas whose values are shown
+_SHOWN = 4  # the values of so many replicas are shown
 _FEW_UNITS = 4 * 2.0**-23  # of float32
 
 
@@ -169,7 +168,7 @@ def _nearly_equal_loss(
 
 
 def _module_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> str:
-    """Returns the module whose code makes an event."""
+    """Returns the module that makes an event."""
     if event.kind in (OP, OUTPUT):
         return event.name
     if event.kind == INPUT:
@@ -201,25 +200,12 @@ def _class_of(module: str, events: Sequence[RecordedEvent]) -> str:
 
 
 def _call_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[RecordedEvent]:
-    """Returns the events of the outermost call that an event is in."""
-    call: list[RecordedEvent] = []
-    is_inside = False
-    for other in events:
-        if other.depth == 0:
-            if other.kind == INPUT and not is_inside:
-                call = []
-            is_inside = False
-        call.append(other)
-        if other is event:
-            is_inside = True
-        if is_inside and other.depth == 0 and other.kind == OUTPUT:
-            break
-    start = next((i for i, e in enumerate(events) if e is event), 0)
-    for other in events[start + 1 :]:
-        if other.depth == 0 and other.kind == INPUT:
-            break
-        call.append(other)
-    return call
+    """Returns the events of the outermost call that an event is in, up to the next call."""
+    place = next((i for i, e in enumerate(events) if e is event), 0)
+    begins = [i for i, e in enumerate(events) if e.depth == 0 and e.kind == INPUT]
+    start = max((i for i in begins if i <= place), default=0)
+    end = min((i for i in begins if i > place), default=len(events))
+    return list(events[start:end])
 
 
 def _drawn_in(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str]:

@@ -4,16 +4,16 @@ How a check is made, from here down::
 
     check_command.py    runs the script in processes of its own, shows progress, prints the result
     recorded_run.py     one such process: seeds, opens the scope, records, ends after N steps
-    torch_patches.py    wraps module calls, backward passes and optimizer steps
+    recorded_run.py    wraps module calls, backward passes and optimizer steps
     recorder.py         notes inputs, outputs, losses, gradients, parameters and buffers
     op_trace.py         notes the functions of tensors inside modules, with their lines
-    join_parts.py       joins the replicas' parts of a tensor; fingerprint.py keeps it small
+    fingerprint.py       joins the replicas' parts of a tensor; fingerprint.py keeps it small
     record.py           the events of a run, as files
     rounding_noise.py   adds rounding errors, to see how far they carry one device
     run_comparison.py   decides: equal, different, or not comparable
     differences.py      what differs first beyond rounding
     causes.py           the likely cause and the remedy
-    check_result.py     the sentence, the table and the JSON; the exit codes
+    differences.py     the sentence, the table and the JSON; the exit codes
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 
 from mirror.errors import MirrorError
-from mirror.tools.check.check_result import (
+from mirror.tools.check.differences import (
     FAILS,
     MISSING,
     NEEDS_ARGUMENTS,
@@ -43,7 +43,7 @@ from mirror.tools.check.check_result import (
 )
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.run_comparison import RunComparison
-from mirror.tools.run.script import Script, ScriptError
+from mirror.tools.run.run_command import Script, ScriptError
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL

@@ -1,7 +1,7 @@
 """Notes the functions of tensors that the forward of a user's module calls, with their lines.
 
 Functions inside torch's own layers are left out: the layer is their name. So are those that change
-shapes alone, whose result is compared where something is computed of it.
+shapes alone: their results are compared where something is computed of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from mirror.execution.replicas import current
 from mirror.threads.user_frames import user_line
-from mirror.tools.check.replica_log import ReplicaLog
+from mirror.tools.check.record import ReplicaLog
 
 if TYPE_CHECKING:
     from mirror.execution.replicas import Replica
@@ -49,7 +49,7 @@ class OpTrace(TorchFunctionMode):
 
     Args:
         log: of the replica, or of code outside replicas.
-        replica: the replica whose functions are noted; another one may run on the same thread.
+        replica: its functions are noted; another replica may run on the same thread.
         is_on: whether functions are noted now.
         note: called with the log, the result, the facts of the call, and the user's line.
     """
@@ -77,7 +77,7 @@ class OpTrace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         outside = [a for a in args if isinstance(a, Tensor) and self._is_outside(a)]
         if not outside:
-            log.know(result if isinstance(result, (tuple, list)) else (result,))
+            log.add_known(result if isinstance(result, (tuple, list)) else (result,))
         caller = sys._getframe(1)
         if name in _UNSEEN or not log.path or _is_in_layer(caller):
             return result
@@ -99,7 +99,7 @@ class OpTrace(TorchFunctionMode):
             is_write = name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
             info["writes_outside"] = is_write and any(args[0] is tensor for tensor in outside)
         self._note(log, values, info, user_line(caller))
-        log.know(values if isinstance(values, (tuple, list)) else (values,))
+        log.add_known(values if isinstance(values, (tuple, list)) else (values,))
         return result
 
     def _is_outside(self, tensor: Tensor) -> bool:

@@ -1,12 +1,13 @@
-"""The recorder: notes what happens in a training step, on one device and under a strategy alike.
+"""The recorder: notes what happens in a training step, on one device or under a strategy.
 
-[Note: What is recorded]
 Problem: a call of a mirrored module is split, and each replica sees its part only.
 Rule:    the outermost call is noted where the script makes it, with whole inputs and outputs
          what happens inside is noted per replica: its n-th event belongs to the n-th of the others
          at the end of the call the replicas' tensors are joined in every way that fits
 Consequence: both runs leave the same sequence of events, and the first one that differs names the
 module, and inside it the operation and the line.
+
+``ModuleNames`` gives the modules of a script the names that its reader knows.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,7 +32,6 @@ from mirror.execution.replicas import current
 from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.fingerprint import fingerprint
-from mirror.tools.check.module_names import ModuleNames, describe_module, is_of_torch
 from mirror.tools.check.op_trace import OpTrace
 from mirror.tools.check.record import (
     BUFFER,
@@ -37,19 +40,108 @@ from mirror.tools.check.record import (
     LOSS,
     OP,
     OUTPUT,
+    OUTSIDE,
     PARAMETER,
     PART,
+    PendingEvent,
     Record,
     RecordedEvent,
-)
-from mirror.tools.check.replica_log import (
-    OUTSIDE,
-    PendingEvent,
     ReplicaLog,
     joined_events,
     tensors_in,
 )
 from mirror.tools.check.rounding_noise import RoundingNoise
+
+_LIBRARIES = (f"{torch.__path__[0]}/", f"{Path(__file__).resolve().parents[2]}/")
+
+
+DROPOUT_LAYERS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+class ModuleNames:
+    """Names each module at its first call from the script, and all modules inside it."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, tuple[Any, str]] = {}  # by id: a weak reference and the name
+        self._params: dict[int, tuple[Any, str]] = {}
+        self._roots: dict[str, weakref.ref[nn.Module]] = {}
+
+    def name_of(self, module: nn.Module, frame: FrameType | None = None) -> str:
+        """Returns the name of a module.
+
+        Args:
+            frame: where it is called; the variable there names a module that is not known yet.
+        """
+        known = self._modules.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        variable = _variable_of(module, frame) or type(module).__name__
+        label, number = variable, 1
+        while label in self._roots:
+            number += 1
+            label = f"{variable}#{number}"
+        self._roots[label] = weakref.ref(module)
+        for name, child in module.named_modules():
+            path = f"{label}.{name}" if name else label
+            self._modules[id(child)] = weakref.ref(child), path
+        for name, param in module.named_parameters():
+            self._params.setdefault(id(param), (weakref.ref(param), f"{label}.{name}"))
+        return label
+
+    def parameters_of(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str]]:
+        """Yields the parameters of an optimizer with their names."""
+        for g, group in enumerate(optimizer.param_groups):
+            for i, param in enumerate(group["params"]):
+                known = self._params.get(id(param))
+                is_known = known is not None and known[0]() is param
+                yield param, known[1] if known and is_known else f"parameter {i} of group {g}"
+
+    def buffers(self) -> Iterator[tuple[Any, str]]:
+        """Yields the buffers of all modules that the script has called, with their names."""
+        for label, reference in list(self._roots.items()):
+            module = reference()
+            if module is not None:
+                yield from ((buffer, f"{label}.{name}") for name, buffer in module.named_buffers())
+
+
+def describe_module(module: nn.Module) -> dict[str, Any]:
+    """Returns the facts of a module that tell the cause of a difference."""
+    info: dict[str, Any] = {"class": type(module).__name__}
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        info["norm"] = bool(module.training or module.running_mean is None)
+    if isinstance(module, DROPOUT_LAYERS):
+        info["dropout"] = bool(module.training and module.p > 0)
+    elif module.training and isinstance(getattr(module, "dropout", None), float):
+        info["dropout"] = bool(module.dropout)
+    return info
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether a module's class is one of torch's own."""
+    return type(module).__module__.startswith("torch.")
+
+
+def _variable_of(module: nn.Module, frame: FrameType | None) -> str:
+    """Returns the name of the variable that holds a module where the script calls it."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    for names in (frame.f_locals, frame.f_globals):
+        for name, value in list(names.items()):
+            if value is module:
+                return str(name)
+    for name, value in list(frame.f_locals.items()):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            for key, inner in list(attributes.items()):
+                if inner is module:
+                    return f"{name}.{key}"
+    return ""
+
 
 _SMALL_STEP = 300_000  # numbers inside a step that is recorded deeply all the time
 
@@ -59,7 +151,7 @@ class Recorder:
 
     Args:
         steps: the number of optimizer steps after which ``on_enough`` is called.
-        deep_steps: the number of steps whose operations inside modules are recorded.
+        deep_steps: the number of steps in which operations inside modules are recorded.
         on_step: called after each step with its number.
         on_enough: called after the last step, with the record.
         noise: what adds rounding errors, if anything does.
@@ -167,7 +259,7 @@ class Recorder:
         if log.events is events:
             kind = PART if is_part else OUTPUT
             log.add(PendingEvent(kind, name, where, depth, dict(info)), result)
-        log.know(tensors_in(result))
+        log.add_known(tensors_in(result))
         return result
 
     @contextmanager
@@ -177,7 +269,7 @@ class Recorder:
         """Notes the operations that modules call inside."""
         log.known = {}
         buffers = list(module.buffers())  # and what a replica's code has in their place
-        log.know([*tensors_in((args, kwargs)), *buffers, *map(resolve, buffers)])
+        log.add_known([*tensors_in((args, kwargs)), *buffers, *map(resolve, buffers)])
         try:
             with OpTrace(log, current.replica, self._is_noting_ops, self._note_op):
                 yield
@@ -228,7 +320,7 @@ class Recorder:
         name = self._names.name_of(module, sys._getframe(3))
         where = user_line(sys._getframe(3))
         info = {**describe_module(module), "rng": self._rng()}
-        self._note(INPUT, name, tensors_in((args, kwargs)), where=where, info=info)
+        self._record(INPUT, name, tensors_in((args, kwargs)), where=where, info=info)
         if self.noise is not None:
             self.noise.change_parameters(module)
         log.path.append(module)
@@ -246,7 +338,7 @@ class Recorder:
         if self.is_on:
             self.flush()
             info = {**info, "rng": self._rng()}
-            self._note(OUTPUT, name, tensors_in(result), where=where, info=info)
+            self._record(OUTPUT, name, tensors_in(result), where=where, info=info)
         return result
 
     # Operations inside modules: see op_trace.py
@@ -295,7 +387,7 @@ class Recorder:
             log.add(PendingEvent(LOSS, "loss", where, 0, {}), list(tensors))
             return
         self.flush()
-        self._note(LOSS, "loss", tensors_in(list(tensors)), where=where)
+        self._record(LOSS, "loss", tensors_in(list(tensors)), where=where)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes the gradients that an optimizer is about to use."""
@@ -314,7 +406,7 @@ class Recorder:
             return
         for name, grad in found:
             if grad is not None:
-                self._note(GRADIENT, name, [grad], info={"optimizer": number})
+                self._record(GRADIENT, name, [grad], info={"optimizer": number})
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes the parameters and buffers after an optimizer's step."""
@@ -328,10 +420,10 @@ class Recorder:
             self.flush()
         number = self._number_of(optimizer)
         for param, name in self._names.parameters_of(optimizer):
-            self._note(PARAMETER, name, [param], info={"optimizer": number})
+            self._record(PARAMETER, name, [param], info={"optimizer": number})
         if not is_inside:
             for buffer, name in self._names.buffers():
-                self._note(BUFFER, name, tensors_in([buffer]))
+                self._record(BUFFER, name, tensors_in([buffer]))
         self.end_step()
 
     def end_step(self) -> None:
@@ -385,7 +477,7 @@ class Recorder:
         for log in self._logs.values():
             log.clear()
 
-    def _note(
+    def _record(
         self,
         kind: str,
         name: str,

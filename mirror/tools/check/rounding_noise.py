@@ -1,6 +1,5 @@
 """Adds rounding errors to a run on one device, to see how far they alone carry it.
 
-[Note: Rounding]
 Problem: N replicas add in another order, so all numbers differ in their last digits. What that
 amounts to depends on the script: a gradient that is nothing but rounding (of a key bias in
 attention) becomes a whole step of Adam; bfloat16 spreads by a percent.

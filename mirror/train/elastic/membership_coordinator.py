@@ -21,6 +21,9 @@ DEFAULT_TIMEOUT_SECONDS = 10.0
 DEFAULT_START_SECONDS = 600.0
 # A worker that others have lost the connection to, and that is silent, too, is lost earlier.
 _SUSPECT_SECONDS = 3.0
+# A longer time between two reads is the coordinator's own silence: it was stopped, or its machine
+# slept, and with it the store, so that no worker could publish.
+_PAUSE_SECONDS = 1.0
 # How long the first generation waits for more than the fewest workers; torchrun has the same.
 _LAST_CALL_SECONDS = 30.0
 
@@ -79,7 +82,7 @@ class MembershipCoordinator:
         self._members: dict[str, _Member] = {}
         self._num_deaths = 0
         self._has_suspects = False
-        self._forming_since = clock()
+        self._forming_since = self._read_at = clock()
         self.view = View(why="the training starts")
         store.write_view(self.view)
 
@@ -99,6 +102,10 @@ class MembershipCoordinator:
 
     def _read(self) -> None:
         now = self._clock()
+        pause, self._read_at = now - self._read_at, now
+        if pause > _PAUSE_SECONDS:
+            for member in self._members.values():
+                member.heard += pause
         known = {member.order for member in self._members.values()}
         for number, name in self._store.read_names(known).items():
             self._members[name] = _Member(number, MemberRecord(beat=-1), now)

@@ -4,13 +4,13 @@ A step begins when ``batches`` yields a batch, and ends when the loop requests t
 loop is left by ``break``, its last step ends with the next loop, or with the training. Requests to
 save or to stop are handled there, in this order: hooks, a checkpoint, the end. The workers
 exchange their requests at the end of each step, and all of them act at the same step. With
-parameter servers a step may end later: see ``steps_in_flight.py``.
+parameter servers a step may end later: see ``hook.py``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import repeat
 from types import TracebackType
@@ -21,11 +21,17 @@ from mirror.server.roles.worker_datasets import PerWorkerDataset, PerWorkerItera
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.threads.user_frames import add_note, warn_user
-from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement, worker_agreement_of
+from mirror.train.checkpoint.checkpoint import WorkerAgreement, worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
-from mirror.train.loop.hook import AnyStrategy, Hook, TrainingState, check_count
+from mirror.train.loop.hook import (
+    AnyStrategy,
+    Hook,
+    StepsInFlight,
+    TrainingState,
+    check_count,
+    dataset_ended,
+)
 from mirror.train.loop.hooks import SaveEvery
-from mirror.train.loop.steps_in_flight import StepsInFlight, dataset_ended
 
 T = TypeVar("T")
 
@@ -74,6 +80,29 @@ class Training(TrainingState):
         self._workers: WorkerAgreement | None = None
         self._saved_at = -1
         self._is_in_step = False
+        self._restores_data = False  # a state was loaded, by an object that has the dataset's, too
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the number of steps, for an ``ElasticState`` with the other objects.
+
+        The step in progress counts: an optimizer has stepped when a commit is made.
+        """
+        return {"step": self.step + self._is_in_step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues after so many steps; the dataset's position must be restored as well.
+
+        Raises:
+            StrategyError: the training has not begun, or has made a step.
+        """
+        self._check_open()
+        if self._is_in_step or self.step != self.first_step:
+            raise StrategyError(
+                f"a Training is restored before its first step, and this one is at step "
+                f"{self.step}; restore it after its with statement begins, before its batches"
+            )
+        self.step = self.first_step = int(state["step"])
+        self._restores_data = True
 
     def __enter__(self) -> Training:
         if self._workers is not None:
@@ -125,8 +154,9 @@ class Training(TrainingState):
     def batches(self, dataset: Iterable[T], *, epochs: int = 1) -> Iterator[T]:
         """Yields batches, one for each step, until the dataset or the training ends.
 
-        A distributed dataset in the checkpoint resumes at its position; any other dataset starts
-        from the beginning after a restart, with a warning.
+        A distributed dataset in the checkpoint, or in the ``ElasticState`` with this training,
+        resumes at its position; any other dataset starts from the beginning after a restart, with
+        a warning.
 
         A batch of a per-worker dataset stands for the next batch of the worker that runs the
         scheduled step. Such a dataset has no end here, and starts from the beginning after a
@@ -163,7 +193,6 @@ class Training(TrainingState):
 
     def _passes_before(self, dataset: Iterable[T], num_batches: int | None, epochs: int) -> int:
         """Returns the number of whole passes before this process began."""
-        assert self.manager is not None
         if isinstance(dataset, PerWorkerIterator):
             dataset = dataset.dataset
         if isinstance(dataset, PerWorkerDataset):
@@ -174,7 +203,8 @@ class Training(TrainingState):
                     "that begins elsewhere: for example with training.first_step in its seed"
                 )
             return 0
-        if all(dataset is not obj for obj in self.manager.checkpoint.objects.values()):
+        saved = {} if self.manager is None else self.manager.checkpoint.objects
+        if not self._restores_data and all(dataset is not obj for obj in saved.values()):
             warn_user(
                 f"the training goes on after step {self.step}, and its dataset starts again, as "
                 "it is not in the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"

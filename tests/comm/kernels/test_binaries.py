@@ -25,7 +25,7 @@ from mirror.comm.kernels.binaries import (
     unit_of,
     unit_source,
 )
-from mirror.comm.kernels.kernel_arguments import KernelArguments
+from mirror.comm.kernels.launcher import KernelArguments
 from mirror.errors import BackendError
 from tests.pairs import pairwise
 

@@ -14,7 +14,7 @@ from mirror import comm
 from mirror.comm import collective_lock
 from mirror.comm.kernels import cuda_kernels, kernel_communicator
 from mirror.comm.kernels.binaries import Unit
-from mirror.comm.kernels.kernel_arguments import ABORTED, KernelArguments
+from mirror.comm.kernels.launcher import ABORTED, KernelArguments
 
 NAMES = ("direct", "ring", "hierarchical")
 

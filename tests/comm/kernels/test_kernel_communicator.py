@@ -10,7 +10,7 @@ import torch
 
 from mirror import comm
 from mirror.comm.kernels import simulator
-from mirror.comm.kernels.kernel_arguments import KernelArguments
+from mirror.comm.kernels.launcher import KernelArguments
 from mirror.errors import BackendError, CollectiveTimeoutError
 
 NAMES = ("direct", "hierarchical", "ring")

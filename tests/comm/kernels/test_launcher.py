@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mirror.comm.kernels import launcher
-from mirror.comm.kernels.kernel_arguments import KernelArguments
-from mirror.comm.kernels.launcher import Launch, launch
+from mirror.comm.kernels.launcher import KernelArguments, Launch, launch
 from mirror.errors import BackendError
 
 SOURCE = Path(__file__).with_name("fake_driver.cpp")

@@ -90,7 +90,7 @@ def test_an_all_reduce_over_8_calls_no_more_than_when_it_was_counted(fake, dtype
     communicator.close()
 
 
-def test_who_waits_asks_again_at_once_and_sleeps_only_later(fake, monkeypatch):
+def test_a_wait_polls_at_first_and_sleeps_only_later(fake, monkeypatch):
     pauses = []
     monkeypatch.setattr(clique, "sleep", pauses.append)
     communicator = fake.communicator(2, timeout_seconds=TIMEOUT)

@@ -1,5 +1,6 @@
 """How workers meet, and that a restarted worker finds nothing of an earlier run."""
 
+import socket
 import threading
 
 import pytest
@@ -79,3 +80,23 @@ def test_the_programs_own_process_group_is_used_and_left_to_it():
     for ended in run(USERS):
         assert (ended.code, ended.err) == (0, ""), ended
         assert ended.out == "[2.0, 2.0] 2\n"
+
+
+ALONE = """
+import os
+import mirror
+
+os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "%s"}
+mirror.MultiWorkerMirroredStrategy(["cpu"])
+"""
+
+
+def test_a_port_of_another_connection_is_an_error_that_names_it(script_pool):
+    """From another address, a connection may have a port that is free at 127.0.0.1."""
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        source = "127.0.0.3", 0
+        with socket.create_connection(server.getsockname(), source_address=source) as connection:
+            number = connection.getsockname()[1]
+            done = script_pool.run(ALONE % number)
+    assert done.returncode == 1
+    assert f"ClusterError: worker 0 cannot listen at MASTER_PORT={number}, which" in done.stderr

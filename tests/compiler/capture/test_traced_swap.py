@@ -73,7 +73,7 @@ def test_a_rate_that_must_be_a_number_is_an_input_too(num_replicas):
     "make_optimizer",
     [
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-        lambda p: torch.optim.Rprop(p, 0.01),  # whose state is made of the rate's number
+        lambda p: torch.optim.Rprop(p, 0.01),  # its state is made of the rate's number
     ],
 )
 def test_state_that_is_not_there_yet_is_made_uncompiled(make_optimizer):

@@ -104,7 +104,7 @@ def test_failures_are_compile_errors_with_the_compilers_message(name, monkeypatc
     said = FAILURES[name](monkeypatch)
     with pytest.raises(mirror.CompileError, match=said):
         beside.compiled(*second)
-    if name != "trace":  # whose error may be the step's own: the call is made uncompiled
+    if name != "trace":  # its error may be the step's own: the call is made uncompiled
         for key, value in beside.model.state_dict().items():
             assert torch.equal(before[key], value), key
 

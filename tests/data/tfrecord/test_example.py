@@ -128,7 +128,7 @@ FEATURES = st.dictionaries(
 )
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(FEATURES)
 def test_protobuf_and_we_read_and_write_the_same(values):
     theirs = ORACLE()
@@ -145,7 +145,7 @@ def test_protobuf_and_we_read_and_write_the_same(values):
         assert ours == theirs.SerializeToString(deterministic=True)
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.integers(1, 3), st.binary(max_size=40), st.integers(0, 9), st.integers(0, 255))
 def test_what_protobuf_refuses_or_reads_so_do_we(kind, tail, position, byte):
     feature = bytearray(message((kind, b"\x0a\x04\x01\x96\x01\x00")) + tail)

@@ -258,7 +258,7 @@ def test_a_damaged_or_foreign_index_is_replaced(paths, spoil):
     assert index_path(paths[0]).read_bytes() == good
 
 
-def test_an_index_of_lengths_does_not_serve_who_skips_damage(paths):
+def test_an_index_of_lengths_is_not_used_where_damage_is_skipped(paths):
     flip(paths[0], RECORD_BYTES + 12)
     assert len(TFRecordDataset(paths, save_index=True)) == 13
     assert len(indexed(paths, on_damage="skip")) == 12

@@ -69,7 +69,7 @@ def test_what_differs_and_is_no_tensor_is_refused(values):
 
 
 @pytest.mark.parametrize("other", [torch.ones(2, 1), torch.ones(2, dtype=torch.float64)])
-def test_parts_of_unlike_kinds_are_refused(other):
+def test_parts_of_different_kinds_are_refused(other):
     with pytest.raises(StructureError, match="differ in dtype or number of dimensions"):
         make_arguments((PerReplica([torch.ones(2), other]),), [0, 1], None, 2)
 
@@ -88,7 +88,7 @@ OUTPUTS = [
 PADDED = [np.array([[1, 2], [3, 0], [0, 0]], "float32")]
 
 
-def test_results_are_cut_and_who_sits_out_has_none():
+def test_results_are_split_and_idle_replicas_have_none():
     found = regroup_outputs(OUTPUTS, PADDED, ARGUMENTS, None)
     assert [value.tolist() for _, value in found["y"].parts()] == [[1.0, 2.0], [3.0]]
     assert dict(found["n"].parts()) == {0: 2, 1: 1}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.integrations.tpu_optimizers import (
+from mirror.integrations.tpu_trace import (
     apply_rule,
     check,
     flags_of,

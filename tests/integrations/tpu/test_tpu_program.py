@@ -115,7 +115,7 @@ def test_one_replica_normalizes_as_one_device(four):
     assert_same(model.state_dict(), plain.state_dict())
 
 
-def test_masks_are_reproducible_and_unlike_on_each_replica(tpus):
+def test_masks_are_reproducible_and_different_on_each_replica(tpus):
     drop = tpus.mirror(nn.Dropout(0.5))
 
     def step(x):

@@ -95,7 +95,7 @@ def test_host_trains_as_one_device_does():
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sync_batch_norm_beside_buckets_trains_as_one_device_does(backend, schedule):
+def test_sync_batch_norm_with_buckets_in_flight_trains_as_one_device(backend, schedule):
     got = train(2, backend, schedule)
     assert all(map(torch.equal, got, expected(2)))  # a sum of two has one order
     assert_close(got, expected_on_one_device())
@@ -103,7 +103,7 @@ def test_sync_batch_norm_beside_buckets_trains_as_one_device_does(backend, sched
 
 @pytest.mark.slow
 @pairwise(backend=BACKENDS, schedule=["lockstep", "staggered"], n=[2, 3, 4], pack=PACKS)
-def test_all_packs_beside_sync_batch_norm_train_as_one_device_does(backend, schedule, n, pack):
+def test_all_sizes_of_packs_with_sync_batch_norm_train_as_one_device(backend, schedule, n, pack):
     assert_close(train(n, backend, schedule, pack), expected_on_one_device())
 
 

@@ -365,7 +365,7 @@ def parting_values():
         return str(caught.value)
 
 
-def test_workers_that_reduce_unlike_are_named(worker_pool):
+def test_workers_that_reduce_differently_are_named(worker_pool):
     first, second = worker_pool(2).run(parting_values)
     assert first == second
     assert "worker 0 of 2: reduce('mean', axis=None) at " in first

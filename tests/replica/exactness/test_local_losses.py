@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import mirror
 from tests.pairs import EXHAUSTIVE
-from tests.replica.exactness.losses import EXACT, FEATURES, INEXACT, SUMS, Model
+from tests.replica.exactness.losses import EXACT, FEATURES, INEXACT, SUMS, Model, looped
 
 SIZES = [(2, 8), (2, 7), (3, 7), (3, 9)]  # replicas, examples
 WAYS = ["split", "reduced", "stepped"]
@@ -128,3 +128,13 @@ def test_a_weight_that_is_set_makes_a_mean_over_other_numbers_exact():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradients("stepped", ignoring, 2, 7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("indices", [[1, 2, 3], [0, 0, 1, 2], [3, 2, 1, 1]], ids=str)
+def test_a_loop_that_leaves_out_an_example_of_each_part_warns(way, indices):
+    def loss(m, h):
+        return looped(h, indices)
+
+    with pytest.warns(UserWarning, match="of their order"):
+        gradients(way, loss, 2, 8) if way != "split" else outputs(loss, 2, 8)

@@ -1,23 +1,13 @@
 """Strategies with small buckets, or with parallel backward passes."""
 
 import pytest
-import torch
 
 import mirror
 
 
 @pytest.fixture
-def one_thread():
-    """Has replicas compute with as many threads alone as at once: sums depend on how many."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def make_eager(make_strategy):
-    """Gives ``make_eager(n)``: a strategy whose replicas start all at once."""
+    """Gives ``make_eager(n)``: a strategy with replicas that start all at once."""
 
     def make_eager(n=2, **options):
         strategy = make_strategy(n, schedule="staggered", **options)
@@ -56,7 +46,7 @@ def launches(monkeypatch):
 
 @pytest.fixture
 def make_small_buckets(make_strategy):
-    """Gives ``make_small_buckets(n, **options)``: a strategy whose buckets are of 64 bytes."""
+    """Gives ``make_small_buckets(n, **options)``: a strategy with buckets of 64 bytes."""
 
     def make_small_buckets(n=2, **options):
         packs = mirror.CommunicationOptions(bytes_per_pack=64)

@@ -147,7 +147,7 @@ def test_a_chain_of_split_calls_goes_through_both(make_eager):
     assert_same(grads_of(head), grads_of(plain_head))
 
 
-def test_a_chain_of_runs_comes_apart_as_a_whole(make_eager):
+def test_a_chain_of_runs_is_split_as_a_whole(make_eager):
     strategy, plain = make_eager(2), small()
     model = strategy.mirror(copy.deepcopy(plain))
     x, _ = batch_of()
@@ -160,7 +160,7 @@ def test_a_chain_of_runs_comes_apart_as_a_whole(make_eager):
     assert_same(grads_of(model), grads_of(plain))
 
 
-def test_a_penalty_of_the_parameters_counts_beside_the_replicas_losses(make_eager):
+def test_a_penalty_of_the_parameters_is_added_to_the_replicas_losses(make_eager):
     strategy, plain = make_eager(2), small()
     model = strategy.mirror(copy.deepcopy(plain))
     x, y = batch_of()

@@ -65,7 +65,9 @@ def test_a_model_of_less_than_a_bucket_launches_nothing(make_strategy, launches,
     assert leaks.threads("mirror side") == []
 
 
-def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path, monkeypatch):
+def test_a_trace_shows_buckets_overlapped_with_the_backward_pass(
+    make_bucketed, tmp_path, monkeypatch
+):
     strategy = make_bucketed(2)
     plain, model = pair(strategy)
     learn(strategy, model, plain)

@@ -101,7 +101,7 @@ def test_a_gradient_has_the_layout_and_the_freedom_of_a_plain_one(backend, where
 
 
 @pytest.mark.parametrize("backend", PACKERS)
-def test_gradients_that_somebody_looks_at_in_inference_mode_can_be_changed(backend):
+def test_gradients_that_were_read_in_inference_mode_can_be_changed(backend):
     with strategy_of(backend) as strategy:
         model = strategy.mirror(Net())
         loss_of(model, batch()).backward()

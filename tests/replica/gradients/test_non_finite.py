@@ -117,7 +117,9 @@ def test_sparse_and_complex_gradients_are_looked_at(make_strategy):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex128])
 @pytest.mark.parametrize("conjugate", [False, True])
-def test_whatever_is_finite_in_its_own_dtype_is_finite(make_strategy, n, dtype, conjugate):
+def test_every_value_that_is_finite_in_its_dtype_counts_as_finite(
+    make_strategy, n, dtype, conjugate
+):
     """Also what no float32 holds, and what autograd brings conjugated lazily."""
     most = torch.finfo(dtype).max / 8
     strategy = make_strategy(n, guards=GUARDS)

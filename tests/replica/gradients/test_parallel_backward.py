@@ -98,7 +98,7 @@ def test_training_at_once_leaves_the_bits_of_a_single_pass(
 
 
 @pytest.mark.parametrize("how", ["mean", "sum", "axis", "gather"])
-def test_what_reduce_and_gather_join_comes_apart(how, make_eager, make_strategy):
+def test_outputs_of_reduce_and_gather_are_split_in_backward(how, make_eager, make_strategy):
     grads = []
     for strategy in (make_strategy(2, schedule="auto"), make_eager(2)):
         model = mirrored(strategy)
@@ -143,7 +143,7 @@ def test_a_batch_of_one_goes_backward_in_one_thread(make_eager):
     assert set(model.threads) == {threading.get_ident()}
 
 
-def test_losses_of_two_calls_come_apart_together(make_eager):
+def test_losses_of_two_calls_are_split_together(make_eager):
     x, y = batch_of()
     model = with_same_gradients(
         make_eager(2), small(), lambda m: F.cross_entropy(m(x), y) + m(x + 1).square().mean()
@@ -151,7 +151,7 @@ def test_losses_of_two_calls_come_apart_together(make_eager):
     assert len(set(model.threads)) == 2 < len(model.threads)
 
 
-def test_several_outputs_of_a_call_come_apart(make_eager):
+def test_several_outputs_of_a_call_are_split_in_backward(make_eager):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()

@@ -238,7 +238,7 @@ def test_scaled_losses_step_and_skip_as_on_one_device(make_eager):
     assert_same(model.state_dict(), plain.state_dict())
 
 
-def test_autocast_of_the_forward_comes_apart(make_eager, make_strategy):
+def test_a_pass_over_a_forward_under_autocast_is_split(make_eager, make_strategy):
     grads = []
     for strategy in (make_strategy(2, schedule="auto"), make_eager(2)):
         model = mirrored(strategy)

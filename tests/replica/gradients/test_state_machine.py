@@ -381,7 +381,6 @@ def bounded(max_examples):
         max_examples=max_examples,
         stateful_step_count=5,
         derandomize=True,
-        deadline=None,
         database=None,
         phases=[Phase.generate],  # shrinking takes minutes
         print_blob=False,

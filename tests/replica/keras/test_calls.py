@@ -22,7 +22,7 @@ def test_fit_evaluate_and_predict_equal_one_device(name):
     assert outcomes()[name] < 1e-5
 
 
-def test_dropout_is_reproducible_and_unlike_on_each_replica():
+def test_dropout_is_reproducible_and_different_on_each_replica():
     assert outcomes()["dropout"] == {"reproducible": True, "different": True, "new": True}
 
 

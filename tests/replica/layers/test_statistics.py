@@ -113,7 +113,7 @@ def test_one_value_per_channel_in_the_whole_batch_is_refused(make_strategy, n):
     assert model(torch.randn(2, 3)).shape == (2, 3)
 
 
-def test_one_value_beside_empty_parts_is_refused(make_strategy):
+def test_one_value_with_empty_parts_is_refused(make_strategy):
     strategy = make_strategy(2)
     model = strategy.mirror(SyncBatchNorm(3))
     parts = mirror.PerReplica([torch.randn(1, 3), torch.randn(0, 3)])

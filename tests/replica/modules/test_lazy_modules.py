@@ -68,7 +68,7 @@ def _after(first, x):
     return torch.rand(3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     before=st.lists(st.integers(0, 3), min_size=N, max_size=N),
     merges=st.integers(0, 3),

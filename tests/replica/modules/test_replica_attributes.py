@@ -538,7 +538,7 @@ def train_with_auxiliary_loss(model, batches):
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize("loss", [torch.mean, torch.sum, lambda out: out.mean(0).square().sum()])
-def test_a_loss_kept_as_an_attribute_is_exact_or_told(loss, n, inside, make_strategy):
+def test_a_loss_kept_as_an_attribute_is_exact_or_reported(loss, n, inside, make_strategy):
     batches = [torch.randn(size, 3) for size in (7, 7, 5)]
     plain, strategy = with_auxiliary_loss(loss), make_strategy(n)
     expected = train_with_auxiliary_loss(copy.deepcopy(plain), batches)

@@ -41,7 +41,7 @@ def test_submodules_of_an_unsplit_call_do_not_split(make_strategy):
 
 
 @pytest.mark.parametrize("n", [6, 7, 2])
-def test_arrays_that_forward_returns_or_keeps_are_joined_or_apart(n, make_strategy):
+def test_arrays_that_forward_returns_or_keeps_are_joined_or_per_replica(n, make_strategy):
     # Comparing them raised "The truth value of an array is ambiguous".
     class Arrays(nn.Module):
         def __init__(self):

@@ -233,7 +233,7 @@ def evaluates_alone():
         return True
 
 
-def test_a_program_that_never_trains_may_have_unlike_numbers_of_batches(worker_pool):
+def test_a_program_that_never_trains_may_have_different_numbers_of_batches(worker_pool):
     assert worker_pool(2).run(evaluates_alone) == [True, True]
 
 

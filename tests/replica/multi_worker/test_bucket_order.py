@@ -16,7 +16,7 @@ from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
 from mirror.replica.params.replicated_params import param_of
 from tests.multi_worker import strategy_of
 from tests.replica.multi_worker import test_multi_worker_gradients as programs
-from tests.replica.multi_worker.beside_one_device import OneDevice, assert_as_one_device
+from tests.replica.multi_worker.programs import OneDevice, assert_as_one_device
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def sums_unlike_buffers():
 
 
 @pytest.mark.slow
-def test_buffers_of_unlike_sizes_are_an_error_on_all_workers(worker_pool):
+def test_buffers_of_different_sizes_are_an_error_on_all_workers(worker_pool):
     for summed, told in worker_pool(2).run(sums_unlike_buffers):
         assert summed == [2.0] * 4
         assert "torch.float32[4]" in told

@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from mirror.errors import DivergenceError
-from tests.replica.multi_worker.beside_one_device import assert_as_one_device
-from tests.replica.multi_worker.programs import Net, rank, strategy_of, values_of
+from tests.replica.multi_worker.programs import (
+    Net,
+    assert_as_one_device,
+    rank,
+    strategy_of,
+    values_of,
+)
 
 
 def seeded_apart(num_local):
@@ -56,7 +61,7 @@ def lazy():
         return [value.tolist() for value in strategy.local_results(own)], values_of(model)
 
 
-def test_lazy_layers_are_alike_in_their_first_run(worker_pool):
+def test_lazy_layers_are_equal_in_their_first_run(worker_pool):
     (first, values), (others, other_values) = worker_pool(2).run(lazy)
     assert first == others
     assert first[0] == first[1]
@@ -96,7 +101,7 @@ def lazy_of_workers_seeded_apart():
         return values_of(model), torch.rand(3).tolist()
 
 
-def test_workers_that_are_seeded_apart_draw_apart_after_a_lazy_layer(worker_pool):
+def test_workers_with_different_seeds_draw_different_numbers_after_a_lazy_layer(worker_pool):
     (first, drawn), (others, also_drawn) = worker_pool(2).run(lazy_of_workers_seeded_apart)
     assert first == others
     assert drawn != also_drawn

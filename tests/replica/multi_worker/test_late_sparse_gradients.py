@@ -9,7 +9,7 @@ from torch import nn
 
 import mirror
 from mirror.errors import DivergenceError, GradientError
-from tests.replica.multi_worker.beside_one_device import (
+from tests.replica.multi_worker.programs import (
     Worker,
     assert_as_one_device,
     cross_entropy,

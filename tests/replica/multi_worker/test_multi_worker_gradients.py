@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from tests.replica.multi_worker.beside_one_device import assert_as_one_device, cross_entropy, net
+from tests.replica.multi_worker.programs import assert_as_one_device, cross_entropy, net
 
 
 def trains(place):

@@ -10,8 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from tests.replica.multi_worker.beside_one_device import OneDevice, Worker, assert_as_one_device
-from tests.replica.multi_worker.programs import Net, rank, strategy_of
+from tests.replica.multi_worker.programs import (
+    Net,
+    OneDevice,
+    Worker,
+    assert_as_one_device,
+    rank,
+    strategy_of,
+)
 from tests.replica.multi_worker.test_multi_worker_gradients import Heads
 
 NUM_STEPS = 14

@@ -145,10 +145,11 @@ def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
         for weight in (8.0, 2.5):
             own = torch.frombuffer(bytearray(trailers.own(number, weight)), dtype=dtype)
             assert own.tolist() == write_trailer([1.0, 1.0], number, weight)
-            both = own + torch.tensor(write_trailer([1.0, 1.0], number, 4.0))
-            assert both.tolist() == trailers.all(number, weight + 4.0, 2)
-            assert both.tolist() != trailers.all(number + 1, weight + 4.0, 2)
-            assert both.tolist() != trailers.all(number, weight, 2)
+            both = own + torch.tensor(write_trailer([1.0, 1.0], number, 4.0), dtype=dtype)
+            arrived = both.numpy().tobytes()
+            assert arrived == trailers.all(number, weight + 4.0, 2)
+            assert arrived != trailers.all(number + 1, weight + 4.0, 2)
+            assert arrived != trailers.all(number, weight, 2)
 
 
 def test_usual_tails_of_ever_other_weights_are_not_all_kept():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
 from tests.oracle import assert_same, in_run
 from tests.pairs import pairwise
 from tests.toy_models import ONES, mirrored_layer
@@ -158,7 +158,7 @@ def test_a_group_that_every_replica_adds_is_added_once(kind, form, where, strate
     ],
     ids=["other options", "other parameters", "each its own tensor", "one replica alone"],
 )
-def test_groups_that_replicas_add_unlike_are_refused(add, told, make_strategy):
+def test_groups_that_replicas_add_differently_are_refused(add, told, make_strategy):
     strategy = make_strategy(2)
     model = strategy.mirror(nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)]))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)

@@ -318,10 +318,16 @@ def test_replicas_of_gpus_need_not_be_seen_to_wait_for_what_is_inf(make_strategy
     model = pair(strategy, nn.Linear(3, 2))
     together = threading.Barrier(3, timeout=20)
 
-    class Waiting(GradScaler):
-        def _maybe_opt_step(self, *args, **kwargs):
+    class Slow(torch.Tensor):
+        def item(self):
             together.wait()
-            return super()._maybe_opt_step(*args, **kwargs)
+            return super().item()
+
+    class Waiting(GradScaler):
+        def unscale_(self, optimizer):
+            super().unscale_(optimizer)
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            found.update({device: value.as_subclass(Slow) for device, value in found.items()})
 
     def use():
         scaler, optimizer = Waiting("cpu", **OPTIONS), torch.optim.SGD(model.parameters(), lr=0.1)

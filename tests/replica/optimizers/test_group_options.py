@@ -57,7 +57,7 @@ def test_replicas_that_change_a_rate_differently_are_reported(make_strategy, cha
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_replicas_that_change_a_rate_alike_may(make_strategy, schedule, when):
+def test_replicas_may_change_a_rate_equally(make_strategy, schedule, when):
     assert run(make_strategy(3, schedule=schedule), all_alike, when) == 0.3
 
 

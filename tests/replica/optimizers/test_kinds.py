@@ -145,10 +145,29 @@ def test_a_step_that_raises_may_be_repeated(make_strategy, kind):
     strategy.run(step, args=(part,))
     group = optimizer.param_groups[0]
     params, group["params"] = group["params"], [*group["params"], None]
-    with pytest.raises((AttributeError, TypeError)):
+    with pytest.raises((AttributeError, TypeError)) as caught:
         strategy.run(step, args=(part,))
+    assert caught.value.__notes__ == ["in replica 0 of 2 (cpu)"]  # it has changed nothing
     group["params"] = params
     strategy.run(step, args=(part,))
+    strategy.check_replicas()
+
+
+class FailsAtTheEnd(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        raise ValueError("planted")
+
+
+@pytest.mark.parametrize("in_run", [False, True])
+def test_an_error_in_a_step_says_that_the_update_may_be_incomplete(make_strategy, in_run):
+    strategy = make_strategy(2)
+    model = strategy.mirror(net())
+    optimizer = FailsAtTheEnd(model.parameters(), lr=0.1)
+    loss_of(model, torch.ones(4, 3)).backward()
+    with pytest.raises(ValueError, match="planted") as caught:
+        strategy.run(optimizer.step) if in_run else optimizer.step()
+    assert any("may be partly updated" in note for note in caught.value.__notes__)
     strategy.check_replicas()
 
 
@@ -244,7 +263,7 @@ VIEWS = [OptimizerView, PlainView, CopiedView]
 @pytest.mark.parametrize("references", [2, 0])  # as if the interpreter counted fewer of them
 @pytest.mark.parametrize("views", [[], *[[view] for view in VIEWS], VIEWS])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_wrappers_show_the_state_of_the_optimizer_whatever_the_interpreter_counts(
+def test_wrappers_show_the_state_of_the_optimizer_for_any_count_of_references(
     n, views, references, inside, monkeypatch
 ):
     monkeypatch.setattr(sys, "getrefcount", lambda found: references)

@@ -11,7 +11,7 @@ from mirror.values import leaves_of
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
 from tests.pairs import each_once
 from tests.toy_models import ONES, mirrored_layer, sgd
-from tests.transparency.cases import CASES, WAYS, compare, make_batches, prepared
+from tests.training.cases import CASES, WAYS, compare, make_batches, prepared
 
 SIZES = [7, 3, 1]
 
@@ -76,7 +76,7 @@ class Half(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_optimizer_of_somebodys_own_steps_once_at_home(way, central):
+def test_a_users_optimizer_steps_once_on_the_parameter_device(way, central):
     case = CASES["sgd-momentum"]
     plain, model, _ = prepared(case)
     strategy = central(2)

@@ -24,7 +24,7 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def make_devices(make_strategy):
-    """Gives ``make(n, schedule)``: a strategy whose replicas step as on n different devices."""
+    """Gives ``make(n, schedule)``: a strategy of replicas that step as on n devices."""
 
     def make(n, schedule):
         strategy = make_strategy(n, schedule=schedule)

@@ -137,18 +137,6 @@ def test_code_in_run_sees_the_groups_between_steps(strategy):
     in_run(strategy, step, torch.randn(6, SIZE))
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-def test_schedulers_set_the_rate_of_the_one_step(strategy, way):
-    def schedule(optimizer):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
-
-    (plain, plain_optimizer), (model, optimizer) = pair(strategy, adam)
-    data = batches(6)
-    train_loop(plain, plain_optimizer, data, loss_of, scheduler=schedule(plain_optimizer))
-    train(way, strategy, model, optimizer, data, loss_of, scheduler=schedule(optimizer))
-    assert_same_training(model, optimizer, plain, plain_optimizer)
-
-
 @pytest.mark.replicated_state
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_on_one_device_one_step_does_for_all(n, make_strategy, monkeypatch):
@@ -207,7 +195,7 @@ def set_alike(options):
 
 
 @pytest.mark.parametrize("place", ["in run", "outside", "once"])
-def test_a_tensor_that_all_set_alike_is_taken(place, make_strategy):
+def test_an_option_that_all_replicas_set_equally_is_used(place, make_strategy):
     strategy = make_strategy(3)
     model = strategy.mirror(torch.nn.Linear(SIZE, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))

@@ -49,7 +49,7 @@ def test_what_looks_at_every_element_alone_is_right(name):
     ("cls", "cuts", "spreads"),
     [(Lars, True, False), (Clipped, False, True), (torch.optim.Adafactor, True, False)],
 )
-def test_what_looks_at_others_is_refused_where_they_are_apart(cls, cuts, spreads):
+def test_an_optimizer_that_reads_other_parameters_is_refused_with_pieces(cls, cuts, spreads):
     check_piecewise(of(cls, lr=0.1), cuts=False, spreads=False)
     with pytest.raises(StrategyError, match=cls.__name__):
         check_piecewise(of(cls, lr=0.1), cuts=cuts, spreads=spreads)

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host.host_backend import NaiveCommunicator
 from mirror.replica.optimizers.slice_plan import ParamSlice
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.replica.optimizers.kinds import Plain
 from tests.replica.optimizers.test_optim_db import NO_CLOSURE, pair_of_optimizers, problem
+from tests.replica.optimizers.test_slice_plan import gpt2, resnet50
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is experimental:UserWarning")
 
@@ -133,6 +134,40 @@ def test_every_replica_holds_its_share_of_the_state(n, way, sharded):
     assert len(held) == n
     assert max(held) <= (1 / n + 0.02) * whole
     assert sum(held) <= 1.02 * whole
+
+
+class Listed(nn.Module):
+    """Has parameters of the sizes of a known model, each divided by 256."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.all = nn.ParameterList(torch.randn(max(1, size // 256)) for size in sizes)
+
+    def forward(self, x):
+        return torch.stack([(parameter * x.mean()).sum() for parameter in self.all])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("sizes", [resnet50(), gpt2()], ids=["ResNet-50", "GPT-2"])
+def test_eight_replicas_have_equal_shards_of_an_eighth_of_the_state(sizes, inside):
+    with mirror.MirroredStrategy(["cpu"] * 8, optimizer_state="sharded") as strategy:
+        with strategy.scope():
+            model = Listed(sizes)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with strategy.scope() if inside else contextlib.nullcontext():
+            for x in strategy.distribute_dataset([torch.randn(8, 2)] * 3):
+
+                def step(x):
+                    optimizer.zero_grad()
+                    model(x).mean().backward()
+                    optimizer.step()
+
+                strategy.run(step, args=(x,))
+            held = strategy.report().state_bytes
+            strategy.check_replicas()
+        whole = whole_bytes(optimizer)
+    assert max(held) <= (1 / 8 + 0.02) * whole
+    assert max(held) <= 1.1 * sum(held) / 8
 
 
 def test_state_read_is_gathered_and_scattered_by_the_next_step(sharded):
@@ -403,22 +438,48 @@ def test_check_replicas_finds_counts_that_differ_and_slices_that_do_not_cover(sh
         strategy.check_replicas()
 
 
-def test_lbfgs_and_classes_of_the_program_step_whole_on_the_first_replica(sharded, caplog):
-    class Own(torch.optim.AdamW):
-        def step(self, closure=None):
-            return super().step(closure)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("way", [1, 2])
+def test_beside_a_parameter_of_no_module_the_state_is_on_the_first_replica(
+    way, inside, sharded, caplog
+):
+    strategy, results = sharded(2), []
+    for run_way in (0, way):
+        scope = strategy.scope if run_way else contextlib.nullcontext
+        with scope():
+            model, scale = net(), torch.ones((), requires_grad=True)
+            optimizer = adamw([*model.parameters(), scale])
+        with scope() if inside else contextlib.nullcontext():
+            for x in batches():
+                optimizer.zero_grad()
+                if run_way < 2:
+                    loss = loss_of(model, x) * scale
+                else:
+                    (part,) = strategy.distribute_dataset([x])
+                    loss = strategy.reduce("mean", strategy.run(loss_of, (model, part))) * scale
+                loss.backward()
+                optimizer.step()
+        results.append((model.state_dict(), optimizer.state_dict()["state"]))
+    assert_same(results[1], results[0])
+    assert held_bytes(optimizer)[1] == 0
+    (warning,) = caplog.messages
+    start = "the state of AdamW is not sharded, and is on replica 0 of 2 (cpu): a parameter of its"
+    assert warning.startswith(start)
 
-    _, optimizer = compared(sharded(2), 1, lambda params: Own(params, lr=0.05))
-    held = held_bytes(optimizer)
-    assert held[1] == 0
-    assert "the state of Own is not sharded, and is on replica 0 of 2" in caplog.text
 
-
-def test_a_compiled_step_is_refused_with_the_remedy(sharded):
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_step_is_refused_with_reason_and_remedy(inside, sharded):
     strategy = sharded(2)
-    with pytest.raises(mirror.CompileError, match=r"optimizer_state=.sharded.*fallback='eager'"):
-        strategy.compile(lambda x: x)
-    assert strategy.compile(lambda x: x, fallback="eager") is not None
+    with strategy.scope() if inside else contextlib.nullcontext():
+        with pytest.raises(mirror.CompileError) as refused:
+            strategy.compile(lambda x: x)
+        assert strategy.compile(lambda x: x, fallback="eager")(1) is not None
+    for part in (
+        'with optimizer_state="sharded" each device has the state of some only',
+        "call strategy.run(step, ...)",
+        "or pass fallback='eager' to do so; or leave optimizer_state out",
+    ):
+        assert part in str(refused.value)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -502,27 +563,41 @@ def step_of(strategy, way, model, optimizer, inside=lambda model: None):
     return {1: lambda: step(x), 2: reduced, 3: lambda: strategy.run(step, args=(part,))}[way]
 
 
-def sent_in_a_step(n, way, state, pack, make_optimizer=adamw, inside=lambda model: None):
-    """Returns the bytes that a replica sends in the third step, and the collectives."""
+def nothing(_):
+    pass
+
+
+def sent_in_a_step(n, way, state, pack, *, in_scope=True, inside=nothing, count=3, change=nothing):
+    """Returns the bytes that a replica sends in the last step, and the collectives.
+
+    Args:
+        count: the number of steps; ``change`` is called with the optimizer before the last.
+    """
     communicator = Counting(n)
     options = mirror.CommunicationOptions(bytes_per_pack=pack)
     with mirror.MirroredStrategy(
         ["cpu"] * n, communicator, communication_options=options, optimizer_state=state
     ) as strategy:
-        model = strategy.mirror(nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 30)))
-        step = step_of(strategy, way, model, make_optimizer(model.parameters()), inside)
-        for _ in range(3):
-            communicator.sent, communicator.calls = 0.0, []
-            step()
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 30))
+            optimizer = adamw(model.parameters())
+        with strategy.scope() if in_scope else contextlib.nullcontext():
+            step = step_of(strategy, way, model, optimizer, inside)
+            for i in range(count):
+                if i == count - 1:
+                    change(optimizer)
+                communicator.sent, communicator.calls = 0.0, []
+                step()
         return communicator.sent, communicator.calls
 
 
 @pytest.mark.parametrize("pack", [25 * 2**20, 1000])
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("way", [1, 2, 3])
-def test_a_step_sends_as_many_bytes_as_with_replicated_state(way, n, pack):
-    replicated, _ = sent_in_a_step(n, way, "replicated", pack)
-    sharded, calls = sent_in_a_step(n, way, "sharded", pack)
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_a_step_sends_as_many_bytes_as_with_replicated_state(in_scope, way, n, pack):
+    replicated, _ = sent_in_a_step(n, way, "replicated", pack, in_scope=in_scope)
+    sharded, calls = sent_in_a_step(n, way, "sharded", pack, in_scope=in_scope)
     num_elements = 6 * 50 + 50 + 50 * 30 + 30
     assert replicated == pytest.approx(2 * (n - 1) / n * 4 * num_elements, rel=0.01)
     alignment = 4 * n * len(calls)  # chunks of a bucket differ by one element at most
@@ -540,6 +615,19 @@ def test_a_step_that_reads_the_gradients_sends_half_as_much_again(way):
     sharded, calls = sent_in_a_step(3, way, "sharded", 2**20, inside=clip)
     assert sharded == pytest.approx(1.5 * replicated, rel=0.01)
     assert calls == ["reduce_scatter", "all_gather", "all_gather"]
+
+
+def swap_parameters(optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+@pytest.mark.parametrize(("count", "change", "most"), [(1, nothing, 1.5), (3, swap_parameters, 2)])
+@pytest.mark.parametrize("way", [1, 3])
+def test_the_first_step_of_parameter_groups_sends_at_most_twice_as_much(way, count, change, most):
+    first, calls = sent_in_a_step(3, way, "sharded", 2**20, count=count, change=change)
+    replicated, _ = sent_in_a_step(3, way, "replicated", 2**20)
+    assert first <= 1.01 * most * replicated
+    assert calls[-1] == "all_gather"
 
 
 # Gradients that are scattered: sequences of operations, drawn from seeds, from the second step on.
@@ -884,3 +972,44 @@ def test_every_backend_gives_the_bits_of_replicated_state(backend):
             results.append((model.state_dict(), optimizer.state_dict()))
     tolerance = 0.0 if backend in ("host", "naive", "direct") else 1e-6
     assert_same(results[1], results[0], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", ["tensor", "entry", "state_dict", "in run"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_write_into_state_that_was_read_before_a_step_raises(n, how, inside, sharded):
+    strategy = sharded(n)
+    with strategy.scope():
+        model = net()
+        optimizer = adamw(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        loss_of(model, batches()[0]).backward()
+        optimizer.step()
+
+    with strategy.scope() if inside else contextlib.nullcontext():
+        step()
+        entry = optimizer.state[model[0].weight] if how == "entry" else {}
+        if how in ("tensor", "entry"):
+            held = optimizer.state[model[0].weight]["exp_avg"]
+        elif how == "state_dict":
+            held = optimizer.state_dict()["state"][0]["exp_avg"]
+        else:
+            found = []
+            strategy.run(lambda: found.append(optimizer.state[model[0].weight]["exp_avg"]))
+            held = found[-1]
+        held.mul_(2)  # before the next step it counts
+        step()
+        step()  # no write: nothing is wrong
+        if how == "entry":
+            entry["exp_avg"] = torch.zeros(5, 6)
+        else:
+            held.zero_()
+        with pytest.raises(mirror.StrategyError) as lost:
+            step()
+        assert "optimizer state 'exp_avg' of parameter '0.weight' was read before a step" in str(
+            lost.value
+        )
+        step()
+        strategy.check_replicas()

@@ -84,6 +84,14 @@ def test_whole_parameters_go_to_the_replica_with_the_fewest_elements():
     assert shard_sizes(slices, 2) == [6, 6]
 
 
+@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+def test_whole_parameters_of_a_model_of_many_are_balanced(num_replicas):
+    sizes = resnet50()
+    slices = plan_whole(sizes, range(len(sizes)), num_replicas)
+    assert find_uncovered(slices, sizes) is None
+    assert max(shard_sizes(slices, num_replicas)) <= 1.1 * sum(sizes) / num_replicas
+
+
 def test_an_element_in_no_slice_or_in_two_is_found():
     assert find_uncovered([ParamSlice(0, 0, 2, 0)], [3]) == (0, 2)
     assert find_uncovered([ParamSlice(0, 0, 2, 0), ParamSlice(0, 1, 3, 1)], [3]) == (0, 1)

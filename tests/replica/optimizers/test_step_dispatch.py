@@ -77,7 +77,7 @@ def test_optimizer_that_draws_noise_is_refused_in_run(make_strategy, schedule, k
 
 def test_closure_that_raises_leaves_the_optimizer_as_it_was(make_strategy):
     # The next step without a closure ended as one with a closure: the groups kept one replica's
-    # ordinary parameters for ever, and no later step did anything.
+    # ordinary parameters forever, and no later step did anything.
     def fail():
         raise ValueError("no loss")
 
@@ -99,7 +99,7 @@ def test_closure_that_raises_leaves_the_optimizer_as_it_was(make_strategy):
 
 @pytest.mark.replicated_state
 def test_collective_inside_a_step_is_refused(make_strategy):
-    # The merge took the optimizer back in mid-step: Adam began anew in each step, in silence.
+    # The merge took the optimizer back in mid-step: Adam began again in each step, in silence.
     strategy = make_strategy(2)
     layer = mirrored_layer(strategy)
     optimizer = torch.optim.Adam(layer.parameters())
@@ -122,7 +122,7 @@ def test_collective_inside_a_step_is_refused(make_strategy):
 
 @pytest.mark.parametrize("failure", ["hook", "closure"])
 def test_step_that_raised_keeps_nothing_alive(failure):
-    # The frame of the failed step stayed referenced: model, optimizer and copies for ever.
+    # The frame of the failed step stayed referenced: model, optimizer and copies forever.
     def fail(*args):
         raise ValueError("out of memory")
 

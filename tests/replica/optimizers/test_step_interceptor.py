@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 import mirror
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.replicas import current
+from mirror.replica.optimizers.param_groups import step_hooks
 from tests.oracle import assert_same
 from tests.pairs import pairwise
 from tests.replica.optimizers.kinds import SAM, Child, CounterOnSelf, Lookahead, lbfgs
@@ -77,7 +78,7 @@ def test_hooks_of_the_user_run_within_the_time_of_the_step(history, used_before,
     assert done.stdout.splitlines() == [*["hook ['SGD.step'] 0"] * 2, "steps 1"]
 
 
-# Any kind of optimizer: each step is one step, whatever it calls.
+# Any kind of optimizer: each step is one step, with anything that it calls.
 
 
 class WithoutSuper(torch.optim.SGD):
@@ -114,7 +115,7 @@ class Foreign:
 
 
 def decorated(params):
-    """An optimizer whose step is replaced on the object, as schedulers do."""
+    """An optimizer with its step replaced on the object, as schedulers do."""
     optimizer = momentum(params)
     inner = optimizer.step
     optimizer.step = lambda closure=None: inner(closure)
@@ -272,6 +273,16 @@ def test_an_optimizer_without_a_strategy_is_left_alone(ends):
     optimizer.step()
     assert ends == [1]
     assert weight.item() == pytest.approx(0.9)
+
+
+def test_hooks_of_optimizers_are_seen():
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    assert not any(step_hooks(optimizer))
+    handle = optimizer.register_step_pre_hook(lambda *args: None)
+    assert any(step_hooks(optimizer))
+    handle.remove()
+    optimizer.register_step_post_hook(lambda *args: None)
+    assert any(step_hooks(optimizer))
 
 
 # What a hook does, and notes.

@@ -169,7 +169,7 @@ def test_a_copied_parameter_is_plain(strategy, model):
     assert not mirror.is_mirrored(model.linear.weight * 2)
 
 
-def test_is_mirrored_tells_for_everything(strategy, model):
+def test_is_mirrored_takes_every_kind_of_object(strategy, model):
     optimizer = momentum(model.parameters())
     mirrored = [model, model.linear, model.linear.weight, model.shift, optimizer]
     plain = Net()

@@ -196,7 +196,7 @@ def test_a_pass_begins_at_a_parameter_with_the_gradient_given(backward, model):
 SIZES = [7, 3, 1]
 
 
-def test_home_is_no_replicas_storage(central):
+def test_the_parameter_device_has_storage_of_its_own(central):
     strategy = central(3)
     layer = mirrored_layer(strategy)
     home = layer.weight.data_ptr()
@@ -219,7 +219,7 @@ CENTRAL_CHANGES = {
 
 @pytest.mark.parametrize("change", CENTRAL_CHANGES.values(), ids=CENTRAL_CHANGES.keys())
 @pytest.mark.parametrize("size", [2, 1])
-def test_what_replicas_change_in_a_run_home_takes(change, size, central):
+def test_a_change_in_run_reaches_the_parameter_device(change, size, central):
     strategy = central(2)
     layer = mirrored_layer(strategy)
 
@@ -235,7 +235,7 @@ def test_what_replicas_change_in_a_run_home_takes(change, size, central):
 
 
 @pytest.mark.parametrize("change", CENTRAL_CHANGES.values(), ids=CENTRAL_CHANGES.keys())
-def test_what_changes_at_home_replicas_take(change, central):
+def test_a_change_on_the_parameter_device_reaches_the_replicas(change, central):
     strategy = central(2)
     layer = mirrored_layer(strategy)
     with torch.no_grad():
@@ -257,7 +257,7 @@ def test_an_assigned_layout_is_homes_too(central):
     strategy.check_replicas()
 
 
-def test_freezing_inside_a_run_holds_at_home(central):
+def test_freezing_inside_a_run_freezes_the_parameter_device(central):
     strategy = central(2)
     layer = mirrored_layer(strategy)
     strategy.run(lambda: layer.weight.requires_grad_(False) and None)
@@ -267,7 +267,7 @@ def test_freezing_inside_a_run_holds_at_home(central):
     assert layer.weight.grad.item() == 4.0
 
 
-def test_a_run_that_fails_leaves_home_and_replicas_equal(central):
+def test_a_run_that_fails_leaves_parameter_device_and_replicas_equal(central):
     strategy = central(2)
     layer = mirrored_layer(strategy)
 
@@ -282,7 +282,7 @@ def test_a_run_that_fails_leaves_home_and_replicas_equal(central):
     assert (layer(ONES) == layer.weight.item()).all()
 
 
-def test_a_replica_that_differs_from_home_is_named(central):
+def test_a_replica_that_differs_from_the_parameter_device_is_named(central):
     strategy = central(2)
     layer = mirrored_layer(strategy)
     layer(ONES)

@@ -270,7 +270,7 @@ def test_what_cannot_be_copied_goes_to_every_replica_itself(value, make_strategy
     assert model(torch.ones(4, 3), {"inside": [value]}).shape == (4, 3)
 
 
-def test_what_is_set_beside_the_fields_of_an_output_is_joined(make_strategy):
+def test_attributes_set_on_an_output_are_joined(make_strategy):
     class Net(nn.Linear):
         def forward(self, x):
             return LateFields([super().forward(x)])

@@ -204,7 +204,7 @@ def test_a_list_that_grows_by_the_examples_has_them_in_order(change, n, make_str
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_counts_of_examples_are_left_apart_and_never_read_as_one(size, make_strategy):
+def test_counts_of_examples_stay_per_replica(size, make_strategy):
     def count(h, state):
         state["n"] = state.get("n", 0) + len(h)
 

@@ -1,4 +1,4 @@
-"""Attacks on loopback: a process without the key enters nowhere, and stops and delays nobody.
+"""Attacks on loopback: a process without the key gets no connection, and delays no other one.
 
 A process with the key harms its own connection at most.
 """
@@ -226,7 +226,7 @@ def test_whatever_reading_a_frame_raises_ends_that_connection_only(capsys):
 
 
 class Exhausted:
-    """A listening socket in a process whose descriptors are used up at the first connection."""
+    """A listening socket in a process that runs out of descriptors at the first connection."""
 
     def __init__(self, sock):
         self._sock, self._errors = sock, [OSError(errno.EMFILE, "too many open files")]

@@ -1,4 +1,4 @@
-"""What stands still is replaced or lost in time, and mirror serve ends when it is told to."""
+"""A stalled process is replaced or lost in time, and mirror serve ends on request."""
 
 import os
 import signal

@@ -26,7 +26,7 @@ def planted(cause, module="model"):
 
 
 def in_forward(cause):
-    """Registers a program whose model passes its hidden values through a function."""
+    """Registers a program with a model that passes its hidden values through a function."""
 
     def register(change):
         class Net(nn.Module):
@@ -50,7 +50,7 @@ def in_forward(cause):
 
 
 def in_loss(change):
-    """Registers a program whose model returns a loss: a function of predictions and targets."""
+    """Registers a program with a model that returns a loss of predictions and targets."""
 
     class Net(nn.Module):
         def __init__(self):

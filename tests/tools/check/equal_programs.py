@@ -28,7 +28,7 @@ def accumulation():
 
 
 def amp_bf16():
-    """Autocast to bfloat16, whose rounding is a percent."""
+    """Autocast to bfloat16: its rounding is a percent."""
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(15):
@@ -444,7 +444,7 @@ def transformer():
 
 
 def vae_outside_noise():
-    """A variational autoencoder whose noise is an argument."""
+    """A variational autoencoder with its noise as an argument."""
 
     class Autoencoder(nn.Module):
         def __init__(self):

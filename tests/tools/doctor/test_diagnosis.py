@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from mirror.comm.nccl import libnccl
 from mirror.comm.registry import Choice, Facts
 from mirror.errors import BackendError
 from mirror.tools import diagnosis
-from mirror.tools.diagnosis import BackendReport, Diagnosis, diagnose
+from mirror.tools.diagnosis import BackendReport, Diagnosis, diagnose, examine_gil
 from tests.gpu.fake import FakeGpus
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -83,7 +84,7 @@ def test_a_self_test_that_fails_is_shown_and_exit_code_1(monkeypatch, capsys):
     assert diagnose(["cpu"] * 2).healthy is False
 
 
-def test_a_trial_that_may_compile_is_told_before_it_begins(monkeypatch, capsys):
+def test_a_trial_that_may_compile_is_announced(monkeypatch, capsys):
     log = []
 
     def failure(kind, devices):
@@ -126,7 +127,7 @@ def four_gpus():
     )
 
 
-def test_the_peer_matrix_tells_links_from_pcie():
+def test_the_peer_matrix_separates_links_from_pcie():
     text = four_gpus().to_text()
     assert lines_of(text, "devices") == [
         "replica 0: cuda:0, H100",
@@ -253,7 +254,7 @@ def machine(monkeypatch, lacks, peers):
 
 
 @pytest.mark.parametrize(("lacks", "peers", "names", "sentence"), CASES)
-def test_a_machine_that_lacks_something_is_told_so_in_a_sentence(
+def test_a_missing_part_of_the_machine_is_reported_in_a_sentence(
     monkeypatch, lacks, peers, names, sentence
 ):
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -299,3 +300,50 @@ def test_every_reason_of_the_code_has_a_case():
     told = {name for _, _, names, _ in CASES for name in names}
     waiting = {name for name in registry.names() if registry.check_name(name).needs_trial}
     assert told == waiting
+
+
+# Whether the GIL is on, and which import turns it on
+
+
+WARNING = (
+    "<frozen>:1: RuntimeWarning: The global interpreter lock (GIL) has been enabled to load "
+    "module 'triton._C.libtriton', which has not declared that it can run safely without the GIL."
+)
+
+
+@pytest.fixture
+def free_threaded(monkeypatch):
+    """Gives ``free_threaded(on=..., stderr=...)``: as where a fresh process writes that."""
+
+    def make(*, on, stderr=""):
+        done = subprocess.CompletedProcess([], 0, "", stderr)
+        monkeypatch.delenv("PYTHON_GIL", raising=False)
+        monkeypatch.setattr(diagnosis.sysconfig, "get_config_var", lambda name: 1)
+        monkeypatch.setattr(diagnosis.subprocess, "run", lambda *_, **__: done)
+        monkeypatch.setattr(diagnosis, "is_gil_enabled", lambda: on)
+
+    return make
+
+
+def test_an_ordinary_interpreter_has_one(monkeypatch):
+    monkeypatch.setattr(diagnosis.sysconfig, "get_config_var", lambda name: 0)
+    assert examine_gil().render().startswith("on, as in every ordinary Python")
+
+
+@pytest.mark.parametrize(("on", "now"), [(True, "on; "), (False, "off now; ")])
+def test_the_import_that_turns_it_on_is_named_with_the_remedy(free_threaded, on, now):
+    free_threaded(on=on, stderr=WARNING)
+    line = examine_gil().render()
+    assert line.startswith(f"{now}importing triton._C.libtriton")
+    assert "PYTHON_GIL=0" in line
+
+
+def test_nothing_turns_it_on(free_threaded):
+    free_threaded(on=False)
+    assert examine_gil().render() == "off; replicas run at once"
+
+
+def test_what_keeps_it_off_needs_no_process(free_threaded, monkeypatch):
+    free_threaded(on=False, stderr=WARNING)
+    monkeypatch.setenv("PYTHON_GIL", "0")
+    assert examine_gil().turned_on_by is None

@@ -6,7 +6,7 @@ import pytest
 
 from mirror import cli
 from mirror.errors import WorkerLostError
-from mirror.tools.worker_report import LinkReport, examine_cluster, measure_links
+from mirror.tools.diagnosis import LinkReport, examine_cluster, measure_links
 
 TORCHRUN = {
     "RANK": "3",

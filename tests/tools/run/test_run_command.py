@@ -177,7 +177,7 @@ def test_a_trace_and_a_report_are_written_when_the_script_ends(run, tmp_path):
     assert "optimizer" in (tmp_path / "t.json").read_text()
 
 
-def test_batch_norm_uses_the_whole_batch_if_told_so(run):
+def test_batch_norm_can_use_the_whole_batch(run):
     text = """
         import sys, torch
         torch.manual_seed(0)

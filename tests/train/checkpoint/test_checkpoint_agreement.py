@@ -132,7 +132,7 @@ def stale(folder):
     return str(caught.value)
 
 
-def test_who_reads_another_checkpoint_is_named_on_all(worker_pool, tmp_path):
+def test_a_worker_that_reads_another_checkpoint_is_named_on_all_workers(worker_pool, tmp_path):
     first, second = worker_pool(2).run(stale, str(tmp_path))
     assert first[:-1].rpartition("/")[0] == second[:-1].rpartition("/")[0]
 

@@ -150,7 +150,7 @@ def test_what_another_process_writes_is_left_alone(tmp_path):
     assert writing.exists()
 
 
-def test_a_save_beside_the_training(tmp_path):
+def test_a_background_save(tmp_path):
     with manager(tmp_path, torch.ones(10), max_to_keep=1) as one:
         one.save(1, wait=False)
         one.save(2, wait=False)
@@ -198,7 +198,7 @@ def test_saves_go_on_where_directories_can_be_neither_locked_nor_synced(tmp_path
     assert left.exists()  # another process may still write there
 
 
-def test_a_save_beside_outlives_the_end_of_the_program(tmp_path):
+def test_a_background_save_completes_after_the_program_ends(tmp_path):
     one = manager(tmp_path, 1)
     one.save(1, wait=False)
     assert not one.checkpoint._in_flight._thread.daemon  # Python waits for such
@@ -219,7 +219,7 @@ def held(monkeypatch):
     return event
 
 
-def test_a_save_beside_has_what_was_there_when_it_was_called(tmp_path, held, leaks):
+def test_a_background_save_has_the_values_at_its_call(tmp_path, held, leaks):
     tensor = torch.zeros(3)
     checkpoint = mirror.Checkpoint(t=tensor, l=[1])
     checkpoint.save(tmp_path / "c", wait=False)
@@ -233,7 +233,7 @@ def test_a_save_beside_has_what_was_there_when_it_was_called(tmp_path, held, lea
 
 
 @pytest.mark.parametrize("then", ["save", "restore", "wait"])
-def test_an_error_beside_is_raised_by_the_next_call(tmp_path, then, caplog):
+def test_an_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, then, caplog):
     (tmp_path / "c").write_text("mine")
     checkpoint = mirror.Checkpoint(x=1)
     checkpoint.save(tmp_path / "c", wait=False)

@@ -370,7 +370,7 @@ def test_a_save_in_the_loop_does_not_move_the_number(tmp_path):
         assert manager.latest == 4, saves_at
 
 
-def test_a_larger_number_of_the_program_is_counted_on_from_forever(tmp_path):
+def test_later_steps_count_on_from_a_larger_number_of_the_program(tmp_path):
     small = Small(tmp_path)
     with small.strategy, small.handler():
         small.run()
@@ -382,8 +382,8 @@ def test_a_larger_number_of_the_program_is_counted_on_from_forever(tmp_path):
 
 
 @pytest.mark.parametrize(("other", "number"), [(1, 3), (3, 3), (100, 101)])
-def test_what_is_saved_is_the_newest_whoever_saved_before(tmp_path, other, number):
-    """Another manager saved there, or an earlier run whose checkpoints were not restored."""
+def test_the_newest_state_is_saved_after_any_earlier_save(tmp_path, other, number):
+    """Another manager saved there, or an earlier run, and its checkpoints were not restored."""
     small = Small(tmp_path)
     with small.strategy, small.handler():
         small.run()
@@ -396,7 +396,7 @@ def test_what_is_saved_is_the_newest_whoever_saved_before(tmp_path, other, numbe
     assert torch.equal(small.model.weight, weight)
 
 
-def test_a_failed_save_beside_the_training_does_not_keep_it_from_saving(tmp_path):
+def test_a_failed_background_save_does_not_prevent_the_last_save(tmp_path):
     small = Small(tmp_path / "d")
     (tmp_path / "d").write_text("in the way")
     with small.strategy, small.handler():

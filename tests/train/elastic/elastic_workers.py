@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from mirror.comm.workers.groups import Groups, SequencedGroup
-from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement
+from mirror.train.checkpoint.checkpoint import WorkerAgreement
 from mirror.train.checkpoint.snapshot import StagingBuffers
 from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent
 from mirror.train.elastic.elastic_state import ElasticState

@@ -21,10 +21,10 @@ Y = (torch.arange(NUM_EXAMPLES) % 2).long()
 IDS = torch.arange(NUM_EXAMPLES)
 
 
-def training(dropout):
+def training(dropout, num_replicas=1, **options):
     """Trains as docs/workers.md says; returns the parameters and the examples of each epoch."""
     torch.manual_seed(0)
-    strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+    strategy = mirror.MultiWorkerMirroredStrategy(["cpu"] * num_replicas, **options)
     with strategy.scope():
         # No bias: normalized, it would have no gradient but rounding, which Adam scales up.
         model = nn.Sequential(
@@ -62,9 +62,9 @@ def training(dropout):
     return values, progress["losses"], progress["ids"], progress["step"]
 
 
-def elastic_training(kills, dropout=0.2):
+def elastic_training(kills, dropout=0.2, num_replicas=1, state="replicated"):
     plan(kills)
-    return elastic.run(lambda: training(dropout))
+    return elastic.run(lambda: training(dropout, num_replicas, optimizer_state=state))
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def undisturbed():
     """Gives ``undisturbed(size, dropout)``: what a worker of an undisturbed training returns."""
 
     @functools.cache
-    def undisturbed(size=2, dropout=0.2):
-        return train(elastic_training, dropout, size=size).results[0]
+    def undisturbed(size=2, dropout=0.2, *args):
+        return train(elastic_training, dropout, *args, size=size).results[0]
 
     return undisturbed
 
@@ -122,6 +122,103 @@ def test_a_stopped_worker_is_replaced_after_the_timeout(undisturbed):
     trained = train(elastic_training, kills=kills, timeout_seconds=2.5)
     check(trained, undisturbed())
     assert len(trained.workers) >= 3
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_the_parts_of_sharded_optimizer_state_survive_their_workers(least, undisturbed):
+    """Each replica holds a half of the state; a commit has the whole one."""
+    kills = [[], [Kill("a sum starts", 9)]]
+    args = (0.0, 2, "sharded")
+    restarts = 0 if least == 1 else 1
+    trained = train(elastic_training, *args, least=least, kills=kills, max_restarts=restarts)
+    check(trained, undisturbed(2, *args), bits=least == 2)
+    assert len(trained.workers) == 2 + restarts
+
+
+def batch_of_each(kills):
+    """Trains with a batch that depends on the number of workers; returns the ids of the epochs."""
+    plan(kills)
+
+    def training():
+        torch.manual_seed(0)
+        strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+        model = strategy.mirror(nn.Linear(3, 2))
+        loader = mirror.data.from_arrays((IDS, X), 3 * strategy.num_replicas_in_sync, shuffle=True)
+        batches = strategy.distribute_dataset(loader)
+        progress = {"epoch": 0, "sizes": [], "ids": [[] for _ in range(NUM_EPOCHS)]}
+        state = elastic.ElasticState(model=model, batches=batches, progress=progress)
+        state.restore()
+        while progress["epoch"] < NUM_EPOCHS:
+            for ids, x in batches:
+                strategy.run(lambda x: model(x).sum().backward(), args=(x,))
+                model.zero_grad()
+                read = strategy.gather(ids).tolist()
+                progress["ids"][progress["epoch"]] += read
+                progress["sizes"].append(len(read))
+                state.commit()
+            progress["epoch"] += 1
+        return progress["ids"], progress["sizes"]
+
+    return elastic.run(training)
+
+
+def test_a_batch_that_follows_the_number_of_workers_costs_no_example():
+    (right, _), *_ = train(batch_of_each).results
+    kills = [[], [Kill("a sum starts", 2)]]
+    ((ids, sizes),) = train(batch_of_each, least=1, kills=kills, max_restarts=0).results
+    assert ids == right
+    assert sizes[0] == 6
+    assert set(sizes[1:]) <= {3, 1}
+
+
+def loop_of_training(kills, folder):
+    """Trains with ``mirror.train.Training``, and saves at its end if there is a folder."""
+    plan(kills)
+
+    def training():
+        torch.manual_seed(0)
+        strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+        with strategy.scope():
+            model = nn.Linear(3, 2)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        loader = mirror.data.from_arrays((IDS, X, Y), BATCH, shuffle=True)
+        batches = strategy.distribute_dataset(loader)
+        objects = {"model": model, "optimizer": optimizer, "batches": batches}
+        manager, read = None, {"ids": []}
+        if folder:
+            manager = mirror.CheckpointManager(mirror.Checkpoint(**objects), folder)
+        hooks = [mirror.train.SaveEvery(4)] if folder else []
+
+        def step(x, y):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        with mirror.train.Training(strategy, checkpoint=manager, hooks=hooks) as loop:
+            state = elastic.ElasticState(**objects, training=loop, read=read)
+            state.restore()
+            for ids, x, y in loop.batches(batches, epochs=NUM_EPOCHS):
+                strategy.run(step, args=(x, y))
+                read["ids"] += strategy.gather(ids).tolist()
+                if (loop.step + 1) % COMMIT_EVERY == 0:
+                    state.commit()
+        return [p.detach().clone() for p in model.parameters()], read["ids"], loop.step
+
+    return elastic.run(training)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_training_counts_its_steps_and_epochs_on(saves, tmp_path):
+    values, ids, num_steps = train(loop_of_training, None).results[0]
+    assert num_steps == NUM_EPOCHS * -(-NUM_EXAMPLES // BATCH)
+    folder = str(tmp_path) if saves else None
+    kills = [[Kill("a sum starts", 9)], [Kill("a commit was exchanged", 3)]]
+    trained = train(loop_of_training, folder, kills=kills)
+    assert trained.code == 0
+    assert len(trained.workers) >= 4
+    for mine, read, steps in trained.results:
+        assert (read, steps) == (ids, num_steps)
+        assert all(map(torch.equal, mine, values))
 
 
 @pytest.mark.slow

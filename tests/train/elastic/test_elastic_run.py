@@ -86,8 +86,12 @@ def test_commit_needs_restore_and_no_run():
             strategy.run(state.commit)
 
 
-def resized(kills, steps, size=1):
-    """Trains for so many steps, and until there are so many workers."""
+def resized(kills, steps, size=1, leaves_at=()):
+    """Trains for so many steps, and until there are so many workers.
+
+    Args:
+        leaves_at: the change of the number of workers at which the last worker kills itself.
+    """
     plan(kills)
     models, calls, live = [], [], []
 
@@ -104,6 +108,8 @@ def resized(kills, steps, size=1):
 
         def rescale(before, now):
             calls.append((before, now))
+            if tuple(leaves_at) == (before, now) and os.environ["RANK"] == str(now - 1):
+                os.kill(os.getpid(), signal.SIGKILL)
             optimizer.param_groups[0]["lr"] *= now / before
 
         state.restore(on_resize=rescale)
@@ -136,6 +142,15 @@ def test_a_new_worker_joins_at_a_commit_with_the_state_of_the_others(monkeypatch
     assert pid == trained.workers[0].pid
     assert (calls, joined) == ([(1, 2)], [(1, 2)])
     assert rate == same == pytest.approx(0.2)
+
+
+def test_a_worker_lost_in_on_resize_changes_nothing_twice():
+    """The others restore the same commit again, and their change begins from it."""
+    kills = [[], [], [Kill("a sum starts", 4)]]
+    trained = train(resized, 8, 1, (3, 2), size=3, least=1, kills=kills, max_restarts=0)
+    ((_, calls, _, rate),) = trained.results
+    assert calls == [(3, 2), (3, 1)]
+    assert rate == pytest.approx(0.1 / 3)
 
 
 def draws(kills, victim=None):

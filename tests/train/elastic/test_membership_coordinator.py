@@ -65,7 +65,7 @@ class Cluster:
 
 
 def training(*names, **options):
-    """Returns a cluster whose workers train in generation 1."""
+    """Returns a cluster of workers that train in generation 1."""
     cluster = Cluster(most=options.pop("most", len(names)), **options)
     cluster.come(*names)
     view = cluster.beat(31)  # fewer than there may be come to the first generation late
@@ -113,6 +113,13 @@ def test_a_silent_worker_is_lost_after_the_timeout():
     assert cluster.beat(2, silent="b").phase is Phase.FORMING
     assert cluster.store.is_lost("b")
     assert not cluster.store.is_lost("a")
+
+
+def test_a_coordinator_that_was_stopped_does_not_take_its_own_silence_for_the_workers():
+    cluster = training("a", "b", timeout_seconds=10.0)
+    assert cluster.step(50.0).phase is Phase.TRAINING
+    assert cluster.beat(9, silent="b").phase is Phase.TRAINING
+    assert cluster.beat(2, silent="b").phase is Phase.FORMING
 
 
 def test_a_worker_that_lost_the_connection_ends_the_generation():

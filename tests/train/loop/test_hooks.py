@@ -29,7 +29,7 @@ def train(*hooks, num_batches=9):
             training.log(loss=training.step / 3)
 
 
-def test_lines_tell_values_and_the_pace():
+def test_lines_show_values_and_steps_per_second():
     lines = []
     train(LogEvery(4, to=lines.append))
     assert len(lines) == 2
@@ -56,7 +56,7 @@ def test_the_pace_is_that_since_the_last_look(monkeypatch):
 
 
 @pytest.mark.parametrize(("hooks", "total"), [((), 9), ((StopAtStep(4),), 4)])
-def test_tqdm_is_told_every_step(monkeypatch, hooks, total):
+def test_tqdm_is_updated_in_every_step(monkeypatch, hooks, total):
     told = []
 
     class Bar:

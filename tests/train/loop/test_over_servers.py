@@ -208,7 +208,7 @@ def test_a_per_worker_dataset_hands_out_what_a_step_takes_for_its_batch(tmp_path
         assert (training.value("k"), program.weight) == (17, 18)
 
 
-def test_gradients_that_wait_at_a_synchronous_checkpoint_are_told_of(tmp_path):
+def test_gradients_that_wait_at_a_synchronous_checkpoint_are_reported(tmp_path):
     with (
         Counting(tmp_path, num_workers=2, sync=True) as program,
         pytest.warns(UserWarning, match=r"of step 3 lacks 1 gradients.*multiples of.*=2"),

@@ -115,7 +115,7 @@ def test_an_error_of_a_step_is_raised_as_itself_and_its_step_never_counted(tmp_p
         assert coordinator.fetch(coordinator.schedule(own, args=(1,))) == 1
 
 
-def test_steps_that_were_not_run_are_no_steps_whatever_the_program_catches():
+def test_steps_that_did_not_run_do_not_count_even_if_the_program_catches_errors():
     with Counting() as program:
         own = program.step
 
@@ -157,7 +157,7 @@ def test_a_workers_dataset_that_ends_is_said(fetches):
         assert training.step == 4
 
 
-def test_a_step_is_a_pass_of_the_loop_whatever_it_schedules():
+def test_a_step_is_one_pass_of_the_loop_for_any_number_of_scheduled_steps():
     with Counting(num_workers=2) as program:
         counts = [0, 3, 1, 0, 2, 1, 1]
         seen = Seen()
@@ -190,7 +190,7 @@ def test_a_loop_that_fetches_knows_its_step_and_one_left_by_break_counts():
         assert (training.step, program.weight) == (15, 13)
 
 
-def test_what_hooks_log_and_schedule_beside_the_loop_is_no_step(tmp_path):
+def test_values_and_steps_of_hooks_outside_the_loop_are_no_steps(tmp_path):
     class Beside(Hook):
         def begin(self, training):
             self.coordinator = mirror.ClusterCoordinator(training.strategy)

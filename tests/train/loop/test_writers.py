@@ -1,5 +1,6 @@
-"""Live plots of a training, and the message where no plot is possible."""
+"""What a training shows: live plots, a message where no plot is possible, a progress line."""
 
+import io
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 import mirror
 from mirror.train import LivePlot, StopAtStep, Training
+from mirror.train.loop.hooks import ProgressLine
 from mirror.train.loop.writers import Line
 
 pytest.importorskip("matplotlib")
@@ -26,7 +28,7 @@ def drawn(figure):
     return lines, (axes.get_xlabel(), axes.get_ylabel(), axes.get_legend() is not None)
 
 
-def test_every_step_is_a_point_whatever_is_drawn_between():
+def test_every_step_is_a_point_of_the_plot():
     figures = []
     hook = LivePlot(seconds=1e-9, to=lambda figure: figures.append(drawn(figure)))
     train(hook, loss=lambda i: torch.tensor([i / 2.0]))
@@ -131,3 +133,82 @@ def test_without_a_package_the_training_does_not_begin(monkeypatch, name):
 def test_drawing_takes_time_and_is_not_done_at_all_times():
     with pytest.raises(ValueError, match="above 0"):
         LivePlot(seconds=0)
+
+
+# The progress line: one line on a terminal, which is removed at the end
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_terminal_shows_what_is_done():
+    terminal = Terminal()
+    with ProgressLine("epoch 1", 8, terminal) as progress:
+        progress.show(2, "loss 0.5")
+        assert terminal.getvalue() == "\r\x1b[Kepoch 1 [######------------------] loss 0.5"
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_the_line_is_cleared_at_the_end_and_after_an_error(error):
+    terminal = Terminal()
+    try:
+        with ProgressLine("epoch 1", 8, terminal) as progress:
+            progress.show(8, "loss 0.5")
+            if error:
+                raise error
+    except (KeyboardInterrupt, ValueError):
+        pass
+    assert terminal.getvalue().endswith("loss 0.5\r\x1b[K")
+
+
+def test_the_line_is_cleared_when_ctrl_c_comes_right_after_it_was_written():
+    class Interrupted(Terminal):
+        def flush(self):
+            if self.getvalue().endswith("loss 0.5"):
+                raise KeyboardInterrupt
+
+    terminal = Interrupted()
+    with pytest.raises(KeyboardInterrupt), ProgressLine("epoch 1", 8, terminal) as progress:
+        progress.show(8, "loss 0.5")
+    assert terminal.getvalue().endswith("loss 0.5\r\x1b[K")
+
+
+def test_the_line_never_wraps(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal = Terminal()
+    with ProgressLine("epoch 1", 8, terminal) as progress:
+        progress.show(2, "loss 0.5")
+        assert terminal.getvalue() == "\r\x1b[Kepoch 1 [######----"
+
+
+def test_redrawing_is_due_at_first_and_then_not_at_once():
+    with ProgressLine("epoch 1", 8, Terminal()) as progress:
+        assert progress.due()
+        progress.show(1, "")
+        assert not progress.due()
+
+
+def test_without_a_terminal_nothing_is_written():
+    stream = io.StringIO()
+    with ProgressLine("epoch 1", 8, stream) as progress:
+        assert not progress.due()
+        progress.show(2, "loss 0.5")
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(("variable", "value"), [("CI", "true"), ("TERM", "dumb")])
+def test_a_dumb_or_ci_terminal_counts_as_none(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    terminal = Terminal()
+    with ProgressLine("epoch 1", 8, terminal) as progress:
+        progress.show(2, "loss 0.5")
+    assert terminal.getvalue() == ""

@@ -1,10 +1,12 @@
-"""Models from transformers, mirrored and plain: five steps leave the same parameters."""
+"""Models and the Trainer of transformers train mirrored models as plain ones."""
 
 import copy
 
 import pytest
 import torch
 
+import mirror
+from mirror.errors import StrategyError
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.pairs import pairwise
 
@@ -16,84 +18,51 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = [6, 5, 7, 2, 4]
 
 
+# The same sizes under the names of each family, and no dropout.
+SIZE = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
 def llama():
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            attention_dropout=0.0,
-        )
+        transformers.LlamaConfig(**SIZE, num_key_value_heads=1, attention_dropout=0.0)
     )
 
 
 def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=32,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            n_positions=32,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    config = transformers.GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
 
 
 def bert():
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            vocab_size=32,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            max_position_embeddings=32,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=3,
-        )
-    )
+    config = transformers.BertConfig(**SIZE, **NO_DROPOUT, num_labels=3)
+    return transformers.BertForSequenceClassification(config)
 
 
 def vit():
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            image_size=8,
-            patch_size=4,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=3,
-        )
+    sizes = {name: SIZE[name] for name in SIZE if name.startswith(("hidden", "inter", "num"))}
+    config = transformers.ViTConfig(
+        **sizes, **NO_DROPOUT, image_size=8, patch_size=4, num_labels=3
     )
+    return transformers.ViTForImageClassification(config)
 
 
 def t5():
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=32,
-            d_model=16,
-            d_kv=8,
-            d_ff=24,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            pad_token_id=0,
-            decoder_start_token_id=0,
-        )
-    )
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
+        pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
 
 
 ALL = [llama, gpt2, bert, vit, t5]
@@ -199,32 +168,12 @@ SEARCHES = {
 
 
 def mistral():
-    return transformers.MistralForCausalLM(
-        transformers.MistralConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            sliding_window=6,
-        )
-    )
+    config = transformers.MistralConfig(**SIZE, num_key_value_heads=1, sliding_window=6)
+    return transformers.MistralForCausalLM(config)
 
 
 def bert_decoder():
-    return transformers.BertLMHeadModel(
-        transformers.BertConfig(
-            vocab_size=32,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            max_position_embeddings=32,
-            is_decoder=True,
-        )
-    )
+    return transformers.BertLMHeadModel(transformers.BertConfig(**SIZE, is_decoder=True))
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -269,27 +218,17 @@ def test_a_cache_goes_from_call_to_call(build, kind, make_strategy):
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"label_smoothing_factor": 0.1},
-        {"gradient_checkpointing": True},
-    ],
-    ids=str,
-)
-def test_the_trainer_trains_a_language_model_as_on_one_device(options, make_strategy, tmp_path):
-    # It passes the number of target tokens: the loss was 1/N of one device's.
+@pytest.fixture
+def train_by_trainer(tmp_path):
+    """Gives ``train_by_trainer(model, gpus=1)``: the losses; the Trainer sees so many GPUs."""
     pytest.importorskip("accelerate")
     pairs = []
     for length in (8, 3, 5, 8, 2, 7, 4, 8, 6, 3, 5):
         tokens = torch.randint(1, 32, (8,))
         labels = torch.where(torch.arange(8) < length, tokens, -100)
         pairs.append({"input_ids": tokens, "labels": labels})
-    losses = []
-    models = pair(llama, make_strategy(3))
-    for model in models:
+
+    def train(model, gpus=1, evaluated_only=False, **options):
         arguments = transformers.TrainingArguments(
             tmp_path,
             per_device_train_batch_size=4,  # of 11: the last one is uneven
@@ -302,12 +241,76 @@ def test_the_trainer_trains_a_language_model_as_on_one_device(options, make_stra
             adam_epsilon=1e-6,
             **options,
         )
+        assert arguments.n_gpu <= 1
+        arguments._n_gpu = gpus
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=pairs)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        losses[-1].append(trainer.evaluate(pairs[:5])["eval_loss"])
-    assert_same(losses[1], losses[0])
-    assert_same(models[1].state_dict(), models[0].state_dict())
+        if not evaluated_only:
+            trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [*losses, trainer.evaluate(pairs[:5])["eval_loss"]]
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_the_trainer_trains_a_language_model_as_on_one_device(
+    options, make_strategy, train_by_trainer
+):
+    # It passes the number of target tokens: the loss was 1/N of one device's.
+    plain, model = pair(llama, make_strategy(3))
+    assert_same(train_by_trainer(model, **options), train_by_trainer(plain, **options))
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("evaluated_only", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_where_it_sees_several_gpus_the_error_names_a_remedy_that_works(
+    evaluated_only, train_by_trainer, make_strategy
+):
+    plain, model = pair(llama, make_strategy(3))
+    with pytest.raises(StrategyError, match=r"Trainer does so .* arguments._n_gpu = 1"):
+        train_by_trainer(model, gpus=3, evaluated_only=evaluated_only)
+    assert_same(train_by_trainer(model), train_by_trainer(plain))
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "order", ["adapter first", pytest.param("mirrored first", marks=pytest.mark.slow)]
+)
+def test_lora_trains_and_merges_as_on_one_device(order, train_by_trainer, make_strategy, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    base = llama()
+    start = copy.deepcopy(base)
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(copy.deepcopy(base), config)
+    strategy = make_strategy(3)
+    if order == "adapter first":
+        model = strategy.mirror(copy.deepcopy(plain))
+    else:
+        strategy.mirror(base)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(base, config)
+    expected, losses = train_by_trainer(plain), train_by_trainer(model)
+    assert mirror.is_mirrored(model)
+    assert_same(losses, expected)
+    assert_same(model.state_dict(), plain.state_dict())
+    tokens = torch.randint(1, 32, (5, 6))
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(start, tmp_path / "adapter")
+    merged = model.merge_and_unload()
+    for other in (again, merged):
+        assert_same(other(tokens).logits, plain(tokens).logits)
 
 
 @pytest.mark.parametrize("build", ALL)

@@ -13,19 +13,16 @@ from torch.nn.utils import clip_grad_norm_
 import mirror
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.pairs import each_once, pairwise
-from tests.transparency.cases import (
-    BATCH_SIZES,
+from tests.training.cases import (
     CASES,
     REPLICAS,
     WAYS,
     Case,
     Classifier,
-    adamw,
     clip_norm,
     compare,
     cross_entropy,
     make_batches,
-    mlp,
     prepared,
     sgd,
 )
@@ -154,61 +151,6 @@ def test_lazy_modules_are_mirrored_when_their_shapes_are_known(n, way, make_stra
     compare(case, way, strategy, model, case.optimizer(model), plain, batches)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_state_saved_on_replicas_goes_on_without_mirroring(n, make_strategy):
-    case = CASES["adamw"]
-    plain, model, batches = prepared(case)
-    strategy = make_strategy(n)
-    strategy.mirror(model)
-    optimizer = case.optimizer(model)
-    train(3, strategy, model, optimizer, batches[:10], case.loss)
-    middle, middle_optimizer = case.build(), None
-    middle.load_state_dict(model.state_dict())
-    middle_optimizer = case.optimizer(middle)
-    middle_optimizer.load_state_dict(optimizer.state_dict())
-    train_loop(middle, middle_optimizer, batches[10:], case.loss)
-    plain_optimizer = case.optimizer(plain)
-    train_loop(plain, plain_optimizer, batches, case.loss)
-    assert_same_training(middle, middle_optimizer, plain, plain_optimizer)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_float64_is_exact_to_its_own_precision(n, make_strategy):
-    case = dataclasses.replace(CASES["clipped-norm"], build=lambda: mlp().double())
-    case = dataclasses.replace(
-        case, data=lambda s: lambda: (torch.randn(s, 6).double(), torch.randint(3, (s,)))
-    )
-    plain, model, batches = prepared(case)
-    strategy = make_strategy(n)
-    strategy.mirror(model)
-    compare(case, 3, strategy, model, case.optimizer(model), plain, batches)
-
-
-class Checkpointed(nn.Module):
-    """Recomputes the activations of one layer in backward."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-        self.first = nn.Linear(6, 6)
-        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.first(x)
-        x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
-@pairwise(n=[2, 3], reentrant=[False, True], way=WAYS)
-def test_activation_checkpointing_equals_one_device(n, reentrant, way, make_strategy):
-    case = dataclasses.replace(CASES["sgd-momentum"], build=lambda: Checkpointed(reentrant))
-    plain, model, batches = prepared(case)
-    strategy = make_strategy(n)
-    strategy.mirror(model)
-    compare(case, way, strategy, model, case.optimizer(model), plain, batches[:6])
-
-
 @pytest.mark.parametrize("n", REPLICAS)
 def test_sum_reduction_with_the_scaled_loss_equals_one_device(n, make_strategy):
     """As in tf.distribute: the loss is divided by the global batch size, gradients are summed."""
@@ -290,61 +232,6 @@ def test_accumulation_under_no_sync_equals_one_device(n, way, make_strategy):
             optimizer.step()
         strategy.check_replicas()
     assert_same_training(model, optimizer, plain, plain_optimizer)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_accumulation_without_no_sync_equals_one_device(n, make_strategy):
-    """Each backward reduces on its own; the sum is the same."""
-    case = CASES["sgd-momentum"]
-    plain, model, batches = prepared(case)
-    for batch in batches[:4]:
-        cross_entropy(plain, batch).backward()
-    strategy = make_strategy(n)
-    strategy.mirror(model)
-    for batch in strategy.distribute_dataset(batches[:4]):
-        strategy.run(lambda batch: cross_entropy(model, batch).backward(), args=(batch,))
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_same(p.grad, q.grad, "grad")
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_three_ways_can_be_mixed_in_one_training(n, make_strategy):
-    case = CASES["adamw"]
-    plain, model, batches = prepared(case)
-    plain_optimizer = case.optimizer(plain)
-    strategy = make_strategy(n)
-    strategy.mirror(model)
-    optimizer = case.optimizer(model)
-    for i, batch in enumerate(batches):
-        expected = train_loop(plain, plain_optimizer, [batch], case.loss)
-        actual = train(1 + i % 3, strategy, model, optimizer, [batch], case.loss)
-        assert_same(actual, expected, f"loss {i}")
-    assert_same_training(model, optimizer, plain, plain_optimizer)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", [2, 4])
-def test_two_models_and_two_optimizers_train_side_by_side(n, way, make_strategy):
-    """Alternating steps, as a GAN makes them, one loss through both models."""
-    parts = [nn.Linear(6, 5), nn.Linear(5, 3)]
-    mirrored = copy.deepcopy(parts)
-
-    def loss_through(parts):
-        def loss(_, batch):
-            return F.cross_entropy(parts[1](torch.tanh(parts[0](batch[0]))), batch[1])
-
-        return loss
-
-    strategy = make_strategy(n)
-    for part in mirrored:
-        strategy.mirror(part)
-    plain_optimizers = [sgd(parts[0]), adamw(parts[1])]
-    optimizers = [sgd(mirrored[0]), adamw(mirrored[1])]
-    for i, batch in enumerate(make_batches(Case(), BATCH_SIZES[:10])):
-        train_loop(None, plain_optimizers[i % 2], [batch], loss_through(parts))
-        train(way, strategy, None, optimizers[i % 2], [batch], loss_through(mirrored))
-    for i in range(2):
-        assert_same_training(mirrored[i], optimizers[i], parts[i], plain_optimizers[i])
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -1,0 +1,495 @@
+"""What programs do with optimizers, with sharded state: a catalogue, each beside one device.
+
+A program gets ``Place``, builds a model and optimizers, trains, and returns what it wants
+compared. It knows nothing of replicas.
+"""
+
+import contextlib
+import copy
+import io
+import pickle
+from collections import defaultdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler, swa_utils
+
+import mirror
+from tests.oracle import assert_same
+from tests.pairs import each_once
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is experimental:UserWarning")
+GENERATOR = torch.Generator()
+
+
+def batches(count=5):
+    generator = GENERATOR.manual_seed(1)
+    return [torch.randn(size, 6, generator=generator) for size in (10, 11, 7, 6, 8)[:count]]
+
+
+def adamw(params, **options):
+    return torch.optim.AdamW(params, **{"lr": 0.05, "eps": 1e-4, **options})
+
+
+def sgd(params, **options):
+    return torch.optim.SGD(params, **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+class Place:
+    """Where a program runs: one device without a strategy, or replicas.
+
+    Args:
+        in_run: whether steps are made inside ``run``.
+        in_scope: whether all of the program is inside the scope, or the model only.
+    """
+
+    def __init__(self, strategy=None, *, in_run=False, in_scope=True):
+        self.strategy, self.in_run, self.in_scope = strategy, in_run, in_scope
+
+    def scope(self):
+        return contextlib.nullcontext() if self.strategy is None else self.strategy.scope()
+
+    def run(self, program):
+        with self.scope() if self.in_scope else contextlib.nullcontext():
+            return program(self)
+
+    def net(self, seed=0):
+        with self.scope():
+            torch.manual_seed(seed)
+            return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def call(self, step, x):
+        if not self.in_run:
+            step(x)
+            return
+        (part,) = self.strategy.distribute_dataset([x])
+        self.strategy.run(step, args=(part,))
+
+    def train(self, model, optimizer, count=5, *, after=lambda i: None, before=lambda: None):
+        """Makes some steps; ``before`` is called before ``optimizer.step()``."""
+
+        def step(x):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), torch.ones(len(x), 3)).backward()
+            before()
+            optimizer.step()
+
+        for i, x in enumerate(batches(count)):
+            self.call(step, x)
+            after(i)
+
+
+def left(model, *optimizers):
+    return [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
+
+
+def freezing(place):
+    model = place.net()
+    optimizer = adamw(model.parameters())
+
+    def toggle(i):
+        if i in (0, 2):
+            model[0].requires_grad_(i == 2)
+        if i == 3:
+            model.requires_grad_(False)
+            model[2].bias.requires_grad_(True)
+
+    place.train(model, optimizer, after=toggle)
+    return left(model, optimizer)
+
+
+def a_group_that_is_added(place):
+    model = place.net()
+    optimizer = adamw(model[0].parameters())
+
+    def add(i):
+        if i == 1:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
+
+    place.train(model, optimizer, after=add)
+    return left(model, optimizer)
+
+
+def parameters_that_are_removed(place):
+    model = place.net()
+    groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
+    optimizer = adamw(groups)
+
+    def remove(i):
+        if i == 1:
+            optimizer.state.pop(optimizer.param_groups[0]["params"].pop())
+        if i == 2:
+            for parameter in optimizer.param_groups.pop()["params"]:
+                del optimizer.state[parameter]
+
+    place.train(model, optimizer, after=remove)
+    return left(model, optimizer)
+
+
+def a_layer_that_is_replaced(place):
+    model = place.net()
+    optimizer = adamw(model.parameters())
+
+    def replace(i):
+        if i == 2:
+            with place.scope():
+                model[2] = nn.Linear(5, 3)
+            nn.init.constant_(model[2].weight, 0.1)
+            nn.init.zeros_(model[2].bias)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+
+    place.train(model, optimizer, after=replace)
+    return model.state_dict(), [dict(optimizer.state[p]) for p in model.parameters()]
+
+
+def state_of_one_device_that_is_loaded(place):
+    alone, model = Place(), place.net()
+    plain = alone.net()
+    on_one, optimizer = adamw(plain.parameters()), adamw(model.parameters())
+    alone.train(plain, on_one, 2)
+    for _ in range(2):
+        optimizer.load_state_dict(copy.deepcopy(on_one.state_dict()))
+        place.train(model, optimizer, 3)
+    return left(model, optimizer)
+
+
+def a_file_of_torch_save(place):
+    model = place.net()
+    optimizer = adamw(model.parameters())
+    place.train(model, optimizer, 3)
+    file = io.BytesIO()
+    torch.save(left(model, optimizer), file)
+    place.train(model, optimizer, 2)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    place.train(model, optimizer, 3)
+    return left(model, optimizer)
+
+
+def gradients_that_are_set_to_zeros(place):
+    model = place.net()
+    optimizer = adamw(model.parameters())
+    for i, x in enumerate(batches()):
+
+        def step(x, i=i):
+            optimizer.zero_grad(set_to_none=i % 2 == 0)
+            F.mse_loss(model(x), torch.ones(len(x), 3)).backward()
+            optimizer.step()
+
+        place.call(step, x)
+    return left(model, optimizer), [p.grad for p in model.parameters()]
+
+
+def steps_without_gradients(place):
+    model = place.net()
+    optimizer = adamw(model.parameters())
+
+    def again(i):
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+
+    place.train(model, optimizer, after=again)
+    return left(model, optimizer)
+
+
+def each_parameter_clipped_by_itself(place):
+    model = place.net()
+    optimizer = adamw(model.parameters())
+
+    def clip():
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_(parameter, 0.05)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    place.train(model, optimizer, before=clip)
+    return left(model, optimizer)
+
+
+def averages_of_the_model(place):
+    model = place.net()
+    optimizer = sgd(model.parameters())
+    scheduler = swa_utils.SWALR(optimizer, swa_lr=0.01)
+    averaged = [
+        swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
+        swa_utils.AveragedModel(model, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b),
+        swa_utils.AveragedModel(model, use_buffers=True),
+    ]
+    shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def average(i):
+        for one in averaged:
+            one.update_parameters(model)
+        for own, parameter in zip(shadow, model.parameters(), strict=True):
+            own.lerp_(parameter.detach(), 0.1)
+        scheduler.step()
+
+    place.train(model, optimizer, after=average)
+    return (
+        left(model, optimizer),
+        shadow,
+        [(one.state_dict(), one(batches()[0])) for one in averaged],
+    )
+
+
+def two_optimizers_in_turn(place):
+    model = place.net()
+    both = adamw(model[0].parameters()), sgd(model[2].parameters())
+    for i, x in enumerate(batches()):
+
+        def step(x, i=i):
+            model.zero_grad()
+            F.mse_loss(model(x), torch.ones(len(x), 3)).backward()
+            both[i % 2].step()
+            if i == 3:
+                both[0].step()
+
+        place.call(step, x)
+    return left(model, *both)
+
+
+def a_parameter_in_two_optimizers(place):
+    model = place.net()
+    optimizer, other = adamw(model.parameters()), sgd(model[2].parameters())
+    place.train(model, optimizer, before=other.step)
+    return left(model, optimizer, other)
+
+
+def another_optimizer_after_the_first(place):
+    model = place.net()
+    for make in (adamw, sgd, torch.optim.Adafactor, torch.optim.RMSprop):
+        optimizer = make(model.parameters(), lr=0.01)
+        place.train(model, optimizer, 2)
+    return left(model, optimizer)
+
+
+def an_optimizer_for_each_parameter(place):
+    model = place.net()
+    optimizers = [sgd([parameter], foreach=False) for parameter in model.parameters()]
+
+    def step(x):
+        F.mse_loss(model(x), torch.ones(len(x), 3)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for x in batches():
+        place.call(step, x)
+    return left(model, *optimizers)
+
+
+def copies_that_train_on(place):
+    model = place.net()
+    optimizer = adamw(model.parameters())
+    place.train(model, optimizer, 3)
+    results = []
+    for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        other, own = copied((model, optimizer))
+        Place().train(other, own, 2)
+        results.append(left(other, own))
+    place.train(model, optimizer)
+    return left(model, optimizer), results
+
+
+def a_rate_in_a_tensor(place):
+    model, rate = place.net(), torch.tensor(0.05)
+    optimizer = adamw(model.parameters(), lr=rate, foreach=False)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    place.train(model, optimizer, after=lambda i: scheduler.step())
+    return left(model, optimizer), rate, optimizer.param_groups[0]["lr"] is rate
+
+
+def options_of_every_parameter(place):
+    model = place.net()
+    groups = [
+        {"params": [p], "lr": 0.01 * i, "weight_decay": 0.1 * i, "maximize": i == 2}
+        for i, p in enumerate(model.parameters(), 1)
+    ]
+    optimizer = adamw(groups)
+    place.train(model, optimizer)
+    return left(model, optimizer)
+
+
+def names_of_parameters(place):
+    model = place.net()
+    optimizer = adamw(model.named_parameters())
+    place.train(model, optimizer)
+    return left(model, optimizer)
+
+
+def values_that_are_clamped_and_loaded(place):
+    model = place.net()
+    optimizer, other = adamw(model.parameters()), Place().net(3).state_dict()
+
+    def change(i):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.3, 0.3)
+        if i == 2:
+            model.load_state_dict(other)
+
+    place.train(model, optimizer, after=change)
+    return left(model, optimizer)
+
+
+def reads_in_inference_mode(place):
+    model, outputs = place.net(), []
+    optimizer = adamw(model.parameters())
+
+    def read(i):
+        with torch.inference_mode():
+            outputs.append(model(batches()[i]).clone())
+            optimizer.state_dict()
+
+    place.train(model, optimizer, after=read)
+    return left(model, optimizer), outputs
+
+
+def hooks_of_state_dicts(place):
+    model, seen = place.net(), []
+    optimizer = adamw(model.parameters())
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(len(state["state"])))
+    optimizer.register_load_state_dict_post_hook(
+        lambda one: [entry["exp_avg"].zero_() for entry in one.state.values()]
+    )
+
+    def load(i):
+        if i == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    place.train(model, optimizer, after=load)
+    return left(model, optimizer), seen
+
+
+def state_before_the_first_step(place):
+    model = place.net()
+    optimizer = adamw(model.parameters())
+    for p in model.parameters():
+        optimizer.state[p].update(
+            step=torch.tensor(5.0), exp_avg=torch.ones_like(p), exp_avg_sq=torch.ones_like(p)
+        )
+    place.train(model, optimizer)
+    return left(model, optimizer)
+
+
+def the_state_object_kept(place):
+    model = place.net()
+    optimizer = adamw(model.parameters())
+    place.train(model, optimizer, 1)
+    state = optimizer.state
+    place.train(model, optimizer, after=lambda i: state[model[0].weight]["exp_avg"].mul_(0.5))
+    return left(model, optimizer), state is optimizer.state
+
+
+def sparse_and_dense_parameters(place):
+    with place.scope():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(12, 6, sparse=True), nn.Linear(6, 3))
+    optimizer = sgd(model.parameters())
+
+    def step(x):
+        optimizer.zero_grad()
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+
+    for i in range(4):
+        place.call(step, torch.arange(i, i + 8) % 10)
+    return left(model, optimizer)
+
+
+PROGRAMS = [
+    *(freezing, a_group_that_is_added, parameters_that_are_removed, a_layer_that_is_replaced),
+    *(state_of_one_device_that_is_loaded, a_file_of_torch_save, gradients_that_are_set_to_zeros),
+    *(steps_without_gradients, each_parameter_clipped_by_itself, averages_of_the_model),
+    *(two_optimizers_in_turn, a_parameter_in_two_optimizers, another_optimizer_after_the_first),
+    *(an_optimizer_for_each_parameter, copies_that_train_on, a_rate_in_a_tensor),
+    *(options_of_every_parameter, names_of_parameters, values_that_are_clamped_and_loaded),
+    *(reads_in_inference_mode, hooks_of_state_dicts, state_before_the_first_step),
+    *(the_state_object_kept, sparse_and_dense_parameters),
+]
+
+# What programs write into the state after a step; o is the optimizer, w a weight.
+WRITES = {
+    "values": lambda o, w: o.state[w]["exp_avg"].mul_(0.5),
+    "data": lambda o, w: o.state[w]["exp_avg"].data.mul_(0.5),
+    "a view": lambda o, w: o.state[w]["exp_avg"][0].fill_(0.5),
+    "a key": lambda o, w: o.state[w].update(exp_avg=torch.ones_like(w)),
+    "a count": lambda o, w: o.state[w].update(step=torch.tensor(10.0)),
+    "an own key": lambda o, w: o.state[w].update(mine=3, own=torch.full_like(w, 3.0)),
+    "all values": lambda o, w: [entry["exp_avg_sq"].mul_(1.1) for entry in o.state.values()],
+    "all items": lambda o, w: [e.update(exp_avg=e["exp_avg"] * 2) for _, e in o.state.items()],
+    "del": lambda o, w: o.state.__delitem__(w),
+    "pop": lambda o, w: o.state.pop(w),
+    "clear": lambda o, w: o.state.clear(),
+    "setdefault": lambda o, w: o.state.setdefault(w, {}).update(exp_avg=torch.zeros_like(w)),
+    "another state": lambda o, w: setattr(o, "state", defaultdict(dict)),
+    "a note": lambda o, w: o.state.update(note=3),
+}
+
+SCHEDULERS = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.8)],
+        milestones=[2],
+    ),
+}
+
+# The number of replicas, whether steps are in run, whether all is in the scope.
+PLACES = [
+    *((2, False, True), (3, True, True), (2, True, False), (3, False, False), (1, True, True)),
+    *((3, False, True), (2, False, False)),
+]
+
+
+def compared(program, place):
+    n, in_run, in_scope = place
+    expected = Place().run(program)
+    with mirror.MirroredStrategy(["cpu"] * n, optimizer_state="sharded") as strategy:
+        found = Place(strategy, in_run=in_run, in_scope=in_scope).run(program)
+        strategy.check_replicas()
+        assert_same(found, expected, tolerance=1e-4)
+
+
+@each_once(program=PROGRAMS, place=PLACES)
+def test_a_program_leaves_what_it_leaves_on_one_device(program, place):
+    compared(program, place)
+
+
+@each_once(write=[pytest.param(w, id=n) for n, w in WRITES.items()], place=PLACES)
+def test_what_a_program_writes_into_the_state_counts(write, place):
+    def program(place):
+        model = place.net()
+        optimizer = adamw(model.parameters())
+        weights = (model[0].weight, model[2].bias)
+        place.train(model, optimizer, after=lambda i: write(optimizer, weights[i % 2]))
+        return left(model, optimizer)
+
+    compared(program, place)
+
+
+@each_once(make=[pytest.param(m, id=n) for n, m in SCHEDULERS.items()], place=PLACES)
+def test_a_schedule_of_rates_is_that_of_one_device(make, place):
+    def program(place):
+        model, rates = place.net(), []
+        optimizer = sgd([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
+        scheduler = make(optimizer)
+        metric = [1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []
+
+        def after(i):
+            scheduler.step(*metric)
+            rates.append([group["lr"] for group in optimizer.param_groups])
+
+        place.train(model, optimizer, after=after)
+        return left(model, optimizer), rates, scheduler.get_last_lr()
+
+    compared(program, place)
