@@ -116,7 +116,7 @@ def _events(draft):
         pool.pop("grads outside", None)
     pool.pop("grads outside", None) if draft.containers != "tuple" else None
     if draft.of_workers and draft.has("rows"):  # statistics of a batch that each worker has whole
-        pool.pop("backward between", None)
+        pool.pop("backward between", None), pool.pop("grads outside", None)
     plain = not (draft.scheduler or draft.accumulates or draft.scaled)
     if plain:
         pool |= events.SAVING
