@@ -54,6 +54,21 @@ CASES = {
             batch_statistics=True,
         ),
         Case(
+            "resnet18",
+            "resnet18",
+            64,
+            {"size": 32, "width": 64, "classes": 10},
+            batch_statistics=True,
+        ),
+        Case(
+            "lstm-lm",
+            "lstm_lm",
+            64,
+            {"width": 128, "tokens": 32, "vocabulary": 256},
+            unit="tokens",
+            per_example=32,
+        ),
+        Case(
             "resnet50-224",
             "resnet50",
             256,
@@ -72,3 +87,5 @@ OF_PARALLEL_REPLICAS = {
 """Measured by ``parallel_replicas.py``, with some of those above."""
 FOR_GPUS = ("resnet50-224",)
 """Too large for a CPU; measured only if named."""
+OF_PYTORCH = ("resnet18", "lstm-lm")
+"""Not in TensorFlow's worker; measured only if named."""

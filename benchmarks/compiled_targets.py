@@ -13,9 +13,9 @@ SMALL: dict[int, dict[tuple[str, int], float]] = {
     2: {("DDP", 2): 0.35, ("TensorFlow", 2): 0.7, ("plain", 1): 1.0},
     4: {("DDP", 4): 0.35},
 }
-LARGE_CASES = ("cnn", "wide-mlp", "transformer")
+LARGE_CASES = ("cnn", "wide-mlp", "transformer", "resnet18", "lstm-lm")
 LARGE_LIMIT, LARGE_WORST = 0.95, 1.05
-HOST_US, HOST_CALLS = 50.0, 10.0
+FEW_PARAMETERS, HOST_US_FEW, HOST_US_MANY, HOST_CALLS = 20, 50.0, 250.0, 10.0
 COMPILE_SECONDS, SECOND_PROCESS_SECONDS = 60.0, 5.0
 
 
@@ -79,6 +79,7 @@ def cost_targets(found: dict[str, Any]) -> list[Target]:
     for row in found["added_replica"]:
         where = f"an added replica, {row['parameters']} parameters"
         middle, *spread = row["us"]
-        targets.append(Target(f"{where}: us of the host", middle, (spread[0], spread[1]), HOST_US))
+        limit = HOST_US_FEW if row["parameters"] <= FEW_PARAMETERS else HOST_US_MANY
+        targets.append(Target(f"{where}: us of the host", middle, (spread[0], spread[1]), limit))
         targets.append(Target(f"{where}: Python functions called", row["calls"], None, HOST_CALLS))
     return targets

@@ -14,8 +14,10 @@ def build(case: Case) -> nn.Module:
         "mlp": mlp,
         "cnn": cnn,
         "transformer": Transformer,
+        "resnet18": ResNet18,
         "resnet50": ResNet50,
         "lstm": LSTM,
+        "lstm_lm": LSTMLanguageModel,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -26,7 +28,7 @@ def batch_of(case: Case, *, examples: int | None = None) -> tuple[Tensor, Tensor
     """Returns random inputs and classes for that many examples; the same at every call."""
     generator = torch.Generator().manual_seed(1)
     n, sizes = examples or case.batch, case.sizes
-    if case.model == "transformer":
+    if case.model in ("transformer", "lstm_lm"):
         shape = n, sizes["tokens"]
         text = [torch.randint(sizes["vocabulary"], shape, generator=generator) for _ in "xy"]
         return text[0], text[1]
@@ -80,6 +82,19 @@ class LSTM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(x)[0])
+
+
+class LSTMLanguageModel(nn.Module):
+    """An embedding, two recurrent layers, and a linear one for each step of the sequence."""
+
+    def __init__(self, width: int, tokens: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(x))[0])
 
 
 class Transformer(nn.Module):
@@ -139,6 +154,53 @@ class ResNet50(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 (He et al., 2015): 8 basic blocks, 62 parameters."""
+
+    def __init__(self, size: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        blocks: list[nn.Module] = []
+        channels = width
+        for stage in range(4):
+            for i in range(2):
+                outer = width * 2**stage
+                blocks.append(BasicBlock(channels, outer, stride=2 if stage and not i else 1))
+                channels = outer
+        self.blocks = nn.Sequential(*blocks)
+        self.classifier = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions of 3x3, and a shortcut, a third one where the shape changes."""
+
+    def __init__(self, channels: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            nn.Conv2d(channels, outer, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(outer),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outer, outer, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outer),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != outer:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, outer, 1, stride=stride, bias=False), nn.BatchNorm2d(outer)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.path(x) + self.shortcut(x))
 
 
 class Bottleneck(nn.Module):

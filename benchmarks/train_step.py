@@ -33,7 +33,7 @@ import peak_memory
 import several_workers
 import torch
 from arguments import ROUNDS, at_least, new_file, new_picture
-from cases import CASES, FOR_GPUS, Case
+from cases import CASES, FOR_GPUS, OF_PYTORCH, Case
 from compiled_targets import cost_targets, step_targets
 from contestants import PEERS, SCHEDULES, WAYS, Contestant, Field, started
 from pictures import caption_of, machine
@@ -142,7 +142,10 @@ def _steps(field: Field, arguments: argparse.Namespace) -> list[Row]:
         contestants = list(field.contestants())
         residents = started(stack, contestants)
         for name in arguments.cases:
-            measured = _measure(CASES[name], contestants, residents, arguments.rounds)
+            able = [
+                one for one in contestants if name not in OF_PYTORCH or one.kind != "TensorFlow"
+            ]
+            measured = _measure(CASES[name], able, residents, arguments.rounds)
             print(case_table(measured), flush=True)
             rows += measured
     return rows
@@ -235,7 +238,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="mirror bench train",
         description="Step times of mirror beside what one would use instead.",
     )
-    usual = [name for name in CASES if name not in FOR_GPUS]
+    usual = [name for name in CASES if name not in (*FOR_GPUS, *OF_PYTORCH)]
     parser.add_argument("--cases", nargs="+", choices=CASES, default=usual, metavar="CASE")
     parser.add_argument(
         "--devices",

@@ -1,4 +1,4 @@
-"""Operations in a trace beside those of torch: collective points, and random numbers.
+"""The operations that mirror adds to a trace: collective points and random draws.
 
 A draw is a function of a seed and a position, in torch's integer arithmetic. It needs no generator
 and nothing from the host. So a GPU draws inside a CUDA graph, where the seed is memory, and all
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# What a graph calls them.
-MEET, DRAW = "mirror.meet.default", "mirror.draw.default"
+# Their names in a graph.
+COLLECTIVE, DRAW = "mirror.collective.default", "mirror.draw.default"
 
 # SplitMix64's, as int64 has them.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -28,9 +28,9 @@ _SECOND = 0x94D049BB133111EB - 2**64
 def define() -> None:
     """Defines ``torch.ops.mirror``; once."""
     library = torch.library.Library("mirror", "FRAGMENT")
-    library.define("meet(Tensor[] tensors, int number) -> Tensor[]")
-    library.impl("meet", _meet, "CompositeExplicitAutograd")
-    library.impl("meet", _like, "Meta")
+    library.define("collective(Tensor[] tensors, int number) -> Tensor[]")
+    library.impl("collective", _collective, "CompositeExplicitAutograd")
+    library.impl("collective", _like, "Meta")
     library.define("draw(SymInt[] size, Tensor seed, int number, str mode) -> Tensor")
     library.impl("draw", _draw, "CompositeExplicitAutograd")
     library.impl("draw", _drawn, "Meta")
@@ -40,8 +40,8 @@ def define() -> None:
 _kept: list[torch.library.Library] = []
 
 
-def _meet(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-    """Stands where the replicas meet; a program is cut there, and never runs it."""
+def _collective(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+    """Marks a collective point. The graph is cut there, so programs never call it."""
     return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
@@ -54,7 +54,7 @@ def _draw(size: Sequence[int], seed: Tensor, number: int, mode: str) -> Tensor:
 
     The numbers depend on the seed, ``number`` and the position only; see the head of this file.
     """
-    # Not by device=: what simulates devices has none that torch could make a tensor on.
+    # Not with device=: torch cannot create tensors on a device that a test simulates.
     count = torch.arange(math.prod(size), out=seed.new_empty(math.prod(size)))
     key = _scrambled(_scrambled(seed + _GOLDEN) + number)
     bits = _scrambled(count * _GOLDEN + key)

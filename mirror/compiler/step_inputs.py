@@ -1,7 +1,7 @@
 """Inputs of compiled steps: the tensors that programs take, and the parameters behind them.
 
-Most are the same for all replicas of a device: parameters, optimizer state, learning rates. Of the
-others each replica has its own: its part of the batch, its buffers, its weight and its seed.
+Most are the same for all replicas of a device: parameters, optimizer state, learning rates. The
+rest are per replica: its part of the batch, its buffers, its weight and its seed.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -124,7 +124,7 @@ class Sizes:
                     return False
         if any(expression.xreplace(found) != size for expression, size in composite):
             return False
-        # What a guard has fixed to a number is that number in the shapes, too.
+        # A symbol that a guard has replaced has its new value in the shapes, too.
         replaced = {
             symbol: expression.xreplace(self.replaced).xreplace(found)
             for symbol, expression in self.replaced.items()
@@ -171,8 +171,8 @@ def traced(
     decompositions: Mapping[Any, Any] | None = None,
 ) -> fx.GraphModule:
     """Returns the graph of the operations in ``function(*inputs)``, backward passes too."""
-    # Layers of torch that are one kernel on the CPU, as LSTM, are taken apart: their kernels want
-    # sizes that are numbers. mkldnn's keep what a backward pass needs where no trace sees it.
+    # Without mkldnn: its fused layers, such as LSTM, need static sizes, and keep state for the
+    # backward pass that a trace does not see.
     with mode, enable_python_dispatcher(), _without_mkldnn(), _without_logged_errors():
         return make_fx(function, decomposition_table=decompositions, tracing_mode="real")(*inputs)
 
@@ -235,14 +235,22 @@ def _view_or_copy(tensor: Tensor, size: Sequence[Any]) -> Any:
     return NotImplemented
 
 
-def inductor_compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Program:
-    """Compiles a graph without side effects except its last writes; takes a list of inputs."""
+def inductor_compiled(
+    graph: fx.GraphModule, mode: Any, inputs: Sequence[Any], guarded: Collection[int] = ()
+) -> Program:
+    """Compiles a graph without side effects except its last writes.
+
+    Args:
+        guarded: the positions of inputs whose sizes and strides the program need not check.
+    """
     with warnings.catch_warnings():  # of what torch itself does
         warnings.simplefilter("ignore")
-        return _compiled(graph, mode, inputs)
+        return _compiled(graph, mode, inputs, guarded)
 
 
-def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Program:
+def _compiled(
+    graph: fx.GraphModule, mode: Any, inputs: Sequence[Any], guarded: Collection[int]
+) -> Program:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
@@ -254,8 +262,8 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
         "cpp_wrapper": is_cpu,
         # The number of threads is the caller's: replicas that run at once have fewer.
         "cpp.dynamic_threads": True,
-        # Its keys leave out the strides of outputs, and its guards on sizes cannot be evaluated:
-        # their names are those of arguments that Dynamo would have seen.
+        # Its keys omit the strides of outputs, and its guards on sizes cannot be evaluated: they
+        # name arguments of a function that Dynamo would have traced.
         "fx_graph_cache": False,
     }
     with (
@@ -263,20 +271,42 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
         V.set_fake_mode(mode),
         torch.no_grad(),
         config.patch(settings),
+        _unchecked(graph, guarded),
     ):
         compiled: Any = compile_fx_inner(
             graph, list(inputs), is_inference=True, cpp_wrapper=is_cpu
         )
     # Without torch's wrappers: 24 Python functions a call.
     program: Program = compiled.current_callable
-    return program
+    return library_program(program) or program
+
+
+@contextlib.contextmanager
+def _unchecked(graph: fx.GraphModule, positions: Collection[int]) -> Iterator[None]:
+    """Leaves out the assertions on some inputs, each of which takes as long as a small kernel."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    kind: Any = PythonWrapperCodegen
+    add_all = kind.codegen_input_size_asserts
+
+    def add(wrapper: Any) -> None:
+        add_all(wrapper)
+        for position in positions:
+            wrapper._pending_input_asserts.pop(holders[position].target, None)
+
+    kind.codegen_input_size_asserts = add
+    try:
+        yield
+    finally:
+        kind.codegen_input_size_asserts = add_all
 
 
 def _keep_output_strides(graph: fx.GraphModule) -> None:
     """Makes inductor return tensors with the strides that they have in the trace.
 
-    It chooses others where a convolution is faster with them, but the next piece of the step is
-    compiled for those of the trace.
+    It would choose other strides where they make a convolution faster, but the next piece is
+    compiled for the strides of the trace.
     """
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     values = [getattr(node, "meta", {}).get("val") for node in output.args[0]]
@@ -291,7 +321,7 @@ def _keep_output_strides(graph: fx.GraphModule) -> None:
 # Programs of the CPU on disk. They are looked up without inductor, whose import takes seconds.
 
 # Inductor's wrapper of a compiled program; programs with another wrapper are not stored.
-_AROUND = """
+_WRAPPER = """
 def g(args):
     input_tensors = [arg if isinstance(arg, torch.Tensor) else torch.tensor(arg, device='cpu') \
 for arg in args]
@@ -305,20 +335,52 @@ for arg in args]
 _ENTRY = "inductor_entry_cpp"
 
 
-def library_of(program: Program) -> Path | None:
-    """Returns the library of a compiled program; ``None`` if it consists of more."""
+class LibraryProgram:
+    """A compiled program of the CPU: the entry point of a shared library.
+
+    A call does what inductor's wrapper does, but checks no argument if all are tensors.
+
+    Attributes:
+        path: the library.
+    """
+
+    __slots__ = ("_entry", "_handles_of", "_tensors_of", "path")
+
+    def __init__(self, path: Path, entry: Callable[[Any], Any]) -> None:
+        self.path, self._entry = path, entry
+        self._handles_of: Any = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+        self._tensors_of: Any = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        try:
+            handles = self._handles_of(args)
+        except TypeError:  # sizes are among them
+            handles = self._handles_of(
+                [
+                    arg if isinstance(arg, Tensor) else torch.tensor(arg, device="cpu")
+                    for arg in args
+                ]
+            )
+        args.clear()
+        found: Sequence[Any] = self._tensors_of(self._entry(handles))
+        return found
+
+
+def library_program(program: Program) -> LibraryProgram | None:
+    """Returns the library of a compiled program; ``None`` if the program has other parts."""
     try:
-        around = [line.strip() for line in inspect.getsource(program).splitlines()]
-        if list(filter(None, around)) != [line.strip() for line in _AROUND.split("\n")[1:-1]]:
+        wrapper = [line.strip() for line in inspect.getsource(program).splitlines()]
+        if list(filter(None, wrapper)) != [line.strip() for line in _WRAPPER.split("\n")[1:-1]]:
             return None
         entry = inspect.getclosurevars(program).nonlocals["f"]
         path = Path(entry.__self__.__file__)
     except (OSError, TypeError, KeyError, AttributeError):
         return None
-    return path if entry.__name__ == _ENTRY and path.suffix == ".so" else None
+    is_library = entry.__name__ == _ENTRY and path.suffix == ".so"
+    return LibraryProgram(path, entry) if is_library else None
 
 
-def program_of_library(path: Path, name: str) -> Program:
+def program_of_library(path: Path, name: str) -> LibraryProgram:
     """Loads a compiled program, to be called with a list of inputs.
 
     Raises:
@@ -331,21 +393,7 @@ def program_of_library(path: Path, name: str) -> Program:
         raise ImportError(f"{path} cannot be loaded")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    entry = getattr(module, _ENTRY)
-    handed: Any = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
-    taken: Any = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
-
-    def call(args: list[Any]) -> Sequence[Any]:
-        tensors = [
-            arg if isinstance(arg, Tensor) else torch.tensor(arg, device="cpu") for arg in args
-        ]
-        handles = handed(tensors)
-        args.clear()
-        del tensors
-        found: Sequence[Any] = taken(entry(handles))
-        return found
-
-    return call
+    return LibraryProgram(path, getattr(module, _ENTRY))
 
 
 def cache_folder() -> Path | None:

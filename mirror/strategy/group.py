@@ -141,7 +141,7 @@ class Group:
         # A single replica needs only the modules: it has nothing to keep equal.
         active_parts = parts if replicas.mirrors else parts[:1]
         runner.set_hooks(active_parts)
-        # Compiled steps use the first copies directly: see [Note: Compiled steps and copies].
+        # Compiled steps use the first copies directly: see ``compiler/runtime/param_sync.py``.
         copied = ("variables", "reduced gradients", "attributes", "assigned", "collectives")
         beside = [part for part in active_parts if part.name not in copied]
         self.beside_copies = AllLifecycleHooks(replicas.num_replicas, beside)

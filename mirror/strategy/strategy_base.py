@@ -414,7 +414,7 @@ def make_compiled_step(
             "strategy.run(step, ...), where torch.compile may compile the model, or pass "
             "fallback='eager' to do so; or leave optimizer_state out"
         )
-    coherence = ParamSync(
+    param_sync = ParamSync(
         group.replicas, group.runner, group.variables, group.access, group.beside_copies
     )
 
@@ -424,14 +424,14 @@ def make_compiled_step(
         )
 
         return ProgramBuilder(
-            group.replicas, group.registry, group.reducer, coherence, group.finite, mode
+            group.replicas, group.registry, group.reducer, param_sync, group.finite, mode
         )
 
     compiled = CompiledStep(
         step,
         run,
         find_active,
-        coherence,
+        param_sync,
         WorkerConsensus(group.replicas.workers),
         make,
         fallback=fallback,

@@ -217,7 +217,15 @@ def test_a_failing_worker_reports_why(load):
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("small-mlp", 16), ("cnn", 8), ("wide-mlp", 12), ("transformer", 54), ("resnet50", 161)],
+    [
+        ("small-mlp", 16),
+        ("cnn", 8),
+        ("wide-mlp", 12),
+        ("transformer", 54),
+        ("resnet18", 62),
+        ("resnet50", 161),
+        ("lstm-lm", 11),
+    ],
 )
 def test_the_models_have_their_parameters_and_learn_from_their_batch(load, name, parameters):
     models, case = load("models"), load("cases").CASES[name]

@@ -12,7 +12,7 @@ def where_compiled_steps_are_called(request, monkeypatch):
     call = CompiledStep.__call__
 
     def call_inside(self, *args, **kwargs):
-        with self._coherence._replicas.strategy.scope():
+        with self._param_sync._replicas.strategy.scope():
             return call(self, *args, **kwargs)
 
     monkeypatch.setattr(CompiledStep, "__call__", call_inside)

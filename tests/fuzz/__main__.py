@@ -14,8 +14,9 @@ import time
 import torch
 
 from tests.fuzz.programs import program
-from tests.fuzz.run import run_program
+from tests.fuzz.run import Outcome, run_as_worker, run_program
 from tests.fuzz.shrink import shrunk
+from tests.worker_pool import WorkerPool
 
 
 def main():
@@ -28,6 +29,7 @@ def main():
     parser.add_argument("--sharded", action="store_true", help="with sharded optimizer state only")
     parser.add_argument("--compiled", action="store_true", help="programs of compiled steps")
     parser.add_argument("--mode", default="trace", help="of compiled steps")
+    parser.add_argument("--workers", action="store_true", help="on two workers")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     first, _, last = options.seeds.partition("..")
@@ -44,11 +46,12 @@ def main():
 
 def _work(seeds, options):
     """Runs seeds, one line of JSON each; a hang ends the process with all stacks."""
+    pool = WorkerPool(2) if options.workers else None
     for seed in seeds:
         faulthandler.dump_traceback_later(options.seconds, exit=True)
         drawn = _program(seed, options)
-        outcome = run_program(drawn)
-        if options.shrink and not outcome.is_right:
+        outcome = run_program(drawn) if pool is None else _run_on(pool, seed, options)
+        if options.shrink and not outcome.is_right and pool is None:
             faulthandler.cancel_dump_traceback_later()
             drawn, outcome = shrunk(drawn, outcome)
         faulthandler.cancel_dump_traceback_later()
@@ -57,9 +60,23 @@ def _work(seeds, options):
         print(json.dumps(line), flush=True)
 
 
+def _fixed(options):
+    return {"optimizer state": 1} if options.sharded else None
+
+
 def _program(seed, options):
-    fixed = {"optimizer state": 1} if options.sharded else None
-    return program(seed, fixed, is_compiled=options.compiled, mode=options.mode)
+    kinds = {"is_compiled": options.compiled, "of_workers": options.workers}
+    return program(seed, _fixed(options), mode=options.mode, **kinds)
+
+
+def _run_on(pool, seed, options):
+    """Returns the outcome of the first worker that goes wrong, or else of the first worker."""
+    kinds = {"is_compiled": options.compiled, "mode": options.mode}
+    outcomes = [
+        Outcome("error", "a worker has exited", text) if text else outcome
+        for outcome, text in pool.outcomes(run_as_worker, seed, _fixed(options), **kinds)
+    ]
+    return next((one for one in outcomes if not one.is_right), outcomes[0])
 
 
 def _supervise(seeds, options):
@@ -69,7 +86,7 @@ def _supervise(seeds, options):
     while start < seeds.stop:
         command = [sys.executable, "-m", "tests.fuzz", f"{start}..{seeds.stop}", "--worker"]
         command += ["--seconds", str(options.seconds)] + ["--shrink"] * options.shrink
-        command += ["--sharded"] * options.sharded
+        command += ["--sharded"] * options.sharded + ["--workers"] * options.workers
         command += ["--mode", options.mode] + ["--compiled"] * options.compiled
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -115,6 +115,8 @@ def _events(draft):
     if "use_reentrant=True" in draft.model.source:  # refuses torch.autograd.grad
         pool.pop("grads outside", None)
     pool.pop("grads outside", None) if draft.containers != "tuple" else None
+    if draft.of_workers and draft.has("rows"):  # statistics of a batch that each worker has whole
+        pool.pop("backward between", None), pool.pop("grads outside", None)
     plain = not (draft.scheduler or draft.accumulates or draft.scaled)
     if plain:
         pool |= events.SAVING

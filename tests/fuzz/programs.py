@@ -241,6 +241,6 @@ class _Draft:
             return 5e-3
         if self.has("float"):
             return 1e-3
-        if self.has("flat") and self.of_workers:
-            return max(1e-5, self.optimizer.tolerance)
+        if self.has("flat"):  # Adagrad divides gradients that are zero but for rounding
+            return max(1e-5 if self.of_workers else 1e-6, self.optimizer.tolerance)
         return max(1e-8, self.optimizer.tolerance)

@@ -341,9 +341,9 @@ def _of_worker(n, options, mode):
     return strategy, Worker(strategy, options["gradient_reduction"], mode=mode)
 
 
-def run_as_worker(seed, fixed=None, *, is_compiled=False):
+def run_as_worker(seed, fixed=None, *, is_compiled=False, mode="trace"):
     """Runs a seed's program in this process, one of two workers; returns its Outcome."""
-    drawn = program_of(seed, fixed, of_workers=True, is_compiled=is_compiled)
+    drawn = program_of(seed, fixed, of_workers=True, is_compiled=is_compiled, mode=mode)
     return run_program(drawn, _of_worker)
 
 

@@ -22,7 +22,9 @@ def setup(draft):
     late = k.maybe("mirror late", 0.3)
     made += ["def make_model():", "    model = m.convert(Net())"]
     if draft.has("lazy"):
-        made += [f"    model({_first_input(draft)})"]
+        # Each worker has the whole batch here, which statistics would count twice.
+        mode = "model.eval()" if draft.of_workers else "model"
+        made += [f"    {mode}({_first_input(draft)})", "    model.train()"]
     made += ["    return model", "", "def make_optimizers():"]
     made += [f"    {line}" for line in _optimizers(draft)]
     made += _order(draft, late and not draft.has("lazy"))

@@ -8,6 +8,7 @@ The last value of an input is written to it at the end.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ def trace_functional(
 ) -> tuple[fx.GraphModule, list[StepInput]]:
     """Traces ``call``, which uses the fakes of ``inputs``; returns the graph and all its inputs.
 
-    Inputs may be added while it is traced. What else is used becomes an input, too.
+    Inputs may be added while it is traced. Other tensors that it uses become inputs, too.
     """
     known = list(inputs)
 
@@ -106,3 +107,14 @@ def functional(graph: fx.GraphModule, inputs: list[StepInput], mode: Any) -> Fun
     nodes.eliminate_dead_code()
     pure.recompile()
     return FunctionalGraph(pure, inputs, [one for one, _ in writes], len(results))
+
+
+def base_of_view(node: fx.Node) -> fx.Node:
+    """Returns the base of a view, or the node itself."""
+    while node.all_input_nodes:
+        schema = getattr(node.target, "_schema", None)
+        is_view = schema is not None and any(r.alias_info is not None for r in schema.returns)
+        if not is_view and node.target is not operator.getitem:
+            break
+        node = node.all_input_nodes[0]
+    return node

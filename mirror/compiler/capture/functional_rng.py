@@ -4,7 +4,7 @@ If a compiled step drew from a generator, its numbers would depend on the thread
 its program. So each replica gets one seed per call, drawn from the CPU's generator in replica
 order. Every draw in the step has a number, and its values depend on the seed and this number only.
 The same ``torch.manual_seed`` and the same number of replicas give the same values. An uncompiled
-step draws others.
+step draws different numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FunctionalRng:
         self.count = 0
 
     def drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns what a function that draws returns."""
+        """Returns the result of a random function of torch, drawn by the seed."""
         if kwargs.get("generator") is not None:
             raise self._refusal(
                 f"{func.overloadpacket.__name__} with a generator",
@@ -220,5 +220,5 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
 }
 
-# Where functions that draw in some calls only have what says so.
+# Functions that draw in some calls only: the position of the argument that says so.
 _MAY_DRAW: dict[Any, int] = {**ATTENTION_DROPOUTS, aten.rrelu_with_noise.default: 4}

@@ -48,7 +48,7 @@ from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
 
 _MISSING: Any = object()
 _PLAIN = (bool, int, float, str, bytes, complex, type(None))
-_TRACERS = os.path.join(os.path.dirname(torch.fx.__file__), "")  # which keeps what it finds
+_TRACERS = os.path.join(os.path.dirname(torch.fx.__file__), "")  # make_fx sets attributes, too
 _HELD = ("_parameters", "_buffers", "_modules")
 
 

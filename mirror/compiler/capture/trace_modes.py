@@ -175,7 +175,7 @@ class Functions(TorchFunctionMode):
     """Sees torch's functions: replaces parameters by placeholders, and keeps gradients.
 
     Args:
-        stand_ins: by ``id`` of a parameter, its placeholder.
+        placeholders: by ``id`` of a parameter, its placeholder.
         read: returns the gradient of a placeholder.
         write: sets the gradient of a placeholder.
         numbers: the numbers of Python that are inputs.
@@ -183,15 +183,15 @@ class Functions(TorchFunctionMode):
 
     def __init__(
         self,
-        stand_ins: dict[int, Tensor],
+        placeholders: dict[int, Tensor],
         read: Callable[[Tensor], Tensor | None],
         write: Callable[[Tensor, Tensor | None], None],
         numbers: TracedNumbers,
     ) -> None:
         super().__init__()
-        self._stand_ins, self._read, self._write = stand_ins, read, write
+        self._placeholders, self._read, self._write = placeholders, read, write
         self._numbers = numbers
-        self._leaves = {id(tensor) for tensor in stand_ins.values()}
+        self._leaves = {id(tensor) for tensor in placeholders.values()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -251,7 +251,7 @@ class Functions(TorchFunctionMode):
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._stand_ins.get(id(value), value)
+            return self._placeholders.get(id(value), value)
         if type(value) in (list, tuple):
             return type(value)(map(self._replaced, value))
         return value

@@ -19,7 +19,7 @@ from mirror.replica.gradients.ready_grads import local_grad, set_local_grad
 from mirror.replica.params.replicated_param import through_hooks
 
 Refusal = Callable[..., CompileError]
-Meet = Callable[[Sequence[StateTensor], list[Tensor]], list[Tensor]]
+Reduce = Callable[[Sequence[StateTensor], list[Tensor]], list[Tensor]]
 
 
 class TracedGradients:
@@ -31,7 +31,7 @@ class TracedGradients:
     Args:
         leaves: the placeholder of each parameter.
         entering: returns the placeholder of the gradient of an earlier step; ``None``: none.
-        meet: returns local gradients reduced over the replicas.
+        reduce: returns local gradients reduced over the replicas.
         refusal: creates the error for code that cannot be traced.
 
     Attributes:
@@ -44,12 +44,12 @@ class TracedGradients:
         self,
         leaves: dict[StateTensor, Tensor],
         entering: Callable[[StateTensor], Tensor | None],
-        meet: Meet,
+        reduce: Reduce,
         refusal: Refusal,
     ) -> None:
         self._places = {id(leaf): place for place, leaf in leaves.items()}
         self._records = {id(place.record): place for place in leaves}
-        self._leaves, self._entering, self._meet = leaves, entering, meet
+        self._leaves, self._entering, self._reduce = leaves, entering, reduce
         self._refusal = refusal
         self.left: dict[StateTensor, Tensor | None] = {}
         self.looked_at: dict[StateTensor, bool] = {}
@@ -136,7 +136,7 @@ class TracedGradients:
             self._is_settling = False
         if arrived:
             with torch.no_grad():
-                for place, grad in zip(arrived, self._meet(arrived, local), strict=True):
+                for place, grad in zip(arrived, self._reduce(arrived, local), strict=True):
                     if place.record is not None:
                         grad = through_hooks(place.record.hooks, grad)
                     before = self._now(place)

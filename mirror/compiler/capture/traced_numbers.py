@@ -295,17 +295,17 @@ class TracedNumbers:
     def changed(self, values: Sequence[Any], argument_names: Sequence[str]) -> str | None:
         """Returns which comparison has another outcome than in the trace, in words."""
         names = [source.describe(argument_names) for source in self.sources]
-        told = [
+        changes = [
             f"{name} was {then!r} and is {now!r}"
             for name, then, now in zip(names, self.values_then, values, strict=True)
         ]
-        for text, source, value in zip(told, self.sources, values, strict=True):
+        for text, source, value in zip(changes, self.sources, values, strict=True):
             if type(value) is not source.kind:
                 return text
         for expression, outcome in self.guards.items():
             now = evaluated(expression, values)
             if now != outcome:
-                used = ", ".join(told[i] for i in dict.fromkeys(_sources_in(expression)))
+                used = ", ".join(changes[i] for i in dict.fromkeys(_sources_in(expression)))
                 return f"`{_as_text(expression, names)}` was {outcome} and is {now} ({used})"
         return None
 

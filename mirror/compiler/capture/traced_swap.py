@@ -58,20 +58,20 @@ class TracedSwaps:
 
     def __init__(
         self,
-        stand_ins: Placeholders,
+        placeholders: Placeholders,
         refusal: Callable[..., CompileError],
         numbers: TracedNumbers,
         *,
         rates: str,
     ) -> None:
-        self._stand_ins, self._refusal, self._numbers = stand_ins, refusal, numbers
+        self._placeholders, self._refusal, self._numbers = placeholders, refusal, numbers
         self.rates = rates
         self.all: dict[int, TracedSwap] = {}
 
     @property
     def is_stepping(self) -> bool:
         """Whether an optimizer is making its step."""
-        return any(lease.is_lent for lease in self.all.values())
+        return any(swap.is_lent for swap in self.all.values())
 
     def begin(self, optimizer: Optimizer) -> bool:
         """Puts placeholders into an optimizer's groups and state, before its step.
@@ -79,33 +79,33 @@ class TracedSwaps:
         Returns:
             Whether the step begins here: False if a subclass's step calls that of its base.
         """
-        lease = self.all.get(id(optimizer))
-        if lease is not None and lease.is_lent:
+        swap = self.all.get(id(optimizer))
+        if swap is not None and swap.is_lent:
             return False
-        first = lease is None
-        if lease is None:
-            lease = self.all[id(optimizer)] = TracedSwap(optimizer, len(self.all))
+        first = swap is None
+        if swap is None:
+            swap = self.all[id(optimizer)] = TracedSwap(optimizer, len(self.all))
         if first:
-            lease.lent = [self._group(lease, i, group) for i, group in enumerate(lease.groups)]
-            lease_state: Any = defaultdict(dict)
-            for key, entry in raw_state(lease.state).items():
-                place = self._stand_ins.place_of(key) if isinstance(key, Tensor) else None
+            swap.lent = [self._group(swap, i, group) for i, group in enumerate(swap.groups)]
+            swapped_state: Any = defaultdict(dict)
+            for key, entry in raw_state(swap.state).items():
+                place = self._placeholders.place_of(key) if isinstance(key, Tensor) else None
                 if place is None:
-                    lease_state[key] = entry
+                    swapped_state[key] = entry
                     continue
-                leaf = self._stand_ins.placeholder_of(place)
-                lease_state[leaf] = {
-                    name: self._swapped(lease, place, name, value)
+                leaf = self._placeholders.placeholder_of(place)
+                swapped_state[leaf] = {
+                    name: self._swapped(swap, place, name, value)
                     if isinstance(value, Tensor)
                     else value
                     for name, value in entry.items()
                 }
-            lease.lent_state = lease_state
-            lease.were_lent = [dict(group) for group in lease.lent]
-            lease.were_state = {key: dict(entry) for key, entry in lease_state.items()}
-        lease.is_lent = True
-        optimizer.param_groups = lease.lent
-        optimizer.state = lease.lent_state
+            swap.lent_state = swapped_state
+            swap.were_lent = [dict(group) for group in swap.lent]
+            swap.were_state = {key: dict(entry) for key, entry in swapped_state.items()}
+        swap.is_lent = True
+        optimizer.param_groups = swap.lent
+        optimizer.state = swap.lent_state
         return True
 
     def rewritten(self, optimizer: Optimizer) -> list[Tensor]:
@@ -125,49 +125,49 @@ class TracedSwaps:
             and (group["foreach"] is False or parameter.device.type == "cpu")
         ]
 
-    def _swapped(self, lease: TracedSwap, place: Any, name: str, value: Tensor) -> Tensor:
+    def _swapped(self, swap: TracedSwap, place: Any, name: str, value: Tensor) -> Tensor:
         """Returns the placeholder of a tensor of the state.
 
         A count of steps is in double precision if the parameter is: an uncompiled step computes
         powers with a number of Python.
         """
-        stands = self._stand_ins.add(InputKind.STATE, value, lease.number, (place, name))
+        stands = self._placeholders.add(InputKind.STATE, value, swap.number, (place, name))
         is_double = place.owner.dtype in (torch.float64, torch.complex128)
         if name != "step" or not is_double or value.dim() or value.dtype != torch.float32:
             return stands
         wide = stands.to(torch.float64)
-        lease.widened.append((stands, wide))
+        swap.widened.append((stands, wide))
         return wide
 
-    def _group(self, lease: TracedSwap, i: int, group: dict[str, Any]) -> dict[str, Any]:
+    def _group(self, swap: TracedSwap, i: int, group: dict[str, Any]) -> dict[str, Any]:
         lent = dict(group)
         lent["params"] = params = []
         for parameter in group["params"]:
-            place = self._stand_ins.place_of(parameter)
+            place = self._placeholders.place_of(parameter)
             if place is None:
                 raise self._refusal(
-                    f"a parameter of {type(lease.optimizer).__name__} of shape "
+                    f"a parameter of {type(swap.optimizer).__name__} of shape "
                     f"{tuple(parameter.shape)}",
                     "is not mirrored",
                     "make its module in strategy.scope()",
                 )
-            params.append(self._stand_ins.placeholder_of(place))
+            params.append(self._placeholders.placeholder_of(place))
         rate = lent.get("lr")
         for name, value in lent.items():
             if name not in ("params", "lr"):
-                lent[name] = self._numbers.option(lease.optimizer, i, name, value)
+                lent[name] = self._numbers.option(swap.optimizer, i, name, value)
         if self.rates == "numbers":
-            lent["lr"] = self._numbers.option(lease.optimizer, i, "lr", rate, always=True)
+            lent["lr"] = self._numbers.option(swap.optimizer, i, "lr", rate, always=True)
         elif self.rates == "constants":
             pass
         elif isinstance(rate, (float, int)) and not isinstance(rate, bool):
-            # A number of Python is as exact as the parameters that it meets.
+            # A Python number has the precision of the parameters that it is combined with.
             is_double = any(p.dtype in (torch.float64, torch.complex128) for p in params)
             dtype = torch.float64 if is_double else torch.float32
             value = torch.tensor(float(rate), dtype=dtype)
-            lent["lr"] = self._stand_ins.add(InputKind.RATE, value, lease.number, (i, "lr"))
+            lent["lr"] = self._placeholders.add(InputKind.RATE, value, swap.number, (i, "lr"))
         elif isinstance(rate, Tensor):
-            lent["lr"] = self._stand_ins.add(InputKind.RATE, rate, lease.number, (i, "lr"))
+            lent["lr"] = self._placeholders.add(InputKind.RATE, rate, swap.number, (i, "lr"))
         # The same arithmetic on tensors, without looking at the counts of steps.
         if "capturable" in lent:
             lent["capturable"] = True
@@ -179,12 +179,12 @@ class TracedSwaps:
 
     def snapshot(self, optimizer: Optimizer) -> list[Any]:
         """Returns copies of the parameters and the state of an optimizer that is lent."""
-        lease = self.all[id(optimizer)]
+        swap = self.all[id(optimizer)]
         with torch.no_grad():
-            params = [(p, p.clone()) for group in lease.lent for p in group["params"]]
+            params = [(p, p.clone()) for group in swap.lent for p in group["params"]]
             entries = [
                 (entry, name, value.clone())
-                for entry in lease.lent_state.values()
+                for entry in swap.lent_state.values()
                 if isinstance(entry, dict)
                 for name, value in entry.items()
                 if isinstance(value, Tensor)
@@ -202,12 +202,12 @@ class TracedSwaps:
 
     def swap_out(self, optimizer: Optimizer) -> None:
         """Takes the placeholders out after a step."""
-        lease = self.all.get(id(optimizer))
-        if lease is None or not lease.is_lent:
+        swap = self.all.get(id(optimizer))
+        if swap is None or not swap.is_lent:
             return
-        lease.is_lent = False
-        optimizer.param_groups = lease.groups
-        optimizer.state = lease.state
+        swap.is_lent = False
+        optimizer.param_groups = swap.groups
+        optimizer.state = swap.state
 
     def check(self) -> None:
         """Checks the state and the options that the steps have left.
@@ -216,24 +216,24 @@ class TracedSwaps:
             StateMissing: they have created state.
             CompileError: they have changed a value that is not a tensor.
         """
-        for lease in self.all.values():
-            kind = type(lease.optimizer).__name__
-            for before, after in zip(lease.were_lent, lease.lent, strict=True):
+        for swap in self.all.values():
+            kind = type(swap.optimizer).__name__
+            for before, after in zip(swap.were_lent, swap.lent, strict=True):
                 for name, value in after.items():
-                    if name != "params" and not is_as_before(before.get(name, lease), value):
+                    if name != "params" and not is_as_before(before.get(name, swap), value):
                         raise options_changed(kind, f"option {name!r}")
-            for key, entry in lease.lent_state.items():
-                known = lease.were_state.get(key, {})
+            for key, entry in swap.lent_state.items():
+                known = swap.were_state.get(key, {})
                 if isinstance(entry, dict):
                     _check_entry(kind, known, entry)
             with torch.no_grad():
-                for stands, wide in lease.widened:
+                for stands, wide in swap.widened:
                     stands.copy_(wide)
 
     def end(self) -> None:
         """Swaps all optimizers out, also after an error."""
-        for lease in self.all.values():
-            self.swap_out(lease.optimizer)
+        for swap in self.all.values():
+            self.swap_out(swap.optimizer)
 
 
 def _check_entry(kind: str, known: dict[str, Any], entry: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 [Note: One trace]
 The step is called once more than the user expects, on tensors that have shapes and no values. The
-operations below autograd, those of backward passes and optimizer steps too, are one graph. The
+operations below autograd, including backward passes and optimizer steps, are one graph. The
 graph has no code of mirror's own; that happens between the programs that it is cut into:
 
     parameters, buffers   a leaf that stands for all copies takes the place of the parameter
@@ -50,7 +50,7 @@ class CollectivePoint:
 
     Attributes:
         op: the reduction of the tensors; ``None``: they are local gradients of ``places``.
-        lie: for each place, the number of its tensor, its offset in it, and its shape.
+        packing: for each place, the number of its tensor, its offset in it, and its shape.
         is_weighed: whether the graph multiplies local gradients by their shares.
     """
 
@@ -59,7 +59,7 @@ class CollectivePoint:
     ) -> None:
         self.op, self.is_weighed = op, is_weighed
         self.places = tuple(places)
-        self.lie: list[tuple[int, int, tuple[int, ...]]] = []
+        self.packing: list[tuple[int, int, tuple[int, ...]]] = []
 
 
 class TracedRun(Run):
@@ -78,16 +78,16 @@ class Tracer:
 
     Args:
         replicas: the replicas that run the step.
-        stand_ins: the placeholders of everything outside of the step.
-        meets_alone: whether gradients have a collective point even with one replica.
+        placeholders: the placeholders of everything outside of the step.
+        reduces_alone: whether gradients have a collective point even with one replica.
         numbers: the numbers of Python that are inputs.
         rates: the form of learning rates in the step; see ``TracedSwaps``.
 
     Attributes:
-        meetings: the collective points, in the order of the step.
+        collectives: the collective points, in the order of the step.
         modules: the modules that the step has called.
         gradients: the gradients of the parameters.
-        leases: the optimizers that the step has stepped.
+        swaps: the optimizers that the step has stepped.
         draws: the random numbers that it draws.
         failed_in_optimizer: whether an optimizer's step could not be traced.
         weight: the replica's weight, if the step sets it.
@@ -97,23 +97,23 @@ class Tracer:
     def __init__(
         self,
         replicas: Replicas,
-        stand_ins: Placeholders,
+        placeholders: Placeholders,
         *,
-        meets_alone: bool,
+        reduces_alone: bool,
         numbers: TracedNumbers,
         rates: str = "tensors",
     ) -> None:
         define()
         self._replicas = replicas
-        self._stand_ins, self._meets_alone = stand_ins, meets_alone
-        self.meetings: list[CollectivePoint] = []
+        self._placeholders, self._reduces_alone = placeholders, reduces_alone
+        self.collectives: list[CollectivePoint] = []
         self.modules: dict[int, nn.Module] = {}
         self.numbers = numbers
-        self.leases = TracedSwaps(stand_ins, refusal, numbers, rates=rates)
+        self.swaps = TracedSwaps(placeholders, refusal, numbers, rates=rates)
         self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
         self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that lend
         self.gradients: TracedGradients | None = None
-        self.draws = FunctionalRng(stand_ins.only(InputKind.SEED), refusal)
+        self.draws = FunctionalRng(placeholders.only(InputKind.SEED), refusal)
         self.failed_in_optimizer = False
         self.weight: Tensor | None = None
         self._share: Tensor | None = None
@@ -127,9 +127,11 @@ class Tracer:
         Raises:
             CompileError: it cannot be traced.
         """
-        leaves = self._stand_ins.make_leaves()
-        self.gradients = TracedGradients(leaves, self._stand_ins.entering, self._reduced, refusal)
-        self._by_id = self._stand_ins.by_id()
+        leaves = self._placeholders.make_leaves()
+        self.gradients = TracedGradients(
+            leaves, self._placeholders.entering, self._reduced, refusal
+        )
+        self._by_id = self._placeholders.by_id()
         functions = Functions(
             self._by_id,
             self.gradients.read_leaf,
@@ -138,10 +140,10 @@ class Tracer:
         )
         replica = self._replica = TracedRun(self._replicas, NullLockstep(), (0,)).members[0]
         replica.tracing = self
-        replica.weight = self._stand_ins.only(InputKind.WEIGHT)  # type: ignore[assignment]
+        replica.weight = self._placeholders.only(InputKind.WEIGHT)  # type: ignore[assignment]
         before = save_context()
         with ExitStack() as stack:
-            stack.enter_context(self._stand_ins.in_place(self.gradients))
+            stack.enter_context(self._placeholders.in_place(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(compiling())
             stack.enter_context(zero_grad_unconditionally(self, self._clear))
@@ -151,17 +153,17 @@ class Tracer:
                 register_module_forward_pre_hook(self._note_module),
             ):
                 stack.callback(hook.remove)
-            stack.callback(self.leases.end)
+            stack.callback(self.swaps.end)
             stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
-            stack.enter_context(Operations(self.draws, self._stand_ins.only(InputKind.WEIGHT)))
+            stack.enter_context(Operations(self.draws, self._placeholders.only(InputKind.WEIGHT)))
             stack.enter_context(functions.everywhere(self._is_followed))
             stack.enter_context(functions)
             try:
                 push_context(self._replicas.strategy, replica)
                 result = call()
                 self.gradients.settle()
-                self.leases.check()
+                self.swaps.check()
                 if False in [scaler.end_trace() for scaler in self.scalers]:
                     raise _no_update()
             finally:
@@ -186,21 +188,21 @@ class Tracer:
 
     def own_row(self, row: Tensor) -> Tensor:
         """Returns a table of zeros with one row per replica, in which ``row`` is its own."""
-        is_own = self._stand_ins.only(InputKind.PLACE).unsqueeze(1)
+        is_own = self._placeholders.only(InputKind.PLACE).unsqueeze(1)
         return torch.where(is_own, row, torch.zeros_like(row))
 
     def set_weight(self, value: Any) -> None:
         """Sets the replica's weight, for later backward passes; see ``ReplicaContext.weight``."""
         assert self.gradients is not None
-        self.gradients.settle()  # those of earlier passes have the weight of their time
-        dtype, device = torch.float64, self._stand_ins.device
+        self.gradients.settle()  # gradients of earlier passes keep their weight
+        dtype, device = torch.float64, self._placeholders.device
         with torch.no_grad():
             if isinstance(value, Tensor):
                 own = value.detach().reshape(()).to(device=device, dtype=dtype)
             else:
                 own = torch.scalar_tensor(value, device=device, dtype=dtype)
             if self._replicas.weighted and self._replicas.mirrors:
-                (total,) = self.meet(CollectivePoint("sum"), [own])
+                (total,) = self.add_collective(CollectivePoint("sum"), [own])
                 # As ``shares_of`` has it: without any weight all replicas count the same.
                 self._share = torch.where(total == 0, 1 / self.count, own / total)
         self.weight = self._replica.weight = own  # type: ignore[assignment]
@@ -216,7 +218,7 @@ class Tracer:
         for tensor in tensors:
             if tensor is None:
                 raise StateMissing
-            self._by_id[id(tensor)] = self._stand_ins.add_found(tensor)
+            self._by_id[id(tensor)] = self._placeholders.add_found(tensor)
         self.scalers.append(scaler)
 
     def skip_step_if(self, skipped: Tensor, optimizer: Optimizer) -> None:
@@ -237,50 +239,52 @@ class Tracer:
 
     # Operations in place of mirror's own
 
-    def meet(self, meeting: CollectivePoint, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def add_collective(
+        self, collective: CollectivePoint, tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Adds a collective point; communicators take contiguous tensors."""
-        number = len(self.meetings)
-        self.meetings.append(meeting)
-        met: list[Tensor] = torch.ops.mirror.meet([t.contiguous() for t in tensors], number)
+        number = len(self.collectives)
+        self.collectives.append(collective)
+        met: list[Tensor] = torch.ops.mirror.collective([t.contiguous() for t in tensors], number)
         return met
 
     def weighted_sum(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
         if not self._replicas.weighted:
-            return self.meet(CollectivePoint("sum"), grads)
+            return self.add_collective(CollectivePoint("sum"), grads)
         own: Any = self._replica.weight
         weighed = [grad * own.to(grad.dtype) for grad in grads]
-        return [t / own.to(t.dtype) for t in self.meet(CollectivePoint("sum"), weighed)]
+        return [t / own.to(t.dtype) for t in self.add_collective(CollectivePoint("sum"), weighed)]
 
     @property
     def count(self) -> Tensor:
         """The number of replicas that take part, a 0-d tensor in double precision."""
-        return self._stand_ins.only(InputKind.COUNT)
+        return self._placeholders.only(InputKind.COUNT)
 
     def _reduced(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
-        if not self._replicas.mirrors and not self._meets_alone:
+        if not self._replicas.mirrors and not self._reduces_alone:
             return local
         if self._share is None:
-            return self.meet(CollectivePoint(None, places), local)
+            return self.add_collective(CollectivePoint(None, places), local)
         share = self._share
         zero = torch.zeros_like(share)  # what counts nothing may be NaN
         weighed = [
             torch.where(share == 0, zero.to(grad.dtype), grad * share.to(grad.dtype))
             for grad in local
         ]
-        return self.meet(CollectivePoint(None, places, is_weighed=True), weighed)
+        return self.add_collective(CollectivePoint(None, places, is_weighed=True), weighed)
 
     def _clear(self, parameters: Iterable[Tensor]) -> bool:
         """Drops gradients; returns whether the trace has placeholders for all parameters."""
         assert self.gradients is not None
-        places = [self._stand_ins.place_of(parameter) for parameter in parameters]
+        places = [self._placeholders.place_of(parameter) for parameter in parameters]
         if any(place is None for place in places):
             return False
         self.gradients.clear([place for place in places if place is not None])
         return True
 
     def _note_stepping(self) -> None:
-        self.failed_in_optimizer = self.leases.is_stepping
+        self.failed_in_optimizer = self.swaps.is_stepping
 
     def _is_followed(self) -> bool:
         """Whether this thread traces the step."""
@@ -291,7 +295,7 @@ class Tracer:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
         self.gradients.settle()
-        if self.leases.begin(optimizer):
+        if self.swaps.begin(optimizer):
             # The user's hooks have the gradients themselves: these come next to the step.
             first = optimizer.register_step_pre_hook(self._lend_grads)
             last = optimizer.register_step_post_hook(self._take_grads_back)
@@ -299,12 +303,12 @@ class Tracer:
             hooks.move_to_end(last.id, last=False)
             self._next_to_steps[id(optimizer)] = first, last
             if id(optimizer) in self._skips:
-                self._before[id(optimizer)] = self.leases.snapshot(optimizer)
+                self._before[id(optimizer)] = self.swaps.snapshot(optimizer)
 
     def _lend_grads(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
         if id(optimizer) not in self._lent_grads:
-            places = map(self._stand_ins.place_of, self.leases.rewritten(optimizer))
+            places = map(self._placeholders.place_of, self.swaps.rewritten(optimizer))
             found = [place for place in places if place is not None]
             self._lent_grads[id(optimizer)] = self.gradients.lend_copies(found)
 
@@ -316,8 +320,8 @@ class Tracer:
         self._remove_hooks(optimizer)
         before = self._before.pop(id(optimizer), None)
         if before is not None:
-            self.leases.keep_where(optimizer, self._skips.pop(id(optimizer)), before)
-        self.leases.swap_out(optimizer)
+            self.swaps.keep_where(optimizer, self._skips.pop(id(optimizer)), before)
+        self.swaps.swap_out(optimizer)
 
     def _remove_hooks(self, *optimizers: Optimizer) -> None:
         for key in map(id, optimizers) if optimizers else list(self._next_to_steps):
@@ -335,7 +339,9 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, tracer: Tracer, op: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.tracer, ctx.op = tracer, op
         ctx.set_materialize_grads(True)
-        return tuple(tracer.meet(CollectivePoint(op), [tensor.detach() for tensor in tensors]))
+        return tuple(
+            tracer.add_collective(CollectivePoint(op), [tensor.detach() for tensor in tensors])
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -1,1 +1,1 @@
-"""Lowers a trace: it is cut where replicas meet, and each piece becomes a program."""
+"""Lowers a trace: it is cut at its collective points, and each piece becomes a program."""

@@ -14,62 +14,64 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirror.compiler.custom_ops import MEET
-from mirror.compiler.lowering.graph_builder import seen_through
+from mirror.compiler.capture.functional_graph import base_of_view
+from mirror.compiler.custom_ops import COLLECTIVE
 
 LARGE_BYTES = 2**20
-Lie = tuple[int, int, tuple[int, ...]]
+PackedSlice = tuple[int, int, tuple[int, ...]]
 _getitem = operator.getitem
 
 
-def pack_gradients(module: fx.GraphModule, are_gradients: Sequence[bool]) -> list[list[Lie]]:
+def pack_gradients(
+    module: fx.GraphModule, are_gradients: Sequence[bool]
+) -> list[list[PackedSlice]]:
     """Joins the small gradients of each collective point, in a functional graph.
 
     Args:
         are_gradients: for each collective point, whether it reduces gradients.
 
     Returns:
-        For each collective point, the ``lie`` of its gradients; see ``CollectivePoint``.
+        For each collective point, the ``packing`` of its gradients; see ``CollectivePoint``.
     """
     graph = module.graph
-    lies: list[list[Lie]] = [[] for _ in are_gradients]
+    packings: list[list[PackedSlice]] = [[] for _ in are_gradients]
     for node in list(graph.nodes):
-        if str(node.target) == MEET:
-            _bring_own(graph, node)
-        if str(node.target) == MEET and are_gradients[node.args[1]]:
-            lies[node.args[1]] = _pack(graph, node)
+        if str(node.target) == COLLECTIVE:
+            _own_inputs(graph, node)
+        if str(node.target) == COLLECTIVE and are_gradients[node.args[1]]:
+            packings[node.args[1]] = _pack(graph, node)
     graph.eliminate_dead_code()
     module.recompile()
-    return lies
+    return packings
 
 
-def _bring_own(graph: fx.Graph, meet: fx.Node) -> None:
+def _own_inputs(graph: fx.Graph, collective: fx.Node) -> None:
     """Copies inputs of a collective point that have another use: it may reduce in place."""
-    brought: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]
+    inputs: list[fx.Node] = list(collective.args[0])  # type: ignore[arg-type]
     known: set[fx.Node] = set()
-    for i, node in enumerate(brought):
-        base = seen_through(node)
+    for i, node in enumerate(inputs):
+        base = base_of_view(node)
         if base in known or base.op == "placeholder":
-            with graph.inserting_before(meet):
-                brought[i] = graph.call_function(torch.ops.aten.clone.default, (node,))
-                brought[i].meta = dict(node.meta)
+            with graph.inserting_before(collective):
+                inputs[i] = graph.call_function(torch.ops.aten.clone.default, (node,))
+                inputs[i].meta = dict(node.meta)
         known.add(base)
-    meet.args = (brought, meet.args[1])
+    collective.args = (inputs, collective.args[1])
 
 
-def _pack(graph: fx.Graph, meet: fx.Node) -> list[Lie]:
-    """Joins the small gradients of a collective point; returns their ``lie``."""
+def _pack(graph: fx.Graph, collective: fx.Node) -> list[PackedSlice]:
+    """Joins the small gradients of a collective point; returns their ``packing``."""
     aten = torch.ops.aten
-    grads: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]
+    grads: list[fx.Node] = list(collective.args[0])  # type: ignore[arg-type]
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, grad in enumerate(grads):
         value = grad.meta["val"]
         if value.numel() * value.element_size() <= LARGE_BYTES:
             by_dtype.setdefault(value.dtype, []).append(i)
     groups = [positions for positions in by_dtype.values() if len(positions) > 1]
-    lie = {i: (i, 0, tuple(grad.meta["val"].shape)) for i, grad in enumerate(grads)}
+    packing = {i: (i, 0, tuple(grad.meta["val"].shape)) for i, grad in enumerate(grads)}
     if not groups:
-        return [*lie.values()]
+        return [*packing.values()]
     joined = {i for positions in groups for i in positions}
     apart = [i for i in range(len(grads)) if i not in joined]
 
@@ -79,7 +81,7 @@ def _pack(graph: fx.Graph, meet: fx.Node) -> list[Lie]:
         node.meta["val"] = target(*values)
         return node
 
-    with graph.inserting_before(meet):
+    with graph.inserting_before(collective):
         flats = [
             call(
                 aten.cat.default,
@@ -88,10 +90,12 @@ def _pack(graph: fx.Graph, meet: fx.Node) -> list[Lie]:
             for positions in groups
         ]
         met = call(
-            torch.ops.mirror.meet.default, [*flats, *[grads[i] for i in apart]], meet.args[1]
+            torch.ops.mirror.collective.default,
+            [*flats, *[grads[i] for i in apart]],
+            collective.args[1],
         )
-    users = {user.args[1]: user for user in meet.users}
-    at = meet
+    users = {user.args[1]: user for user in collective.users}
+    at = collective
     for number, positions in enumerate(groups):
         with graph.inserting_after(at):
             flat = graph.call_function(_getitem, (met, number))
@@ -100,20 +104,20 @@ def _pack(graph: fx.Graph, meet: fx.Node) -> list[Lie]:
         for i in positions:
             shape = list(grads[i].meta["val"].shape)
             size = math.prod(shape)
-            lie[i] = number, begin, tuple(shape)
+            packing[i] = number, begin, tuple(shape)
             if i in users:
                 with graph.inserting_before(users[i]):
                     part = call(aten.slice.Tensor, flat, 0, begin, begin + size)
                     users[i].replace_all_uses_with(call(aten.view.default, part, shape))
             begin += size
     for number, i in enumerate(apart, len(groups)):
-        lie[i] = number, 0, lie[i][2]
+        packing[i] = number, 0, packing[i][2]
         if i in users:
             with graph.inserting_before(users[i]):
                 one = graph.call_function(_getitem, (met, number))
                 one.meta["val"] = met.meta["val"][number]
                 users[i].replace_all_uses_with(one)
-    for user in list(meet.users):
+    for user in list(collective.users):
         graph.erase_node(user)
-    graph.erase_node(meet)
-    return [*lie.values()]
+    graph.erase_node(collective)
+    return [*packing.values()]

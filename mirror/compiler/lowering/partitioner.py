@@ -17,16 +17,16 @@ in a level without a shared program, is computed by every replica for itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
-from mirror.compiler.capture.functional_graph import FunctionalGraph, functional
+from mirror.compiler.capture.functional_graph import FunctionalGraph, base_of_view, functional
 from mirror.compiler.capture.tracer import CollectivePoint
-from mirror.compiler.custom_ops import MEET
-from mirror.compiler.lowering.gradient_packing import Lie, pack_gradients
-from mirror.compiler.lowering.graph_builder import Builder
+from mirror.compiler.custom_ops import COLLECTIVE
+from mirror.compiler.lowering.gradient_packing import PackedSlice, pack_gradients
 from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan, estimate_work
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.errors import CompileError
@@ -46,7 +46,7 @@ def pieces_of(
     graph: fx.GraphModule,
     inputs: list[StepInput],
     mode: Any,
-    meetings: Sequence[CollectivePoint],
+    collectives: Sequence[CollectivePoint],
     num_replicas: int,
 ) -> StepPlan:
     """Returns the pieces of a traced step: its functional graph, with packed gradients, cut.
@@ -63,17 +63,19 @@ def pieces_of(
                 "place, which an uncompiled step would not see; change it after the step, or pass "
                 "fallback='eager'"
             )
-    lies = pack_gradients(pure.module, [meeting.op is None for meeting in meetings])
-    return cut(pure, num_replicas, lies)
+    packings = pack_gradients(pure.module, [collective.op is None for collective in collectives])
+    return cut(pure, num_replicas, packings)
 
 
-def cut(graph: FunctionalGraph, num_replicas: int, lies: Sequence[list[Lie]] = ()) -> StepPlan:
+def cut(
+    graph: FunctionalGraph, num_replicas: int, packings: Sequence[list[PackedSlice]] = ()
+) -> StepPlan:
     """Cuts a functional graph into levels.
 
     Raises:
         CompileError: the step writes different values to a parameter on the replicas.
     """
-    return _Cutter(graph, num_replicas).cut(lies)
+    return _Cutter(graph, num_replicas).cut(packings)
 
 
 class _Cutter:
@@ -91,9 +93,9 @@ class _Cutter:
         self._level: dict[fx.Node, int] = {}
         self._is_own: dict[fx.Node, bool] = {}
         self._slots: dict[Any, int] = {node: i for i, node in enumerate(self._holders)}
-        self._meets: list[fx.Node] = []
+        self._collectives: list[fx.Node] = []
 
-    def cut(self, lies: Sequence[list[Lie]]) -> StepPlan:
+    def cut(self, packings: Sequence[list[PackedSlice]]) -> StepPlan:
         self._place()
         own_needs, shared_needs = self._needs()
         self._save(own_needs, shared_needs)
@@ -103,13 +105,17 @@ class _Cutter:
                 PlanLevel(
                     self._piece(level, shared_needs[level], is_own=False),
                     self._piece(level, own_needs[level], is_own=True),
-                    [self._meeting(node) for node in self._meets if self._level[node] == level],
+                    [
+                        self._collective_slots(node)
+                        for node in self._collectives
+                        if self._level[node] == level
+                    ],
                 )
             )
         after_all = self._num_levels, True
         results = [self._slots[self._now(node, *after_all)] for node in self._results]
         written = [self._slots[self._holder_of[id(one)]] for one in self._writes]
-        return StepPlan(levels, len(self._slots), results, written, list(lies))
+        return StepPlan(levels, len(self._slots), results, written, list(packings))
 
     # The place of each node
 
@@ -117,17 +123,18 @@ class _Cutter:
         """Finds the level of every node, whether it is a replica's own, and of every write."""
         for node in self._nodes:
             before = node.all_input_nodes
-            level = max((self._level[n] + _is_meet(n) for n in before), default=0)
+            level = max((self._level[n] + _is_collective(n) for n in before), default=0)
             self._level[node] = level
             if node.op == "placeholder":
                 self._is_own[node] = self._alone or self._inputs[node].kind.is_own
-            elif _is_meet(node):
-                self._meets.append(node)
+            elif _is_collective(node):
+                self._collectives.append(node)
                 self._is_own[node] = False
             else:
                 self._is_own[node] = self._alone or any(self._is_own[n] for n in before)
         self._num_levels = 1 + max(
-            [self._level[n] + _is_meet(n) for n in self._nodes if n.op != "output"], default=0
+            [self._level[n] + _is_collective(n) for n in self._nodes if n.op != "output"],
+            default=0,
         )
         shared = [one for one in self._writes if not one.kind.is_own and not self._alone]
         for one in shared:
@@ -136,7 +143,7 @@ class _Cutter:
                 raise CompileError(_own_write(one))
         updates = sorted({self._level[self._writes[one]] for one in shared} - {0})
         self._updates = set(updates or ([0] if shared else []))
-        # What depends on no meeting, as counts of steps, is written with what does.
+        # Values of level 0, such as step counts, are written with the last update.
         last = max(self._updates, default=0)
         self._write_level = {
             one: (
@@ -153,15 +160,15 @@ class _Cutter:
             not self._is_own[node]
             and self._level[node] in self._updates
             and node.op != "placeholder"
-            and not _is_meet(node)
+            and not _is_collective(node)
         )
 
     def _sinks(self) -> tuple[list[list[fx.Node]], list[list[fx.Node]]]:
         """Returns, by level, the values that own and shared programs must compute."""
         own: list[list[fx.Node]] = [[] for _ in range(self._num_levels)]
         shared: list[list[fx.Node]] = [[] for _ in range(self._num_levels)]
-        for node in self._meets:
-            for value in _brought(node):
+        for node in self._collectives:
+            for value in _inputs_of(node):
                 self._sink(own, shared, value, self._level[node])
         for one, value in self._writes.items():
             level = self._write_level[one]
@@ -183,7 +190,7 @@ class _Cutter:
         own_sinks, shared_sinks = self._sinks()
         own: list[set[fx.Node]] = [set() for _ in own_sinks]
         shared: list[set[fx.Node]] = [set() for _ in own_sinks]
-        # Own ones from the last level on: what a level needs of one before is computed there.
+        # Own programs, last level first: values needed from an earlier level are computed there.
         for level in reversed(range(self._num_levels)):
             stack = list(own_sinks[level])
             while stack:
@@ -222,8 +229,8 @@ class _Cutter:
                 for node in nodes:
                     for before in node.all_input_nodes:
                         self._use(before, level, is_own, nodes)
-        for node in self._meets:
-            for value in _brought(node):
+        for node in self._collectives:
+            for value in _inputs_of(node):
                 self._use(value, self._level[node], True, set())
             for user in node.users:
                 self._slots.setdefault(user, len(self._slots))
@@ -242,10 +249,10 @@ class _Cutter:
                 self._old.setdefault(self._writer(self._inputs[value]), set()).add(value)
                 self._slots.setdefault(("old", value), len(self._slots))
             return
-        self._by.setdefault(self._maker(value, is_own), set()).add(value)
+        self._by.setdefault(self._producer_of(value, is_own), set()).add(value)
         self._slots.setdefault(value, len(self._slots))
 
-    def _maker(self, value: fx.Node, for_own: bool) -> tuple[int, bool]:
+    def _producer_of(self, value: fx.Node, for_own: bool) -> tuple[int, bool]:
         level = self._level[value]
         if for_own and value in self._own_nodes[level]:
             return level, True
@@ -254,13 +261,13 @@ class _Cutter:
                 return at, False
         return level, True
 
-    def _meeting(self, node: fx.Node) -> tuple[int, list[int], list[int]]:
+    def _collective_slots(self, node: fx.Node) -> tuple[int, list[int], list[int]]:
         number: Any = node.args[1]
-        brought = [self._slots[value] for value in _brought(node)]
+        inputs = [self._slots[value] for value in _inputs_of(node)]
         results: dict[int, int] = {}
         for user in node.users:
             results[user.args[1]] = self._slots[user]  # type: ignore[index]
-        return number, brought, [results.get(i, -1) for i in range(len(brought))]
+        return number, inputs, [results.get(i, -1) for i in range(len(inputs))]
 
     # Programs
 
@@ -274,7 +281,7 @@ class _Cutter:
             return None
         given = [n for n in self._nodes if n in self._by.get((level, is_own), ())]
         old = [n for n in self._holders if n in self._old.get((level, is_own), ())]
-        builder = Builder(
+        builder = _ProgramGraph(
             self._graph.module, lambda node: self._slots[self._now(node, level, is_own)]
         )
         body = [node for node in self._nodes if node in nodes]
@@ -304,19 +311,91 @@ class _Cutter:
         return one in self._writes and self._writer(one) < (level, is_own)
 
 
-def _is_meet(node: fx.Node) -> bool:
-    return str(node.target) == MEET
+class _ProgramGraph:
+    """Makes the graph of one program.
+
+    Args:
+        module: the graph of the whole step.
+        slot_of: returns the slot of a value that the program takes.
+
+    Attributes:
+        reads: slots of the inputs.
+    """
+
+    def __init__(self, module: fx.GraphModule, slot_of: Callable[[fx.Node], int]) -> None:
+        self._module, self._slot_of = module, slot_of
+        self._graph, self._made = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.reads: list[int] = []
+
+    def read(self, node: fx.Node) -> fx.Node:
+        """Returns the placeholder of a value that the program takes."""
+        if node not in self._made:
+            holder = self._made[node] = self._graph.placeholder(f"in_{len(self.reads)}")
+            holder.meta = dict(node.meta)
+            self.reads.append(self._slot_of(node))
+        return self._made[node]
+
+    def build(
+        self,
+        body: Sequence[fx.Node],
+        given: Sequence[fx.Node],
+        old: Sequence[fx.Node],
+        writes: Mapping[fx.Node, fx.Node],
+        changing: Collection[fx.Node],
+    ) -> fx.GraphModule:
+        """Returns the program.
+
+        Args:
+            body: the nodes that it computes, in order.
+            given: the values of these that it returns.
+            old: inputs that it also returns, as copies from before its writes.
+            writes: by input, the value that is written to it.
+            changing: inputs that some program writes to. Views of them are copied before other
+                programs get them.
+        """
+        inside = set(body)
+        for node in body:
+            for before in node.all_input_nodes:
+                if before not in inside:
+                    self.read(before)
+        for node in (*writes, *old):
+            self.read(node)
+        made, aten = self._made, torch.ops.aten
+        for node in body:
+            made[node] = self._graph.node_copy(node, lambda n: made[n])
+
+        def copy_of(node: fx.Node) -> fx.Node:
+            copy = self._graph.call_function(aten.clone.default, (made[node],))
+            copy.meta = dict(node.meta)
+            return copy
+
+        copies = [copy_of(node) for node in old]
+        returned = [copy_of(n) if base_of_view(n) in changing else made[n] for n in given]
+        # The value written to one input may be a view of another input, which is written first.
+        stable = {
+            node: copy_of(node) if len(writes) > 1 and base_of_view(node) in writes else made[node]
+            for node in writes.values()
+        }
+        for target, value in writes.items():
+            written = self._graph.call_function(aten.copy_.default, (made[target], stable[value]))
+            written.meta = dict(target.meta)
+        self._graph.output([*returned, *copies])
+        return fx.GraphModule(self._module, self._graph)
 
 
-def _brought(meet: fx.Node) -> list[fx.Node]:
+def _is_collective(node: fx.Node) -> bool:
+    return str(node.target) == COLLECTIVE
+
+
+def _inputs_of(collective: fx.Node) -> list[fx.Node]:
     """Returns the tensors that a replica contributes at a collective point."""
-    brought: Any = meet.args[0]
-    return list(brought)
+    inputs: Any = collective.args[0]
+    return list(inputs)
 
 
 def _is_result(node: fx.Node) -> bool:
     """Whether a node is one of the tensors that a collective point returns."""
-    return any(_is_meet(before) for before in node.all_input_nodes)
+    return any(_is_collective(before) for before in node.all_input_nodes)
 
 
 def _own_write(one: StepInput) -> str:

@@ -6,9 +6,9 @@ are looked up by a digest of:
 
     the graph      every operation, with its arguments; sizes, strides, types, devices of inputs
     the sizes      the dynamic ones, the guards on them, and their values in the trace
-    the meetings   the reductions at collective points, and the number of replicas
+    collectives    the reductions at collective points, and the number of replicas
     settings       of torch and inductor, and the environment variables that set them
-    the makers     mirror's own code, torch, Python, the compiler by its name, the processor
+    toolchain      mirror's own code, torch, Python, the compiler by its name, the processor
 
 Operations of other libraries may change under the same name: steps with any are not kept.
 """
@@ -40,12 +40,12 @@ from mirror.compiler.lowering.programs import CallableProgram
 from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan
 from mirror.compiler.step_inputs import StepInput
 from mirror.compiler.torch_internals import (
+    LibraryProgram,
     Sizes,
     cache_folder,
     compiler_settings,
     is_operation,
     known_of_sizes,
-    library_of,
     program_of_library,
 )
 
@@ -70,7 +70,7 @@ def program_key(
     graph: fx.GraphModule,
     inputs: Sequence[StepInput],
     mode: Any,
-    meetings: Sequence[CollectivePoint],
+    collectives: Sequence[CollectivePoint],
     num_replicas: int,
     device: torch.device,
 ) -> str | None:
@@ -80,7 +80,7 @@ def program_key(
             *_graph(graph),
             *[_input(one) for one in inputs],
             known_of_sizes(mode),
-            *[_meeting(meeting, inputs) for meeting in meetings],
+            *[_collective(collective, inputs) for collective in collectives],
             f"{num_replicas} replicas, traced on {device}",
             *settings(),
             *makers(),
@@ -135,9 +135,9 @@ def _input(one: StepInput) -> str:
     return f"{one.kind.value} {tuple(fake.shape)} {fake.stride()} {fake.storage_offset()} {layout}"
 
 
-def _meeting(meeting: CollectivePoint, inputs: Sequence[StepInput]) -> str:
+def _collective(collective: CollectivePoint, inputs: Sequence[StepInput]) -> str:
     slots = {id(one.of): i for i, one in enumerate(inputs)}
-    return f"meeting {meeting.op} {[slots.get(id(place)) for place in meeting.places]}"
+    return f"collective {collective.op} {[slots.get(id(place)) for place in collective.places]}"
 
 
 def settings() -> list[str]:
@@ -215,11 +215,11 @@ def store_program(key: str, pieces: StepPlan, levels: Sequence[Ready], sizes: Si
             if called is None:
                 numbers[-1].append(None)
                 continue
-            library = library_of(called.programs[_CPU]) if called.is_raw else None
-            if library is None or len(called.programs) > 1:
+            program = called.programs[_CPU]
+            if not isinstance(program, LibraryProgram) or len(called.programs) > 1:
                 return False
             numbers[-1].append(len(libraries))
-            libraries.append(library)
+            libraries.append(program.path)
     try:
         _write(root / key, libraries, numbers, pieces, sizes)
     except (OSError, pickle.PicklingError, TypeError, AttributeError) as error:
@@ -244,7 +244,7 @@ def _write(
             (made / f"{i}.so").chmod(0o600)
             digests.append(_digest(made / f"{i}.so"))
         levels = [
-            PlanLevel(_without_graph(level.shared), _without_graph(level.own), level.meetings)
+            PlanLevel(_without_graph(level.shared), _without_graph(level.own), level.collectives)
             for level in pieces.levels
         ]
         index = (replace(pieces, levels=levels), [*map(tuple, numbers)], digests, sizes)

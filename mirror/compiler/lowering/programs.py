@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from mirror.compiler.custom_ops import DRAW
-from mirror.compiler.lowering.step_plan import ProgramPiece
+from mirror.compiler.lowering.step_plan import ProgramPiece, estimate_work
 from mirror.compiler.torch_internals import Program, inductor_compiled, traced
 
-Taking = Callable[[Sequence[Any]], Sequence[Any]]
+SMALL_PRODUCT = 1024  # multiplications of a matrix product
+
+SlotGetter = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class CallableProgram:
@@ -29,32 +31,32 @@ class CallableProgram:
         programs: by device, a function of the list of inputs that returns the outputs.
 
     Attributes:
-        take: returns the inputs out of a replica's values.
+        get_inputs: returns the inputs out of a replica's values.
         gives: slots of the outputs.
         is_raw: whether its writes leave the version of a tensor as it is.
         work: its approximate number of multiplications.
     """
 
-    __slots__ = ("gives", "is_own", "is_raw", "programs", "reads", "take", "work", "writes")
+    __slots__ = ("get_inputs", "gives", "is_own", "is_raw", "programs", "reads", "work", "writes")
 
     def __init__(
         self, piece: ProgramPiece, programs: Mapping[torch.device, Program], *, is_raw: bool
     ) -> None:
         self.programs = dict(programs)
         self.is_own = piece.is_own
-        self.take = taking(piece.reads)
+        self.get_inputs = slot_getter(piece.reads)
         self.reads, self.gives, self.writes = piece.reads, piece.gives, piece.writes
         self.is_raw = is_raw
         self.work = piece.work
 
     def run(self, values: list[Any], device: torch.device) -> None:
         """Runs the piece on a replica's values, and stores its outputs there."""
-        found = self.programs[device](list(self.take(values)))
+        found = self.programs[device](list(self.get_inputs(values)))
         for slot, value in zip(self.gives, found, strict=True):
             values[slot] = value
 
 
-def taking(slots: list[int]) -> Taking:
+def slot_getter(slots: list[int]) -> SlotGetter:
     """Returns a function that picks values out of their slots, without Python if several."""
     if len(slots) > 1:
         return operator.itemgetter(*slots)
@@ -81,11 +83,18 @@ def interpret_piece(
 
 
 def compile_piece(
-    piece: ProgramPiece, mode: Any, traced_on: torch.device, devices: Sequence[torch.device]
+    piece: ProgramPiece,
+    mode: Any,
+    traced_on: torch.device,
+    devices: Sequence[torch.device],
+    guarded: Collection[int] = (),
 ) -> CallableProgram:
     """Returns a compiled program: C++ on the CPU, Triton's kernels on GPUs.
 
     Kernels name their device; those of a second device come from the compiler's cache.
+
+    Args:
+        guarded: the slots of inputs whose sizes and strides the program need not check.
     """
     assert piece.graph is not None
     graph = fx.GraphModule(piece.graph, fx.Graph())
@@ -94,14 +103,17 @@ def compile_piece(
     assert result is not None
     copied.output(result[0] if isinstance(result, tuple) else result)
     graph.graph = copied
+    unchecked = [i for i, slot in enumerate(piece.reads) if slot in guarded]
 
     def program(device: torch.device) -> Program:
         own = retarget_again(graph, mode, traced_on, device)
         _draw_by_kernel(own)
+        if device.type == "cpu":
+            sum_small_products(own)
         fakes = [node.meta["val"] for node in own.graph.nodes if node.op == "placeholder"]
-        return inductor_compiled(own, mode, fakes)
+        return inductor_compiled(own, mode, fakes, unchecked)
 
-    # The first one last: what it draws by kernels is changed in the graph itself.
+    # The first device last: ``_draw_by_kernel`` changes its graph in place.
     programs = {device: program(device) for device in reversed(devices)}
     return CallableProgram(piece, programs, is_raw=True)
 
@@ -133,6 +145,40 @@ def _draw_by_kernel(graph: fx.GraphModule) -> None:
             drawn = graph.graph.call_function(prims.inductor_random.default, (size, own, mode))
             drawn.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(drawn)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def sum_small_products(graph: fx.GraphModule) -> None:
+    """Replaces small matrix products by sums, which inductor fuses with other operations.
+
+    A call of a product takes one or two microseconds; a kernel multiplies 1000 numbers in them.
+    """
+    aten = torch.ops.aten
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.graph.call_function(target, args)
+        node.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    for node in list(graph.graph.nodes):
+        name = str(node.target)
+        if name not in ("aten.mm.default", "aten.addmm.default") or node.kwargs:
+            continue
+        *bias, left, right = node.args
+        is_exact = node.meta["val"].dtype in (torch.float32, torch.float64)
+        if not is_exact or estimate_work([node]) > SMALL_PRODUCT:
+            continue
+        with graph.graph.inserting_before(node):
+            rows, columns = (
+                call(aten.unsqueeze.default, left, 2),
+                call(aten.unsqueeze.default, right, 0),
+            )
+            found = call(aten.sum.dim_IntList, call(aten.mul.Tensor, rows, columns), [1])
+            if bias:
+                found = call(aten.add.Tensor, found, bias[0])
+        found.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(found)
         graph.graph.erase_node(node)
     graph.recompile()
 

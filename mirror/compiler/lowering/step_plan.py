@@ -38,12 +38,12 @@ class PlanLevel:
     """The programs between two collective points, and the points after them.
 
     Attributes:
-        meetings: for each, its number, the slots of its inputs, the slots of its results.
+        collectives: for each, its number, the slots of its inputs, the slots of its results.
     """
 
     shared: ProgramPiece | None = None
     own: ProgramPiece | None = None
-    meetings: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
+    collectives: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -54,18 +54,18 @@ class StepPlan:
         num_slots: the number of values; the first ones are the inputs.
         results: slots of the values that the step returns or leaves.
         written: slots of the inputs that it changes.
-        lies: for each collective point, the ``lie`` of its CollectivePoint.
+        packings: for each collective point, the ``packing`` of its CollectivePoint.
     """
 
     levels: list[PlanLevel]
     num_slots: int
     results: list[int]
     written: list[int]
-    lies: list[list[tuple[int, int, tuple[int, ...]]]]
+    packings: list[list[tuple[int, int, tuple[int, ...]]]]
 
 
-# An element of what is not a product takes about as long as so many multiplications, which go by
-# the dozen: 0.3 ns of one core.
+# The cost of an output element of any operation other than a product, in multiplications: 0.3 ns
+# of one core.
 _PER_ELEMENT = 12.0
 
 

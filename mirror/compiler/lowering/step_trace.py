@@ -60,9 +60,9 @@ class StepTrace:
     is_tensor: list[bool]
     grads: dict[StateTensor, int | None]
     entering: dict[StateTensor, bool]
-    meetings: list[CollectivePoint]
+    collectives: list[CollectivePoint]
     modules: list[nn.Module]
-    leases: list[TracedSwap]
+    swaps: list[TracedSwap]
     draws: int
     modes: list[tuple[nn.Module, bool]]
     rates_read: list[Optimizer]
@@ -82,7 +82,7 @@ def trace_step(
     grads: dict[StateTensor, Tensor],
     varying: VaryingInputs,
     *,
-    meets_alone: bool = False,
+    reduces_alone: bool = False,
 ) -> StepTrace:
     """Traces a step.
 
@@ -96,7 +96,7 @@ def trace_step(
         own: for each leaf, whether every replica has its own.
         grads: the gradients that parameters have.
         varying: the values that are inputs, because they have changed between calls.
-        meets_alone: whether gradients have a collective point even with one replica.
+        reduces_alone: whether gradients have a collective point even with one replica.
 
     Raises:
         CompileError: it cannot be traced.
@@ -105,11 +105,13 @@ def trace_step(
     """
 
     def tried(rates: str, inputs: VaryingInputs) -> _Try:
-        stand_ins = Placeholders(places, grads, replicas.workers.num_replicas)
-        numbers = TracedNumbers(stand_ins.add, inputs.is_option, inputs.is_number)
-        tracer = Tracer(replicas, stand_ins, meets_alone=meets_alone, numbers=numbers, rates=rates)
+        placeholders = Placeholders(places, grads, replicas.workers.num_replicas)
+        numbers = TracedNumbers(placeholders.add, inputs.is_option, inputs.is_number)
+        tracer = Tracer(
+            replicas, placeholders, reduces_alone=reduces_alone, numbers=numbers, rates=rates
+        )
         unchanged = UnchangedSurroundings(step, tracer, replicas)
-        return _Try(call, stand_ins, tracer, unchanged, places, inputs)
+        return _Try(call, placeholders, tracer, unchanged, places, inputs)
 
     first = tried("tensors", varying)
     try:
@@ -134,7 +136,7 @@ def trace_step(
                     raise
                 continue
             if rates == "constants":
-                found.rates_read += [lease.optimizer for lease in found.leases]
+                found.rates_read += [swap.optimizer for swap in found.swaps]
             return found
         raise
 
@@ -149,13 +151,13 @@ class _Try:
     def __init__(
         self,
         call: Callable[[Sequence[Any]], Any],
-        stand_ins: Placeholders,
+        placeholders: Placeholders,
         tracer: Tracer,
         unchanged: UnchangedSurroundings,
         places: Sequence[StateTensor],
         varying: VaryingInputs,
     ) -> None:
-        self._call, self._stand_ins, self._varying = call, stand_ins, varying
+        self._call, self._placeholders, self._varying = call, placeholders, varying
         self.tracer, self._unchanged, self._places = tracer, unchanged, places
         self._result: Any = None
         self._numbers: list[type | None] = []
@@ -163,22 +165,24 @@ class _Try:
 
     def traced(self, leaves: Sequence[Any], own: Sequence[bool]) -> StepTrace:
         """Traces the step, called with these leaves; see ``trace_step``."""
-        stand_ins, tracer = self._stand_ins, self.tracer
-        args = [self._stood_for(i, *one) for i, one in enumerate(zip(leaves, own, strict=True))]
+        placeholders, tracer = self._placeholders, self.tracer
+        args = [
+            self._placeholder_for(i, *one) for i, one in enumerate(zip(leaves, own, strict=True))
+        ]
         graph, inputs = trace_functional(
-            lambda: self._followed(args), stand_ins.mode, stand_ins.inputs
+            lambda: self._followed(args), placeholders.mode, placeholders.inputs
         )
         returned = leaves_of(self._result)
         is_tensor = [isinstance(leaf, Tensor) for leaf in returned]
         gradients = tracer.gradients
         return StepTrace(
             graph=graph,
-            device=stand_ins.device,
+            device=placeholders.device,
             inputs=inputs,
             fakes=[leaf for leaf in args if isinstance(leaf, Tensor)],
             plain=[leaf for leaf in leaves if not isinstance(leaf, Tensor)],
             layouts=[layout(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
-            mode=stand_ins.mode,
+            mode=placeholders.mode,
             structure=rebuild_structure(self._result, [None] * len(returned)),
             leaves=[
                 number if isinstance(leaf, Tensor) else leaf
@@ -187,9 +191,9 @@ class _Try:
             is_tensor=is_tensor,
             grads=_positions(self._left, sum(is_tensor)),
             entering={} if gradients is None else dict(gradients.looked_at),
-            meetings=tracer.meetings,
+            collectives=tracer.collectives,
             modules=list(tracer.modules.values()),
-            leases=list(tracer.leases.all.values()),
+            swaps=list(tracer.swaps.all.values()),
             draws=tracer.draws.count,
             modes=self._unchanged.modes,
             rates_read=[*self._unchanged.rates_read],
@@ -201,13 +205,13 @@ class _Try:
             scalers=list(tracer.scalers),
         )
 
-    def _stood_for(self, index: int, leaf: Any, is_own: bool) -> Any:
+    def _placeholder_for(self, index: int, leaf: Any, is_own: bool) -> Any:
         """Returns the placeholder of a leaf of the arguments."""
         if not isinstance(leaf, Tensor):
             return self.tracer.numbers.argument(index, leaf, is_own=is_own)
         kind = InputKind.PART if is_own else InputKind.SHARED
         dynamic = self._varying.dimensions(index)
-        return self._stand_ins.add(kind, leaf, index, dynamic=dynamic, batched=is_own)
+        return self._placeholders.add(kind, leaf, index, dynamic=dynamic, batched=is_own)
 
     def _followed(self, args: Sequence[Any]) -> Sequence[Tensor]:
         """Calls the step; returns results, gradients, and the weight if the step sets one."""
@@ -217,15 +221,15 @@ class _Try:
         self._result = map_structure(_as_tensor, result)
         assert self.tracer.gradients is not None
         self._left = dict(self.tracer.gradients.left)
-        stand_ins = self._stand_ins
-        by_id = stand_ins.by_id()
+        placeholders = self._placeholders
+        by_id = placeholders.by_id()
         replaced: list[tuple[Tensor, Tensor]] = []
         for place in self._places:
-            after = stand_ins.assigned.get(id(place.record))
+            after = placeholders.assigned.get(id(place.record))
             if place.record is None:
                 after = self._unchanged.buffers.get(id(place.owner))
                 after = by_id.get(id(after), after)
-            before = stand_ins.placeholder_of(place)
+            before = placeholders.placeholder_of(place)
             if after is not None and after is not before:
                 if (after.shape, after.dtype) != (before.shape, before.dtype):
                     raise CompileError(

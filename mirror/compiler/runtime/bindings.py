@@ -25,7 +25,7 @@ class Bindings:
     replicas of the device read them, too.
 
     Attributes:
-        homes: the first replica of each device.
+        leaders: the first replica of each device.
     """
 
     def __init__(self, replicas: Replicas, trace: StepTrace, pieces: StepPlan) -> None:
@@ -34,8 +34,8 @@ class Bindings:
         self._written_own = [i for i in pieces.written if inputs[i].kind.is_own]
         self._written_shared = [i for i in pieces.written if not inputs[i].kind.is_own]
         devices = list(replicas.devices)
-        self.homes = tuple(devices.index(device) for device in dict.fromkeys(devices))
-        self._home_of = [devices.index(device) for device in devices]
+        self.leaders = tuple(devices.index(device) for device in dict.fromkeys(devices))
+        self._leader_of = [devices.index(device) for device in devices]
         slots = {
             kind: [i for i, one in enumerate(inputs) if one.kind is kind] for kind in InputKind
         }
@@ -48,7 +48,7 @@ class Bindings:
         self._records = [place.record for _, place in self._buffers]
         self._left = [(i, inputs[i].of) for i in slots[InputKind.GRADIENT]]
         self._rates = [
-            (i, trace.leases[inputs[i].of].optimizer, inputs[i].key[0])
+            (i, trace.swaps[inputs[i].of].optimizer, inputs[i].key[0])
             for i in slots[InputKind.RATE]
         ]
         self._numbers = [
@@ -59,10 +59,10 @@ class Bindings:
         self._last_numbers: list[list[Any]] | None = None  # of replicas that take part
         self._filled: list[list[Any]] | None = None
         self._state_slots: list[tuple[list[int], list[HeldStates]]] = []
-        for number, lease in enumerate(trace.leases):
+        for number, swap in enumerate(trace.swaps):
             of_it = [i for i in slots[InputKind.STATE] if inputs[i].of == number]
             wanted = [inputs[i].key for i in of_it]
-            held = [HeldStates(lease.optimizer, wanted, home) for home in self.homes]
+            held = [HeldStates(swap.optimizer, wanted, leader) for leader in self.leaders]
             self._state_slots.append((of_it, held))
         workers = replicas.workers
         one = torch.ones((), dtype=torch.float64, device="cpu")
@@ -87,15 +87,15 @@ class Bindings:
         self._last_rates: list[Any] = [None] * len(self._rates)
         self._filled = None
         templates: list[list[Any]] = []
-        for r, home in enumerate(self._home_of):
-            if home == r:
+        for r, leader in enumerate(self._leader_of):
+            if leader == r:
                 template = [self._find(one, r) for one in inputs]
                 for slots, states in self._state_slots:
-                    held = states[self.homes.index(r)]
+                    held = states[self.leaders.index(r)]
                     for slot, tensor in zip(slots, held.tensors, strict=True):
                         template[slot] = tensor
             else:
-                shared = templates[home]
+                shared = templates[leader]
                 template = [
                     self._find(one, r) if one.kind.is_own else shared[i]
                     for i, one in enumerate(inputs)
@@ -103,11 +103,11 @@ class Bindings:
             templates.append(template)
         self._templates = [[*template, *self._spare] for template in templates]
         self._copied = [
-            (one.value, templates[home][i])
+            (one.value, templates[leader][i])
             for i, one in enumerate(inputs)
             if one.value is not None
-            for home in self.homes
-            if one.value.device != self._replicas.devices[home]
+            for leader in self.leaders
+            if one.value.device != self._replicas.devices[leader]
         ]
 
     def _find(self, one: StepInput, r: int) -> Any:
@@ -152,9 +152,9 @@ class Bindings:
                     f"the gradient of {place.name!r} had strides {fake.stride()} and has "
                     f"{grad.stride()}"
                 )
-        for lease, (_, states) in zip(self._trace.leases, self._state_slots, strict=True):
+        for swap, (_, states) in zip(self._trace.swaps, self._state_slots, strict=True):
             if not all(held.are_as_before() for held in states):
-                return f"the state of {type(lease.optimizer).__name__} has other tensors"
+                return f"the state of {type(swap.optimizer).__name__} has other tensors"
         return None
 
     def numbers_changed(self, arguments: StepArguments) -> str | None:
@@ -188,8 +188,8 @@ class Bindings:
                     self._templates[r][slot].fill_(evaluated(expression, values))
             else:
                 number = evaluated(expression, by_replica[0][1])
-                for home in self.homes:
-                    self._templates[home][slot].fill_(number)
+                for leader in self.leaders:
+                    self._templates[leader][slot].fill_(number)
 
     def values(
         self, parts: dict[int, list[Any]], weights: Sequence[float] | None, count: int
@@ -201,7 +201,7 @@ class Bindings:
         """
         self._fill(tuple(parts), weights, count)
         self._fill_numbers(tuple(parts))
-        for found, copy in self._copied:  # the program may have changed what was found
+        for found, copy in self._copied:  # a program may have changed the copy
             copy.copy_(found)
         if self._trace.draws:
             seeds = torch.empty(len(parts), dtype=torch.int64, device="cpu").random_(0, 2**62)
@@ -217,7 +217,7 @@ class Bindings:
                 for (slot, _), copy in zip(self._buffers, copies, strict=True):
                     mine[slot] = copy
             for slot, place in self._left:
-                mine[slot] = _grad(place, self._home_of[r])
+                mine[slot] = _grad(place, self._leader_of[r])
             values[r] = mine
         return values
 
@@ -227,8 +227,8 @@ class Bindings:
             rate = optimizer.param_groups[group]["lr"]
             if isinstance(rate, Tensor) or rate != self._last_rates[i]:
                 self._last_rates[i] = rate
-                for home in self.homes:
-                    self._templates[home][slot].fill_(rate)
+                for leader in self.leaders:
+                    self._templates[leader][slot].fill_(rate)
         counted = (active, weights, count)
         if counted != self._counted:
             self._counted = counted
@@ -236,20 +236,20 @@ class Bindings:
                 self._own[r][InputKind.COUNT].fill_(count)
                 self._own[r][InputKind.WEIGHT].fill_(1.0 if weights is None else weights[r])
 
-    def idle(self, home: int) -> list[Any]:
+    def idle(self, leader: int) -> list[Any]:
         """Returns the values of a device's first replica if it is idle."""
-        mine = self._templates[home].copy()
+        mine = self._templates[leader].copy()
         for slot, place in self._left:
-            mine[slot] = _grad(place, home)
+            mine[slot] = _grad(place, leader)
         return mine
 
-    def hand_on(
-        self, home: int, values: list[Any], own: dict[int, list[Any]], slots: Sequence[int]
+    def share_outputs(
+        self, leader: int, values: list[Any], own: dict[int, list[Any]], slots: Sequence[int]
     ) -> None:
         """Gives the outputs of a shared program to the other replicas of the device."""
         if slots:
             for r, mine in own.items():
-                if self._home_of[r] == home and r != home:
+                if self._leader_of[r] == leader and r != leader:
                     for slot in slots:
                         mine[slot] = values[slot]
 
@@ -259,8 +259,8 @@ class Bindings:
         return found + [values[slot] for values in own.values() for slot in self._written_own]
 
 
-def _grad(place: Any, home: int) -> Tensor | None:
-    holder = place.owner if place.record is None else place.record.targets[home]
+def _grad(place: Any, leader: int) -> Tensor | None:
+    holder = place.owner if place.record is None else place.record.targets[leader]
     grad: Tensor | None = holder.grad
     return grad
 

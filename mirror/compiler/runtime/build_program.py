@@ -56,14 +56,14 @@ class ProgramBuilder:
         replicas: Replicas,
         registry: MirroredTensors,
         reducer: Reducer,
-        coherence: ParamSync,
+        param_sync: ParamSync,
         finite: NonFiniteCheck | None,
         mode: str,
     ) -> None:
         self._replicas, self._registry = replicas, registry
         self._reductions = StepReductions(replicas, reducer, finite)
         self._looks_at_gradients = finite is not None
-        self._coherence = coherence
+        self._param_sync = param_sync
         self._mode = mode
 
     def build(
@@ -88,9 +88,9 @@ class ProgramBuilder:
             arguments.own,
             self._replicas,
             places,
-            self._coherence.gradients(places),
+            self._param_sync.gradients(places),
             varying,
-            meets_alone=self._looks_at_gradients,
+            reduces_alone=self._looks_at_gradients,
         )
         try:
             pieces, levels, sizes = self._finish(traced)
@@ -101,14 +101,14 @@ class ProgramBuilder:
                 f"the step cannot be compiled: the compiler failed ({type(error).__name__}: "
                 f"{str(error)[:_MAX_MESSAGE]}); pass mode='trace', or fallback='eager'"
             ) from error
-        for meeting, lie in zip(traced.meetings, pieces.lies, strict=True):
-            meeting.lie = lie
+        for collective, packing in zip(traced.collectives, pieces.packings, strict=True):
+            collective.packing = packing
         used = [one.of for one in traced.inputs if one.kind is InputKind.PARAMETER]
         assumptions = TraceGuards(
             step,
             traced.modules,
             used,
-            traced.leases,
+            traced.swaps,
             traced.rates_read,
             traced.numbers,
             traced.scalers,
@@ -123,7 +123,7 @@ class ProgramBuilder:
             arguments.structure,
             Bindings(self._replicas, traced, pieces),
             self._reductions,
-            self._coherence,
+            self._param_sync,
             self._launcher(traced),
         )
         return assumptions, program
@@ -135,7 +135,7 @@ class ProgramBuilder:
             trace_step.graph,
             trace_step.inputs,
             trace_step.mode,
-            trace_step.meetings,
+            trace_step.collectives,
             num_replicas,
         )
         key = None
@@ -162,8 +162,11 @@ class ProgramBuilder:
         is_uncompiled = self._mode == "trace" or (self._mode == "auto" and not _has_compiler())
         if is_uncompiled or scatters_into_images(piece):
             return interpret_piece(piece, trace_step.device, devices)
+        # TraceGuards compares the strides of parameters once; own programs run on every replica.
+        inputs = enumerate(trace_step.inputs if piece.is_own else ())
+        guarded = {i for i, one in inputs if one.kind is InputKind.PARAMETER}
         try:
-            return compile_piece(piece, trace_step.mode, trace_step.device, devices)
+            return compile_piece(piece, trace_step.mode, trace_step.device, devices, guarded)
         except Exception as error:
             if self._mode == "inductor":
                 raise

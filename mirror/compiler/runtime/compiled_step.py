@@ -19,7 +19,11 @@ from mirror.base.dynamo import TRACERS
 from mirror.base.timeline import COMPILED, CROSS
 from mirror.compiler.runtime.param_sync import ParamSync
 from mirror.compiler.runtime.step_arguments import StepArguments
-from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares, WorkerConsensus
+from mirror.compiler.runtime.worker_consensus import (
+    CallShares,
+    ProgramCollectives,
+    WorkerConsensus,
+)
 from mirror.compiler.step_errors import (
     ProgramFailed,
     RunsUncompiled,
@@ -42,14 +46,16 @@ _MAX_KNOWN = 1000
 _MAX_MESSAGE = 2000
 
 Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
-Part = Callable[[int, Sequence[Any], Any], tuple[Sequence[int], Sequence[float] | None]]
+FindParticipants = Callable[
+    [int, Sequence[Any], Any], tuple[Sequence[int], Sequence[float] | None]
+]
 
 
 class StepProgramProtocol(Protocol):
     """The programs of one trace: a StepProgram, which is imported when the first is built."""
 
     trace: Any
-    meets: HasCollectives
+    collectives: ProgramCollectives
     structure: Any
     weights: dict[int, float] | None
 
@@ -62,7 +68,7 @@ class StepProgramProtocol(Protocol):
     def can_run(self) -> bool: ...
 
     def run(
-        self, parts: dict[int, Any], weights: Any, weighing: HasShares
+        self, parts: dict[int, Any], weights: Any, weighing: CallShares
     ) -> dict[int, Sequence[Any]]: ...
 
 
@@ -81,22 +87,22 @@ class CompiledStep:
         self,
         step: Callable[..., Any],
         run: Run,
-        taking_part: Part,
-        coherence: ParamSync,
-        agreement: WorkerConsensus,
-        maker: Callable[[], Any],
+        participants: FindParticipants,
+        param_sync: ParamSync,
+        consensus: WorkerConsensus,
+        make_builder: Callable[[], Any],
         *,
         fallback: str,
         is_eager: bool = False,
     ) -> None:
-        self._step, self._run, self._taking_part = step, run, taking_part
-        self._coherence, self._agreement, self._make_maker = coherence, agreement, maker
-        self._maker: Any = None
+        self._step, self._run, self._participants = step, run, participants
+        self._param_sync, self._consensus, self._make_builder = param_sync, consensus, make_builder
+        self._builder: Any = None
         self._falls_back = fallback == "eager"
         self._has_run = False
         self._gives_up = False
         self._refused: CompileError | None = None
-        agreement.is_final = is_eager
+        consensus.is_final = is_eager
         self._programs: list[tuple[Any, StepProgramProtocol, dict[Any, bool]]] = []
         self._odd_in_a_row = self._waits = self._num_calls = 0
         self._fixes_sizes = False  # whether the step is another one for every size of a batch
@@ -106,36 +112,36 @@ class CompiledStep:
         self.num_traces = 0
 
     def clear(self) -> None:
-        """Drops all programs, and what they keep alive; the next call traces again."""
+        """Drops all programs and the objects that they keep alive; the next call traces again."""
         self._programs.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Executes the step on all replicas; returns what ``strategy.run`` returns.
 
         Raises:
-            CompileError: the step does what no trace can follow.
+            CompileError: the step cannot be traced.
             StrategyError: called inside ``run``, or after ``close``.
         """
-        if self._agreement.is_final or not self._has_run or self._coherence.wants_eager():
-            if not (self._has_run or self._agreement.is_final):
+        if self._consensus.is_final or not self._has_run or self._param_sync.wants_eager():
+            if not (self._has_run or self._consensus.is_final):
                 self._observe_first(args, kwargs)
             result = self._run(self._step, args, kwargs)
             if not self._has_run:
-                self._varying.observe_options(self._coherence.optimizers())
+                self._varying.observe_options(self._param_sync.optimizers())
             self._has_run = True
             return result
-        active, weights = self._taking_part(self._coherence.num_replicas, args, kwargs)
-        made = self._coherence.alone(partial(self._call, args, kwargs, active, weights))
+        active, weights = self._participants(self._param_sync.num_replicas, args, kwargs)
+        made = self._param_sync.alone(partial(self._call, args, kwargs, active, weights))
         if made is None:
             return self._run_uncompiled(args, kwargs)
         result, has_stepped = made
         if has_stepped:
-            self._coherence.end_step()
+            self._param_sync.end_step()
         return result
 
     def _observe_first(self, args: Any, kwargs: Any) -> None:
         """Records the arguments of the first call: what differs in the second call varies."""
-        active, _ = self._taking_part(self._coherence.num_replicas, args, kwargs)
+        active, _ = self._participants(self._param_sync.num_replicas, args, kwargs)
         arguments = StepArguments(args, kwargs, active)
         self._varying.observe_arguments(arguments.structure, arguments.columns, arguments.own)
 
@@ -161,7 +167,7 @@ class CompiledStep:
 
         Returns ``None`` if the call is to run uncompiled.
         """
-        timeline = self._coherence.timeline
+        timeline = self._param_sync.timeline
         timeline.use()
         timeline.begin(CROSS, COMPILED)
         try:
@@ -173,7 +179,7 @@ class CompiledStep:
         self, args: Any, kwargs: Any, active: Sequence[int], weights: Any
     ) -> tuple[Any, bool] | None:
         self._num_calls += 1
-        self._coherence.prepare()
+        self._param_sync.prepare()
         arguments = StepArguments(args, kwargs, active)
         program = self._program_for(arguments)
         if self._gives_up:
@@ -181,13 +187,13 @@ class CompiledStep:
         elif program is None and not self._must_not_trace(arguments):
             program = self._build(arguments)
         if self._gives_up:
-            self._agreement.is_final = True  # which the workers tell each other
-        weighing = self._agreement.meet(
-            None if program is None else program.meets, arguments.active, weights
+            self._consensus.is_final = True  # agree() sends it to the other workers
+        weighing = self._consensus.agree(
+            None if program is None else program.collectives, arguments.active, weights
         )
         if program is None or weighing is None:
             return None
-        self._coherence.begin()
+        self._param_sync.begin()
         try:
             results = program.run(arguments.tensors, weights, weighing)
         except ProgramFailed as failed:
@@ -195,29 +201,29 @@ class CompiledStep:
             return None
         local = weighing.local
         if program.weights is not None:
-            weights = [program.weights.get(r, 0.0) for r in range(self._coherence.num_replicas)]
+            weights = [program.weights.get(r, 0.0) for r in range(self._param_sync.num_replicas)]
             local = sum(weights)
-        self._coherence.end(local)
-        return self._join(program, results, weights), bool(program.trace.leases)
+        self._param_sync.end(local)
+        return self._join(program, results, weights), bool(program.trace.swaps)
 
     def _give_up_program(self, failed: ProgramFailed) -> None:
         """Makes the step run uncompiled from now on, after a program has failed; or raises."""
         cause = failed.__cause__
         said = f"its program failed ({type(cause).__name__}: {str(cause)[:_MAX_MESSAGE]})"
-        if failed.has_changed or self._coherence.has_other_workers:
+        if failed.has_changed or self._param_sync.has_other_workers:
             raise CompileError(
                 f"the compiled step {_name(self._step)} failed: {said}, and may have changed "
                 "parameters, state or buffers; restore the last checkpoint, and pass mode='trace' "
                 "or call strategy.run(step, ...)"
             ) from cause
-        self._coherence.cancel()
+        self._param_sync.cancel()
         error = CompileError(
             f"the compiled step {_name(self._step)} failed: {said}; nothing has been changed; "
             "pass mode='trace', or fallback='eager'"
         )
         error.__cause__ = cause
         self._refuse(error)
-        self._agreement.is_final = True
+        self._consensus.is_final = True
 
     def _program_for(self, arguments: StepArguments) -> StepProgramProtocol | None:
         signatures = set(arguments.signatures)
@@ -261,13 +267,13 @@ class CompiledStep:
         if self._programs:
             why = self._what_changed(arguments)
             logger.info("the compiled step %s is traced again: %s", _name(self._step), why)
-        if self._maker is None:
-            self._maker = self._make_maker()
+        if self._builder is None:
+            self._builder = self._make_builder()
         self._observe(arguments)
         try:
             program: StepProgramProtocol
-            with self._coherence.timeline.compiling():
-                assumptions, program = self._maker.build(self._step, arguments, self._varying)
+            with self._param_sync.timeline.compiling():
+                assumptions, program = self._builder.build(self._step, arguments, self._varying)
         except RunsUncompiled:
             self._untraceable.update(arguments.signatures)
             return None
@@ -295,7 +301,7 @@ class CompiledStep:
         self._traced_at.append(self._num_calls)
         is_often = self._num_calls - self._traced_at[0] < _OFTEN * MAX_TRACES
         if len(self._traced_at) == MAX_TRACES and is_often:
-            self._agreement.is_final = True
+            self._consensus.is_final = True
             logger.warning(
                 "the step %s was traced %d times in %d calls, which takes longer than to run it "
                 "uncompiled, as it is from now on; pass what changes from call to call as tensors",
@@ -322,14 +328,14 @@ class CompiledStep:
         """Finds the values that have changed since the last trace: inputs of the next one."""
         varying = self._varying
         varying.observe_arguments(arguments.structure, arguments.columns, arguments.own)
-        leases = [lease for _, program, _ in self._programs for lease in program.trace.leases]
-        for lease in leases:
-            varying.compare_options(lease.optimizer, lease.options_then)
-        varying.observe_options(lease.optimizer for lease in leases)
-        varying.observe_options(self._coherence.optimizers())
+        swaps = [swap for _, program, _ in self._programs for swap in program.trace.swaps]
+        for swap in swaps:
+            varying.compare_options(swap.optimizer, swap.options_then)
+        varying.observe_options(swap.optimizer for swap in swaps)
+        varying.observe_options(self._param_sync.optimizers())
 
     def _join(self, program: Any, results: dict[int, Sequence[Any]], weights: Any) -> Any:
-        trace, n = program.trace, self._coherence.num_replicas
+        trace, n = program.trace, self._param_sync.num_replicas
         all_weights = None
         if weights is not None:
             all_weights = [float(weights[r]) if r in results else 0.0 for r in range(n)]

@@ -1,25 +1,23 @@
-"""Captures: the pieces of a compiled step as CUDA graphs, launched by one thread.
+"""Runs the pieces of a compiled step as CUDA graphs: one graph per piece and GPU.
 
-[Note: Captured pieces]
-A piece of a step calls the same kernels with the same sizes in every step: on GPUs they are
-captured, one graph per GPU and piece, and N replicas cost 2 N + 1 calls of the host, whatever the
-model's size is:
+A piece launches the same kernels with the same sizes in every step. So it is captured once and
+replayed. With N replicas on N GPUs the host makes 2 N + 1 calls per step, for any model:
 
-    own of cuda:0 .. N - 1      N launches, none of which waits for anything
-    reduction                   one grouped collective, as everywhere else: not captured
-    shared of cuda:0 .. N - 1   N launches
+    own piece, cuda:0 .. N - 1      N launches; the host waits for none of them
+    reduction                       one grouped collective, which is not captured
+    shared piece, cuda:0 .. N - 1   N launches
 
-beside a copy of the batch into the graph's memory, and one of the results out of it, per GPU. What
-a graph reads lies where it lay at the capture:
+Each GPU also copies its part of the batch into graph memory, and the results out of it. A graph
+reads its inputs at the addresses of the capture:
 
-    fixed   parameters, state, buffers, rates, counts, seeds: the tensors themselves; where one is
-            another tensor, or its memory another, the piece is captured anew
-    fed     parts of the batch, what other pieces give: copied into tensors of the graph's own,
-            unless they are results of a graph, which stay where they are
+    static inputs   parameters, state, buffers, rates, counts, seeds: read in place; if one is
+                    another tensor or has other memory, the piece is captured again
+    copied inputs   parts of the batch and outputs of other pieces: copied into tensors of the
+                    graph, except outputs of graphs, which keep their addresses
 
-What a graph has made, its next launch overwrites: what leaves the step is copied. A graph is of
-one size of the batch, and a few are kept. The first call with a size runs as it is, which loads
-what kernels need, and is all there is to sizes that come once.
+A replay overwrites the outputs of the replay before, so results and gradients are copied before
+they leave the step. A graph is valid for one batch size; a piece keeps the graphs of a few sizes.
+The first call with a size runs without a graph: it loads the kernels, and the size may not recur.
 """
 
 from __future__ import annotations
@@ -41,51 +39,55 @@ from mirror.values import are_identical
 
 logger = logging.getLogger(__name__)
 
-MAX_CAPTURES = 4  # of a piece on a GPU: each keeps memory of its own
+MAX_CAPTURES = 4  # per piece and GPU; each graph has memory of its own
 
-_pointer = operator.methodcaller("data_ptr")
+_address = operator.methodcaller("data_ptr")
 
 
-class _Captured:
-    """One graph, and the memory it works in.
+class _CapturedGraph:
+    """A graph with the tensors that it reads and writes.
 
     Attributes:
-        fixed: what it reads where it is.
-        fed: its own tensors, for what is copied in.
-        given: by replica, what it gives.
+        static_inputs: the tensors that it reads in place.
+        copied_inputs: tensors in graph memory, filled before each replay.
+        outputs: by replica, the tensors that a replay overwrites.
     """
 
-    def __init__(self, graph: DeviceGraph, fixed: list[Tensor], fed: list[Tensor]) -> None:
-        self.graph, self.fixed, self.fed = graph, fixed, fed
-        self.given: list[Sequence[Any]] = []
-        self._pointers = [*map(_pointer, fixed)]
+    def __init__(
+        self, graph: DeviceGraph, static_inputs: list[Tensor], copied_inputs: list[Tensor]
+    ) -> None:
+        self.graph = graph
+        self.static_inputs, self.copied_inputs = static_inputs, copied_inputs
+        self.outputs: list[Sequence[Any]] = []
+        self._addresses = [*map(_address, static_inputs)]
 
-    def holds(self, fixed: list[Tensor]) -> bool:
-        """Whether what it reads where it is still is there."""
-        return are_identical(fixed, self.fixed) and [*map(_pointer, fixed)] == self._pointers
+    def is_valid(self, static_inputs: list[Tensor]) -> bool:
+        """Whether these are the tensors of the capture, at the same addresses."""
+        are_same = are_identical(static_inputs, self.static_inputs)
+        return are_same and [*map(_address, static_inputs)] == self._addresses
 
-    def launch(self, fed: Sequence[Tensor]) -> None:
-        """Does the work for what is fed."""
-        into, of = [], []
-        for mine, tensor in zip(self.fed, fed, strict=True):
-            if mine is not tensor:
-                into.append(mine)
-                of.append(tensor)
-        if into:
-            torch._foreach_copy_(into, of, non_blocking=True)
+    def launch(self, inputs: Sequence[Tensor]) -> None:
+        """Copies inputs into graph memory, and replays the graph on the current stream."""
+        destinations, sources = [], []
+        for own, tensor in zip(self.copied_inputs, inputs, strict=True):
+            if own is not tensor:
+                destinations.append(own)
+                sources.append(tensor)
+        if destinations:
+            torch._foreach_copy_(destinations, sources, non_blocking=True)
         self.graph.launch()
 
 
 class CapturedPieces:
-    """Runs pieces on GPUs, as graphs where they can be captured. See [Note: Captured pieces].
+    """Runs pieces on GPUs, as graphs where they can be captured. See the head of this file.
 
     Args:
-        devices: one per replica.
-        fixed: the slots of what stays where it is from call to call.
-        make_graph: makes a graph of a device.
+        devices: the device of each replica.
+        static_slots: the slots of inputs that are the same tensors in every call.
+        make_graph: creates an empty graph on a device.
 
     Attributes:
-        is_raw: whether it writes, whatever it runs, without a new version of what it writes.
+        is_raw: True: writes do not increment the version of a tensor.
     """
 
     is_raw = True
@@ -93,54 +95,58 @@ class CapturedPieces:
     def __init__(
         self,
         devices: Sequence[torch.device],
-        fixed: Sequence[int],
+        static_slots: Sequence[int],
         make_graph: Callable[[torch.device], DeviceGraph],
     ) -> None:
-        self._devices, self._fixed = devices, set(fixed)
+        self._devices, self._static_slots = devices, set(static_slots)
         self._make_graph = make_graph
-        # By piece and device: by who takes part and the sizes, None while they came once.
+        # By piece and device, then by replicas and sizes; None: seen once, not captured yet.
         self._captured: dict[
-            tuple[CallableProgram, torch.device], dict[Any, _Captured | None]
+            tuple[CallableProgram, torch.device], dict[Any, _CapturedGraph | None]
         ] = {}
-        self._refused: set[CallableProgram] = set()
-        self._owned: set[int] = set()
+        self._uncapturable: set[CallableProgram] = set()
+        self._graph_storages: set[int] = set()
 
     def run(self, program: CallableProgram, values: dict[int, list[Any]]) -> None:
-        """Runs a piece on replicas' values, and keeps there what it gives."""
+        """Runs a piece on the values of some replicas, and stores its outputs there."""
         by_device: dict[torch.device, list[int]] = {}
         for r in values:
             by_device.setdefault(self._devices[r], []).append(r)
         for device, replicas in by_device.items():
-            if program in self._refused or not self._launch(program, device, replicas, values):
+            if program in self._uncapturable or not self._replay(
+                program, device, replicas, values
+            ):
                 for r in replicas:
                     program.run(values[r], device)
 
-    def remaining(
+    def keep_outputs(
         self, results: dict[int, Sequence[Tensor]], grads: dict[Any, Tensor | None]
     ) -> tuple[dict[int, Sequence[Tensor]], dict[Any, Tensor | None]]:
-        """Returns what a step gives and leaves, as tensors that no later launch changes."""
-        there = [(place, grad) for place, grad in grads.items() if grad is not None]
-        kept = iter(self._keep([*chain.from_iterable(results.values()), *[g for _, g in there]]))
-        results = {r: [next(kept) for _ in tensors] for r, tensors in results.items()}
-        return results, {**grads, **{place: next(kept) for place, _ in there}}
+        """Returns results and gradients as tensors that no later replay overwrites."""
+        present = [(place, grad) for place, grad in grads.items() if grad is not None]
+        tensors = [*chain.from_iterable(results.values()), *[grad for _, grad in present]]
+        kept = iter(self._copy_out(tensors))
+        results = {r: [next(kept) for _ in one] for r, one in results.items()}
+        return results, {**grads, **{place: next(kept) for place, _ in present}}
 
-    def _keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _copy_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies the tensors that are in graph memory."""
         kept = list(tensors)
-        mine = [i for i, tensor in enumerate(kept) if _storage(tensor) in self._owned]
-        by_device: dict[Any, list[int]] = {}
-        for i in mine:
-            by_device.setdefault((kept[i].device, kept[i].dtype), []).append(i)
-        for (_, dtype), places in by_device.items():
+        by_kind: dict[Any, list[int]] = {}
+        for i, tensor in enumerate(kept):
+            if _storage_of(tensor) in self._graph_storages:
+                by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
+        for (_, dtype), positions in by_kind.items():
             # One call for all; a product with 1 has the same bits.
             if dtype.is_floating_point:
-                copies = torch._foreach_mul([kept[i] for i in places], 1.0)
+                copies = torch._foreach_mul([kept[i] for i in positions], 1.0)
             else:
-                copies = tuple(kept[i].clone() for i in places)
-            for i, copy in zip(places, copies, strict=True):
+                copies = tuple(kept[i].clone() for i in positions)
+            for i, copy in zip(positions, copies, strict=True):
                 kept[i] = copy
         return kept
 
-    def _launch(
+    def _replay(
         self,
         program: CallableProgram,
         device: torch.device,
@@ -148,59 +154,59 @@ class CapturedPieces:
         values: dict[int, list[Any]],
     ) -> bool:
         """Runs a piece on one device as a graph; returns whether there is one."""
-        fixed: list[Tensor] = []
-        fed: list[Tensor] = []
+        static: list[Tensor] = []
+        copied: list[Tensor] = []
         for r in replicas:
             mine = values[r]
             for slot in program.reads:
-                (fixed if slot in self._fixed else fed).append(mine[slot])
-        sizes = (*replicas, *[(tensor.shape, tensor.dtype) for tensor in fed])
+                (static if slot in self._static_slots else copied).append(mine[slot])
+        sizes = (*replicas, *[(tensor.shape, tensor.dtype) for tensor in copied])
         known = self._captured.setdefault((program, device), {})
-        captured = known.pop(sizes, None) if sizes in known else self._first(known, sizes)
-        if captured is _FIRST:
+        if sizes not in known:
+            self._note_first(known, sizes)
             return False
-        if captured is None or not captured.holds(fixed):
-            captured = self._capture(program, device, replicas, fixed, fed)
+        captured = known.pop(sizes)
+        if captured is None or not captured.is_valid(static):
+            captured = self._capture(program, device, replicas, static, copied)
             if captured is None:
                 return False
             known[sizes] = captured
-            self._note_owned()
-        known[sizes] = captured  # the last one used is the last in order
-        captured.launch(fed)
-        for r, given in zip(replicas, captured.given, strict=True):
+            self._note_storages()
+        known[sizes] = captured  # insertion order is the order of last use
+        captured.launch(copied)
+        for r, outputs in zip(replicas, captured.outputs, strict=True):
             mine = values[r]
-            for slot, value in zip(program.gives, given, strict=True):
+            for slot, value in zip(program.gives, outputs, strict=True):
                 mine[slot] = value
         return True
 
-    def _first(self, known: dict[Any, _Captured | None], sizes: Any) -> Any:
-        """Notes that a size came for the first time; the one used longest ago is dropped."""
+    def _note_first(self, known: dict[Any, _CapturedGraph | None], sizes: Any) -> None:
+        """Records the first call with some sizes; drops the sizes used longest ago."""
         if len(known) >= MAX_CAPTURES:
             del known[next(iter(known))]
-            self._note_owned()
+            self._note_storages()
         known[sizes] = None
-        return _FIRST
 
     def _capture(
         self,
         program: CallableProgram,
         device: torch.device,
         replicas: list[int],
-        fixed: list[Tensor],
-        fed: list[Tensor],
-    ) -> _Captured | None:
-        """Captures a piece; returns ``None``, and says why, if that cannot be."""
-        own = [tensor if _storage(tensor) in self._owned else tensor.clone() for tensor in fed]
-        captured = _Captured(self._make_graph(device), fixed, own)
-        call, last = program.programs[device], _Last()
+        static: list[Tensor],
+        copied: list[Tensor],
+    ) -> _CapturedGraph | None:
+        """Captures a piece; if that fails, logs a warning and returns ``None``."""
+        own = [t if _storage_of(t) in self._graph_storages else t.clone() for t in copied]
+        captured = _CapturedGraph(self._make_graph(device), static, own)
+        call, last = program.programs[device], _LastOperation()
 
         def work() -> list[Sequence[Any]]:
-            next_fixed, next_fed = iter(fixed), iter(own)
+            next_static, next_own = iter(static), iter(own)
             with last:
                 return [
                     call(
                         [
-                            next(next_fixed if slot in self._fixed else next_fed)
+                            next(next_static if slot in self._static_slots else next_own)
                             for slot in program.reads
                         ]
                     )
@@ -208,10 +214,10 @@ class CapturedPieces:
                 ]
 
         try:
-            self._check(program, device, [*fixed, *own])
-            captured.given = captured.graph.capture(work)
+            self._check(program, device, [*static, *own])
+            captured.outputs = captured.graph.capture(work)
         except Exception as error:
-            self._refused.add(program)
+            self._uncapturable.add(program)
             logger.warning(
                 "a compiled step launches the kernels of a piece one by one, because %s cannot be "
                 "captured in a CUDA graph: %s: %s",
@@ -223,29 +229,30 @@ class CapturedPieces:
         return captured
 
     def _check(
-        self, program: CallableProgram, device: torch.device, tensors: Sequence[Tensor]
+        self, program: CallableProgram, device: torch.device, inputs: Sequence[Tensor]
     ) -> None:
-        for tensor in tensors:
+        """Raises ValueError if a replay would read or write other values than a call."""
+        for tensor in inputs:
             if tensor.device != device:
                 raise ValueError(
                     f"it reads a tensor of shape {tuple(tensor.shape)} on {tensor.device}, whose "
                     "value a graph would keep"
                 )
-        if not self._fixed.issuperset(program.writes):
+        if not self._static_slots.issuperset(program.writes):
             raise ValueError("it writes to an argument of the step")
 
-    def _note_owned(self) -> None:
-        """Notes the memory that launches write: what is given, and what that may be views of."""
+    def _note_storages(self) -> None:
+        """Collects the storages that replays write: inputs in graph memory, and outputs."""
         graphs = [c for known in self._captured.values() for c in known.values() if c is not None]
-        written = [t for one in graphs for given in (one.fed, *one.given) for t in given]
-        self._owned = {_storage(t) for t in written if isinstance(t, Tensor)} - {0}
+        written = [t for one in graphs for ts in (one.copied_inputs, *one.outputs) for t in ts]
+        self._graph_storages = {_storage_of(t) for t in written if isinstance(t, Tensor)} - {0}
 
 
-class _Last(DispatchMode):
-    """Knows the last operation of torch that was called.
+class _LastOperation(DispatchMode):
+    """Records the last operation of torch that was called.
 
     Attributes:
-        name: its name.
+        name: its name, for the warning.
     """
 
     def __init__(self) -> None:
@@ -259,8 +266,5 @@ class _Last(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_FIRST: Any = object()
-
-
-def _storage(tensor: Tensor) -> int:
+def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

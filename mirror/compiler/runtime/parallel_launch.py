@@ -75,7 +75,7 @@ class ParallelLaunch:
         finally:
             torch.set_num_threads(num_threads)
             for future in begun:
-                _finish(future)  # what they write must be theirs until they are done
+                _finish(future)  # their values must stay alive until they end
         for future in begun:
             future.result()
 
@@ -83,7 +83,7 @@ class ParallelLaunch:
         for r, values in own.items():
             program.run(values, self._devices[r])
 
-    def remaining(
+    def keep_outputs(
         self, results: dict[int, Sequence[Tensor]], grads: dict[Any, Tensor | None]
     ) -> tuple[dict[int, Sequence[Tensor]], dict[Any, Tensor | None]]:
         """Returns results and gradients as they are: no later call writes to them."""

@@ -1,6 +1,5 @@
 """ParamSync: keeps parameters, gradients and state equal between compiled steps and other code.
 
-[Note: Compiled steps and copies]
 To the rest of the strategy a compiled step looks like a write to the first copies in the
 cross-replica context: of parameters, optimizer state, and gradients. Replicas that share a device
 read one copy. The other copies are stale until uncompiled code needs them. Buffers are every
@@ -66,8 +65,8 @@ class ParamSync:
         self._variables, self._access, self._parts = variables, access, parts
         self.timeline, self.num_replicas = replicas.timeline, replicas.num_replicas
         devices = list(replicas.devices)
-        self._homes = {devices.index(device) for device in devices}
-        self._others = [r for r in range(self.num_replicas) if r not in self._homes]
+        self._leaders = {devices.index(device) for device in devices}
+        self._others = [r for r in range(self.num_replicas) if r not in self._leaders]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns the mirrored optimizers."""
@@ -113,7 +112,7 @@ class ParamSync:
             self._runner.recover()
         self._parts.prepare()
         self._reduce_waiting()
-        if len(self._homes) > 1:
+        if len(self._leaders) > 1:
             self._variables.sync_changed()
 
     def _reduce_waiting(self) -> None:

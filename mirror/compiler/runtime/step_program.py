@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from mirror.base.timeline import CROSS, PROGRAMS, REDUCTION, SHARED_PROGRAMS
 from mirror.compiler.free_variables import PLAIN
-from mirror.compiler.lowering.programs import CallableProgram, Taking, taking
+from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
 from mirror.compiler.lowering.step_plan import StepPlan
 from mirror.compiler.lowering.step_trace import StepTrace, layout
 from mirror.compiler.runtime.bindings import Bindings
@@ -20,7 +20,7 @@ from mirror.compiler.runtime.parallel_launch import ParallelLaunch
 from mirror.compiler.runtime.param_sync import ParamSync, StateChanges
 from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.step_reductions import StepReductions
-from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares
+from mirror.compiler.runtime.worker_consensus import CallShares, ProgramCollectives
 from mirror.compiler.step_errors import ProgramFailed
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.compiler.torch_internals import Sizes
@@ -45,7 +45,7 @@ class StepProgram:
         launcher: runs programs of all replicas.
 
     Attributes:
-        meets: the collective points.
+        collectives: the collective points.
         weights: by replica, the weights that the last call has set; ``None`` if it sets none.
     """
 
@@ -60,21 +60,27 @@ class StepProgram:
         structure: Any,
         bindings: Bindings,
         reductions: StepReductions,
-        coherence: ParamSync,
+        param_sync: ParamSync,
         launcher: ParallelLaunch | CapturedPieces,
     ) -> None:
         self._replicas, self.trace, self.pieces = replicas, trace, pieces
         self._sizes, self._leaves, self.structure = sizes, leaves, structure
-        self._coherence, self._launcher = coherence, launcher
+        self._param_sync, self._launcher = param_sync, launcher
         self._levels = [
-            (*called, [(n, taking(slots), gotten) for n, slots, gotten in level.meetings])
+            (
+                *called,
+                [
+                    (n, slot_getter(slots), result_slots)
+                    for n, slots, result_slots in level.collectives
+                ],
+            )
             for called, level in zip(levels, pieces.levels, strict=True)
         ]
         self._bindings, self._reductions = bindings, reductions
-        self._results = taking(pieces.results)
+        self._results = slot_getter(pieces.results)
         self._changes = _changes(trace, pieces)
-        self.meets = HasCollectives(
-            [(one.op, _names(one.places), one.lie) for one in trace.meetings]
+        self.collectives = ProgramCollectives(
+            [(one.op, _names(one.places), one.packing) for one in trace.collectives]
         )
         self.weights: dict[int, float] | None = None
         self._has_run = self._may_have_changed = False
@@ -132,12 +138,12 @@ class StepProgram:
     def can_run(self) -> bool:
         """Whether the state and the gradients that the trace uses are there."""
         if self.trace.entering:
-            self._coherence.take_gradients()
+            self._param_sync.take_gradients()
         return self._bindings.hold()
 
     @torch.no_grad()
     def run(
-        self, parts: dict[int, list[Any]], weights: Sequence[float] | None, weighing: HasShares
+        self, parts: dict[int, list[Any]], weights: Sequence[float] | None, weighing: CallShares
     ) -> dict[int, Sequence[Tensor]]:
         """Runs the step; returns its results, by replica that takes part.
 
@@ -156,21 +162,21 @@ class StepProgram:
         self._may_have_changed = False
         own = bindings.values(parts, weights, weighing.count)
         active = tuple(own)
-        shared = {r: own[r] if r in own else bindings.idle(r) for r in bindings.homes}
+        shared = {r: own[r] if r in own else bindings.idle(r) for r in bindings.leaders}
         shares = weighing.shares(active, weights, weighted=self._replicas.weighted)
-        for shared_program, own_program, meetings in self._levels:
+        for shared_program, own_program, collectives in self._levels:
             if shared_program is not None:
                 timeline.begin(CROSS, SHARED_PROGRAMS)
                 self._launch(shared_program, shared)
-                for home, values in shared.items():
-                    bindings.hand_on(home, values, own, shared_program.gives)
+                for leader, values in shared.items():
+                    bindings.share_outputs(leader, values, own, shared_program.gives)
                 timeline.end(CROSS, SHARED_PROGRAMS)
             if own_program is not None:
                 timeline.begin(CROSS, PROGRAMS)
                 self._launch(own_program, own)
                 timeline.end(CROSS, PROGRAMS)
-            for number, brought, gotten in meetings:
-                self._meet(number, brought, gotten, own, shared, shares)
+            for number, inputs, result_slots in collectives:
+                self._reduce(number, inputs, result_slots, own, shared, shares)
         self._has_run = True
         self._undo.clear()
         if self._is_raw:
@@ -178,21 +184,21 @@ class StepProgram:
         for module, mode in self.trace.modes:
             module.training = mode
         slots = self.pieces.results
-        home, first = bindings.homes[0], next(iter(own.values()))
-        at_home = shared[home]
+        leader, first = bindings.leaders[0], next(iter(own.values()))
+        leader_values = shared[leader]
         grads = {
-            place: None if at is None else at_home[slots[at]]
+            place: None if at is None else leader_values[slots[at]]
             for place, at in self.trace.grads.items()
         }
-        if home not in own:  # it has run no own program, which constants may be computed in
+        if leader not in own:  # it has run no own program, which constants may be computed in
             for place, at in self.trace.grads.items():
                 if at is not None and grads[place] is ABSENT:
-                    grads[place] = first[slots[at]].to(self._replicas.devices[home])
+                    grads[place] = first[slots[at]].to(self._replicas.devices[leader])
         results = {r: self._results(values) for r, values in own.items()}
         if self.trace.sets_weight:
             self.weights = {r: check_weight(values[slots[-1]]) for r, values in own.items()}
-        results, grads = self._launcher.remaining(results, grads)
-        self._coherence.stepped(self._changes, grads, active)
+        results, grads = self._launcher.keep_outputs(results, grads)
+        self._param_sync.stepped(self._changes, grads, active)
         return results
 
     def _launch(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
@@ -218,32 +224,34 @@ class StepProgram:
                 torch.set_rng_state(self._before)
             raise ProgramFailed(has_changed=self._may_have_changed) from error
 
-    def _meet(
+    def _reduce(
         self,
         number: int,
-        brought: Taking,
-        gotten: list[int],
+        inputs: SlotGetter,
+        result_slots: list[int],
         own: dict[int, list[Any]],
         shared: dict[int, list[Any]],
         shares: dict[int, float],
     ) -> None:
         """Reduces the tensors of all replicas at a collective point; gives each the result."""
-        meeting = self.trace.meetings[number]
-        payloads = {r: list(brought(values)) for r, values in own.items()}
-        if meeting.op is None:
+        collective = self.trace.collectives[number]
+        payloads = {r: list(inputs(values)) for r, values in own.items()}
+        if collective.op is None:
             self._replicas.timeline.begin(CROSS, REDUCTION, "gradients")
-            shares = dict.fromkeys(shares, 1.0) if meeting.is_weighed else shares
-            reduced = self._reductions.reduce(payloads, shares, meeting)
+            shares = dict.fromkeys(shares, 1.0) if collective.is_weighed else shares
+            reduced = self._reductions.reduce(payloads, shares, collective)
             self._replicas.timeline.end(CROSS, REDUCTION)
         else:
-            words = f"all_reduce({meeting.op}) in a compiled step"
+            words = f"all_reduce({collective.op}) in a compiled step"
             participants = Participants(len(payloads), differentiable=False)
             reduced, _ = all_reduce_payloads(
-                self._replicas, meeting.op, payloads, participants, words, None
+                self._replicas, collective.op, payloads, participants, words, None
             )
         first = next(iter(own))
         for r, values in {**shared, **own}.items():
-            for slot, tensor in zip(gotten, reduced[r if r in reduced else first], strict=True):
+            for slot, tensor in zip(
+                result_slots, reduced[r if r in reduced else first], strict=True
+            ):
                 if slot >= 0:
                     values[slot] = tensor
 
@@ -269,5 +277,5 @@ def _changes(trace: StepTrace, pieces: StepPlan) -> StateChanges:
         places = [place for kind, place in changed if kind is wanted]
         return [place.record for place in places if place.record is not None]
 
-    optimizers = [lease.optimizer for lease in trace.leases]
+    optimizers = [swap.optimizer for swap in trace.swaps]
     return StateChanges(records(InputKind.PARAMETER), records(InputKind.BUFFER), optimizers)

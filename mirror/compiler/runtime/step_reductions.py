@@ -33,7 +33,7 @@ class StepReductions:
         self._workers, self._unfit = replicas.workers, NonFinite(replicas.workers, finite)
 
     def reduce(
-        self, local: dict[int, list[Tensor]], shares: dict[int, float], meeting: CollectivePoint
+        self, local: dict[int, list[Tensor]], shares: dict[int, float], collective: CollectivePoint
     ) -> dict[int, list[Tensor]]:
         """Returns the weighted sums of all workers, on each replica that takes part, and device.
 
@@ -43,7 +43,7 @@ class StepReductions:
         """
         if self._finite is not None:
             try:
-                self._check(self._finite, local, shares, meeting)
+                self._check(self._finite, local, shares, collective)
             except GradientError as error:
                 self._unfit.found = error
             self._unfit.exchange()
@@ -74,7 +74,7 @@ class StepReductions:
 
     def _sum(self, columns: Sequence[list[Tensor]], scale: float) -> None:
         """Sums over the replicas of all workers, in place. See [Note: Sums on GPUs]."""
-        workers, brought = self._workers, columns
+        workers, sent = self._workers, columns
         if workers.sums_replicas:
             for column in columns if scale != 1.0 else ():
                 torch._foreach_mul_(column, scale)
@@ -82,8 +82,8 @@ class StepReductions:
             self._reducer.all_reduce(MovedTensors(columns, [], range(len(columns[0]))), scale)
             if not workers.is_multi_process:
                 return
-            brought = columns[:1]
-        flats = [[self._flat(tensor) for tensor in column] for column in brought]
+            sent = columns[:1]
+        flats = [[self._flat(tensor) for tensor in column] for column in sent]
         waits = [
             workers.all_reduce_replicas(_WHAT, each)
             if workers.sums_replicas
@@ -107,20 +107,20 @@ class StepReductions:
         finite: NonFiniteCheck,
         local: dict[int, list[Tensor]],
         shares: dict[int, float],
-        meeting: CollectivePoint,
+        collective: CollectivePoint,
     ) -> None:
         counted = [local[r] if shares.get(r) else [] for r in range(self._replicas.num_replicas)]
         if not finite.all_finite(counted):
             columns = [
                 [
-                    brought[i].reshape(-1)[at : at + math.prod(shape)]
-                    for i, at, shape in meeting.lie
+                    grads[i].reshape(-1)[at : at + math.prod(shape)]
+                    for i, at, shape in collective.packing
                 ]
-                if brought
+                if grads
                 else []
-                for brought in counted
+                for grads in counted
             ]
-            finite.raise_error(columns, [_NamedGradient(place) for place in meeting.places])
+            finite.raise_error(columns, [_NamedGradient(place) for place in collective.places])
 
 
 def _weigh(grads: list[Tensor], share: float) -> None:

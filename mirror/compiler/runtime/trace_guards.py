@@ -6,7 +6,7 @@ that this depends on are compared before every call, as a few lists in the inter
 
     thread      grad mode, autocast, default dtype
     modules     of those called: modes, numbers and strings among attributes, submodules, hooks
-    parameters  their identity, their memory, whether they require gradients
+    parameters  their identity, memory and strides, whether they require gradients
     optimizers  groups: their parameters and options, but for learning rates and options that
                 have changed before, which are inputs
     names       values of globals, closure cells, defaults and ``self`` of the step, and of the
@@ -68,7 +68,7 @@ class GuardedValue:
         for i, (before, after) in enumerate(zip(self._then, now, strict=False)):
             if before != after and i < len(self._names):
                 return f"{self._names[i]} was {_shown(before)} and is {_shown(after)}"
-        return f"{self._names[0] if self._names else 'something'} and what is beside it"
+        return f"{self._names[0] if self._names else 'something'} or a value beside it"
 
 
 def _shown(value: Any) -> str:
@@ -101,7 +101,7 @@ class TraceGuards:
         step: the user's function.
         modules: the modules that it has called.
         places: the parameters that it uses.
-        leases: the optimizers that it steps.
+        swaps: the optimizers that it steps.
         rates_read: the optimizers with learning rates that it has read as numbers.
         numbers: the options that are inputs, which may change.
         scalers: the gradient scalers that it uses.
@@ -112,7 +112,7 @@ class TraceGuards:
         step: Callable[..., Any],
         modules: Sequence[nn.Module],
         places: Sequence[StateTensor],
-        leases: Sequence[TracedSwap],
+        swaps: Sequence[TracedSwap],
         rates_read: Sequence[Optimizer],
         numbers: TracedNumbers,
         scalers: Sequence[Any] = (),
@@ -121,7 +121,7 @@ class TraceGuards:
             thread_state(),
             *_of_modules(modules),
             *_of_parameters(places),
-            *[_of_optimizer(lease, numbers) for lease in leases],
+            *[_of_optimizer(swap, numbers) for swap in swaps],
             *[_of_rates(optimizer) for optimizer in rates_read],
             *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
             _of_what_is_around(step, modules),
@@ -213,6 +213,7 @@ def _of_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
 def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
     pointer = operator.methodcaller("data_ptr")
+    strides = operator.methodcaller("stride")
     requires_grad = operator.attrgetter("requires_grad")
     mirrored = [p.record.hooks for p in places if p.record is not None]
     own = [p.owner for p in places if p.record is None]
@@ -226,11 +227,12 @@ def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
         ),
         GuardedValue(_NamedValue("requires_grad", places), lambda: [*map(requires_grad, tensors)]),
         GuardedValue(_NamedValue("the memory", places), lambda: [*map(pointer, tensors)]),
+        GuardedValue(_NamedValue("the strides", places), lambda: [*map(strides, tensors)]),
     ]
 
 
-def _of_optimizer(lease: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
-    optimizer = lease.optimizer
+def _of_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
+    optimizer = swap.optimizer
     kind = type(optimizer).__name__
     inputs = {(s.group, s.name) for s in numbers.sources if s.optimizer is optimizer}
     groups = optimizer.param_groups

@@ -1,6 +1,5 @@
 """WorkerConsensus: all workers run a call of a step compiled, or none does.
 
-[Note: Compiled steps of workers]
 Each worker decides whether it has a program for a call: sizes, state and guards are its own. But a
 compiled step has other collectives than an uncompiled one. So before each call the workers
 exchange a few bytes: whether they have a program, and the weights of their examples.
@@ -22,11 +21,11 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.execution.replicas import shares_of
 
 _CALL = "a compiled step"
-_SAID = struct.Struct("<??qd8s")
+_MESSAGE = struct.Struct("<??qd8s")
 
 
 @dataclass(frozen=True, slots=True)
-class HasShares:
+class CallShares:
     """The weights of the replicas of a call.
 
     Attributes:
@@ -47,7 +46,7 @@ class HasShares:
         return shares_of(counting, weighted=weighted, count=self.count, total=self.total)
 
 
-class HasCollectives:
+class ProgramCollectives:
     """The collective points of a program, which must be the same on all workers.
 
     Attributes:
@@ -55,11 +54,11 @@ class HasCollectives:
         words: a short description.
     """
 
-    def __init__(self, meetings: Sequence[tuple[str | None, Sequence[str], object]]) -> None:
-        """Takes of each point its reduction, or the parameters of gradients, and their lie."""
-        self.digest = hashlib.blake2b(repr(meetings).encode(), digest_size=8).digest()
+    def __init__(self, collectives: Sequence[tuple[str | None, Sequence[str], object]]) -> None:
+        """Takes of each point its reduction, or the parameters of gradients, and their packing."""
+        self.digest = hashlib.blake2b(repr(collectives).encode(), digest_size=8).digest()
         self.words = ", ".join(
-            op or f"gradients of {len(parameters)} parameters" for op, parameters, _ in meetings
+            op or f"gradients of {len(parameters)} parameters" for op, parameters, _ in collectives
         )
 
 
@@ -74,13 +73,16 @@ class WorkerConsensus:
         self._workers = workers
         self.is_final = False
 
-    def meet(
-        self, meets: HasCollectives | None, active: Sequence[int], weights: Sequence[float] | None
-    ) -> HasShares | None:
+    def agree(
+        self,
+        collectives: ProgramCollectives | None,
+        active: Sequence[int],
+        weights: Sequence[float] | None,
+    ) -> CallShares | None:
         """Returns the weights of the replicas; ``None`` if the call is to run uncompiled.
 
         Args:
-            meets: the collective points of this worker's programs; ``None``: it has none.
+            collectives: the collective points of this worker's programs; ``None``: it has none.
 
         Raises:
             DivergenceError: the workers are at different operations, or their programs have
@@ -89,18 +91,20 @@ class WorkerConsensus:
         count = len(active)
         local = float(count) if weights is None else float(sum(weights[r] for r in active))
         if not self._workers.is_multi_process:
-            return None if meets is None else HasShares(count, local, local)
-        digest = b"" if meets is None else meets.digest
-        mine = _SAID.pack(meets is not None, self.is_final, count, local, digest)
-        said = [_SAID.unpack(one) for one in self._workers.exchange(_CALL, None, lambda: mine)]
-        have, final, counts, weighed, digests = zip(*said, strict=True)
+            return None if collectives is None else CallShares(count, local, local)
+        digest = b"" if collectives is None else collectives.digest
+        mine = _MESSAGE.pack(collectives is not None, self.is_final, count, local, digest)
+        messages = [
+            _MESSAGE.unpack(one) for one in self._workers.exchange(_CALL, None, lambda: mine)
+        ]
+        have, final, counts, weighed, digests = zip(*messages, strict=True)
         self.is_final = any(final)
         if not all(have):
             return None
-        assert meets is not None
+        assert collectives is not None
         if len(set(digests)) > 1:
             # Raises: not all say the same.
             self._workers.exchange(
-                f"{_CALL} with the collectives {meets.words} ({meets.digest.hex()})"
+                f"{_CALL} with the collectives {collectives.words} ({collectives.digest.hex()})"
             )
-        return HasShares(sum(counts), sum(weighed), local)
+        return CallShares(sum(counts), sum(weighed), local)

@@ -19,7 +19,7 @@ def test_the_usual_step_is_one_program_before_the_reduction_and_one_behind():
     first, second = levels_of(Beside(2))
     assert first.own is not None
     assert first.shared is None
-    assert len(first.meetings) == 1
+    assert len(first.collectives) == 1
     assert second.shared is not None
     assert second.own is None
 
@@ -28,7 +28,7 @@ def test_one_replica_has_one_program():
     (only,) = levels_of(Beside(1))
     assert only.own is not None
     assert only.shared is None
-    assert not only.meetings
+    assert not only.collectives
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -94,7 +94,7 @@ def test_a_collective_in_the_forward_pass_is_a_cut_more():
         return step
 
     levels = levels_of(Beside(2, make_step=make_step))
-    assert [len(level.meetings) for level in levels] == [1, 1, 0]
+    assert [len(level.collectives) for level in levels] == [1, 1, 0]
 
 
 class Given(torch.autograd.Function):

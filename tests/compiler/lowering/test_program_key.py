@@ -46,7 +46,7 @@ def traced(make_model=mlp, num_replicas=2, size=8, rate=0.1, make_step=usual_ste
         VaryingInputs(),
     )
     strategy.close()
-    return found.graph, found.inputs, found.mode, found.meetings, num_replicas, found.device
+    return found.graph, found.inputs, found.mode, found.collectives, num_replicas, found.device
 
 
 def key(**changes):

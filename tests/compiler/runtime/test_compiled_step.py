@@ -142,12 +142,12 @@ def test_a_step_that_is_interrupted_leaves_equal_replicas(monkeypatch):
     loader = [*beside.strategy.distribute_dataset(data)]
     for own in loader[:3]:
         beside.compiled(*own)
-    coherence = beside.compiled._coherence
+    param_sync = beside.compiled._param_sync
 
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(coherence, "stepped", interrupted)
+    monkeypatch.setattr(param_sync, "stepped", interrupted)
     with pytest.raises(KeyboardInterrupt):
         beside.compiled(*loader[3])
     monkeypatch.undo()

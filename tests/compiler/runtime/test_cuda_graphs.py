@@ -87,7 +87,7 @@ class Steps:
         losses = {r: [mine[LOSS]] for r, mine in values.items()}
         grads = {"w": values[0][LEFT], "none": None}
         if self.captures is not None:
-            losses, grads = self.captures.remaining(losses, grads)
+            losses, grads = self.captures.keep_outputs(losses, grads)
         return [*[loss for (loss,) in losses.values()], grads["w"]]
 
     def train(self, sizes):
@@ -227,13 +227,23 @@ def test_a_piece_that_changes_its_batch_is_not_captured(caplog):
 OTHER = "\n    with torch.cuda.stream(torch.cuda.Stream(self._device)): "
 MUTANTS = [
     # The batch is not copied, or late; results are not; nothing is launched, or twice.
-    (cuda_graphs._Captured, "launch", "if mine is not tensor", "if False"),
-    (cuda_graphs._Captured, "launch", "if into:", "self.graph.launch()\n    if into:"),
-    (cuda_graphs.CapturedPieces, "_keep", "in self._owned]", "in ()]"),
-    (cuda_graphs._Captured, "launch", "self.graph.launch()", "pass"),
-    (cuda_graphs.CapturedPieces, "_launch", "captured.launch(fed)", "captured.launch(fed);" * 2),
+    (cuda_graphs._CapturedGraph, "launch", "if own is not tensor", "if False"),
+    (
+        cuda_graphs._CapturedGraph,
+        "launch",
+        "if destinations:",
+        "self.graph.launch()\n    if destinations:",
+    ),
+    (cuda_graphs.CapturedPieces, "_copy_out", "in self._graph_storages:", "in ():"),
+    (cuda_graphs._CapturedGraph, "launch", "self.graph.launch()", "pass"),
+    (
+        cuda_graphs.CapturedPieces,
+        "_replay",
+        "captured.launch(copied)",
+        "captured.launch(copied);" * 2,
+    ),
     # The user's batch is what the graph reads; it is let go of.
-    (cuda_graphs.CapturedPieces, "_capture", "tensor.clone() for", "tensor for"),
+    (cuda_graphs.CapturedPieces, "_capture", "t.clone() for", "t for"),
     # All GPUs' work in a graph of the first; the host waits; on any stream.
     (cuda_graphs.CapturedPieces, "run", "self._devices[r], []", "self._devices[0], []"),
     (CudaGraph, "launch", "self._graph", "torch.cuda.synchronize(self._device); self._graph"),
@@ -242,7 +252,7 @@ MUTANTS = [
     (CudaGraph, "capture", "thread_local", "global"),
     (CudaGraph, "capture", "caller.wait_stream(stream)", "pass"),
     # What lies elsewhere is not noticed.
-    (cuda_graphs._Captured, "holds", "return", "return True or"),
+    (cuda_graphs._CapturedGraph, "is_valid", "return", "return True or"),
 ]
 
 

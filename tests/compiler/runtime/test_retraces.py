@@ -143,7 +143,7 @@ def test_torch_warns_of_nothing_that_mirror_calls():
 def test_traces_that_are_dropped_let_go_of_optimizers():
     beside = Beside(2, linear)
     beside.train(batches([6] * 3))
-    held = [lease.optimizer for _, p, _ in beside.compiled._programs for lease in p.trace.leases]
+    held = [swap.optimizer for _, p, _ in beside.compiled._programs for swap in p.trace.swaps]
     assert held == [beside.optimizer]
     for cache in beside.strategy._group.replicas.caches:
         cache.clear()
@@ -151,3 +151,19 @@ def test_traces_that_are_dropped_let_go_of_optimizers():
     beside.train(batches([6] * 2))
     assert beside.compiled.num_traces == 2
     assert isinstance(beside.strategy, mirror.MirroredStrategy)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_parameter_with_other_strides_in_the_same_memory_is_named(num_replicas, caplog):
+    def transpose(beside):
+        if beside.compiled.num_traces and not told:
+            told.append(None)
+            for model in (beside.plain, beside.model):
+                model[0].weight.data = model[0].weight.data.t()
+
+    told = []
+    beside = Beside(num_replicas, lambda: torch.nn.Sequential(torch.nn.Linear(6, 6)))
+    with caplog.at_level(logging.INFO, "mirror.compiler"):
+        beside.train(batches([6] * 5, classes=6), between=transpose)
+    assert beside.compiled.num_traces == 2
+    assert "'0.weight' was (6, 1) and is (1, 6)" in caplog.text
