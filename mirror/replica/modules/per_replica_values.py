@@ -96,9 +96,16 @@ class PerReplicaAttribute:
     """The replicas' values of one attribute of one module.
 
     ``_now`` is its state in a run; ``_left`` and ``_joined`` are that between runs.
+
+    Attributes:
+        is_set: whether a replica has set or deleted it. Until then it is an ordinary attribute,
+            whatever replicas have done with other modules of its class.
     """
 
-    __slots__ = ("_attributes", "_is_batched", "_joined", "_left", "_module", "_name", "_now")
+    __slots__ = (
+        *("_attributes", "_is_batched", "_joined", "_left", "_module", "_name", "_now"),
+        "is_set",
+    )
 
     def __init__(self, module: nn.Module, name: str, attributes: ModuleAttributes) -> None:
         self._attributes = attributes
@@ -108,9 +115,12 @@ class PerReplicaAttribute:
         self._left: dict[int, Any] = {}  # the replicas' values after the last run
         self._joined: tuple[Any, tuple[int, ...]] = (MISSING, ())  # their join, and its versions
         self._is_batched = False  # whether the joined value has one row per example
+        self.is_set = False
 
     def read(self, replica: Replica) -> Any:
         """Returns the replica's value, ``MISSING`` if it has none."""
+        if not self.is_set:
+            return self._ordinary().get(self._name, MISSING)
         now, r = self._in(replica.run), replica.replica_id
         if r not in now.values:
             value = self._first(replica)
@@ -122,6 +132,7 @@ class PerReplicaAttribute:
 
     def write(self, replica: Replica, value: Any) -> None:
         """Sets the replica's value; ``MISSING`` deletes it."""
+        self.is_set = True
         now, r = self._in(replica.run), replica.replica_id
         now.read.pop(r, None)
         if type(value) is bool:

@@ -4,10 +4,10 @@
 Problem: ``self.hidden = h`` in a forward pass sets an attribute of a module that all replicas
 share.
 Rule: when a replica first sets or deletes an attribute, the module's class gets a descriptor of
-that name. It returns to every replica of a mirrored module its own value; on other modules it acts
-as if there were none. After the run the values are joined into the module's ordinary attribute,
-which the cross-replica context and copies made there see. (Copies that a replica makes have its
-own values: ``watch_copies``.)
+that name. It returns to every replica of a mirrored module its own value. On other modules, and
+before a replica has set the attribute of this one, it acts as if there were none. After the run
+the values are joined into the module's ordinary attribute, which the cross-replica context and
+copies made there see. (Copies that a replica makes have its own values: ``watch_copies``.)
 
     values of the replicas                        value of the module
     tensors of the shape it had before            their mean, weighted by examples; the first
@@ -182,8 +182,10 @@ def _for_all(weight: Any) -> Any:
 
 
 def is_own(module: nn.Module, name: str) -> bool:
-    """Whether replicas have set an attribute of the module's class."""
-    return isinstance(inspect.getattr_static(type(module), name, None), ReplicaAttribute)
+    """Whether replicas have set an attribute of this module."""
+    call = interceptor_of(module)
+    own = call.own.get(name) if isinstance(call, CallInterceptor) else None
+    return own is not None and own.is_set
 
 
 @disable_dynamo

@@ -1,5 +1,6 @@
 """Attributes that forward sets on a module: as on one device, in every context."""
 
+import collections
 import contextlib
 import copy
 import gc
@@ -552,3 +553,46 @@ def test_a_loss_kept_as_an_attribute_is_exact_or_reported(loss, n, inside, make_
         return
     assert not told
     torch.testing.assert_close(found, expected)
+
+
+CHANGES = {
+    "list": (list, lambda seen: seen.append(5)),
+    "dict": (dict, lambda seen: seen.__setitem__(len(seen), 5)),
+    "set": (set, lambda seen: seen.add(len(seen))),
+    "deque": (collections.deque, lambda seen: seen.append(5)),
+    "tensor": (lambda: torch.zeros(2), lambda seen: seen.add_(1)),
+    "number": (lambda: 3, lambda seen: None),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_replicas_did_with_another_module_of_a_class_changes_nothing(kind, n, inside):
+    make, change = CHANGES[kind]
+
+    class Keeps(nn.Module):
+        def __init__(self, *, replaces):
+            super().__init__()
+            self.layer, self.seen, self.replaces = nn.Linear(2, 2), make(), replaces
+
+        def forward(self, x):
+            if self.replaces:
+                self.seen = make()
+            else:
+                change(self.seen)
+            return self.layer(x)
+
+    seen = []
+    for replaced_before in (False, True):
+        with mirror.MirroredStrategy(["cpu"] * n) as strategy:
+            with strategy.scope():
+                other, module = Keeps(replaces=True), Keeps(replaces=False)
+            with strategy.scope() if inside else contextlib.nullcontext():
+                if replaced_before:
+                    strategy.run(lambda model=other: model(torch.ones(1, 2)))
+                for _ in range(3):
+                    strategy.run(lambda model=module: model(torch.ones(1, 2)))
+            found = module.seen
+            seen.append(found.tolist() if isinstance(found, torch.Tensor) else found)
+    assert seen[0] == seen[1]
