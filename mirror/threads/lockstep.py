@@ -98,7 +98,7 @@ class Lockstep:
         self.is_busy = self._is_forked = False
         self._threads = ReplicaThreads(names, self._work)
         self._mutex, self._finished = threading.Lock(), Baton(is_of_caller=True)
-        self._finish: Callable[[], None] = bool  # posts it, in this run only
+        self._finish: Callable[[], object] = bool  # posts it, in this run only
         self._begin_run({})
 
     def _begin_run(
@@ -322,7 +322,7 @@ class Lockstep:
             self._await()
 
     def _work(self, replica_id: int) -> None:
-        run: tuple[RunQueue, Failure, Callable[[], None]] | None = None
+        run: tuple[RunQueue, Failure, Callable[[], object]] | None = None
         while True:
             try:
                 while self._threads.wait_for_run(replica_id):
