@@ -362,3 +362,13 @@ def test_a_model_is_a_plain_value_after_close(strategy):
     strategy.close()
     assert same(model, net())
     assert torch.equal(copy.deepcopy(model)(X), net()(X))
+
+
+def test_a_model_of_a_strategy_of_one_replica_may_train_beside_an_idle_strategy():
+    with mirror.MirroredStrategy(["cpu"] * 3) as idle, mirror.MirroredStrategy(["cpu"]) as one:
+        idle.run(lambda: None)
+        with one.scope():
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()  # a warning would be an error

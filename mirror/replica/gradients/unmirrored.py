@@ -214,7 +214,9 @@ def check_step(optimizer: Optimizer) -> None:
 def _idle_strategy() -> object:
     """Returns a strategy that is in use and mirrors nothing; ``None`` if there is none."""
     strategy = current.strategy
-    if strategy is not None and strategy.num_replicas_in_sync > 1:
+    if strategy is not None:
+        if strategy.num_replicas_in_sync == 1:
+            return None  # its parameters are ordinary ones
         for unmirrored in _by_replicas.all():
             if unmirrored.replicas.strategy is strategy:
                 return strategy if unmirrored.has_nothing else None

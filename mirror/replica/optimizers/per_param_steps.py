@@ -12,7 +12,8 @@ equals one step over all parameters if a step changes only these things:
     random numbers
 
 No list can name all classes, so a class is measured: it steps small parameters, all by one
-optimizer and each by one of its own, with its own options. Both must have the same bits. Code that
+optimizer and each by one of its own, with its own options. Both must have the same bits, in the
+first steps and in late ones, for which the numbers that count the steps are increased. Code that
 uses global objects is not measured, because the measurement would change these. A change in a
 later step, which the measurement has not shown, raises ``StrategyError`` after that step.
 """
@@ -47,7 +48,8 @@ from mirror.replica.optimizers.param_groups import StepOnce, has_step_hooks, kee
 from mirror.replica.optimizers.piecewise_optimizers import describe, rebuild
 
 _SIDES = ((6, 4, 3, 2, 2, 2), (5, 4, 3, 2, 2, 2))  # of the parameters of a measurement
-_NUM_STEPS = 3
+_NUM_STEPS = 3  # the first ones, and as many after each of:
+_LATE_STEPS = (100, 10_000, 1_000_000)
 _GRADIENT_SCALES = (1.0, 1e4)  # a bound of the norm over all parameters may need large gradients
 _MAX_REASONS = 64
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -251,14 +253,22 @@ def _compare(
     def draw() -> list[Tensor]:
         return [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
 
-    values, gradients = draw(), [[grad * scale for grad in draw()] for _ in range(_NUM_STEPS)]
+    num_steps = _NUM_STEPS * (1 + len(_LATE_STEPS))
+    values, gradients = draw(), [[grad * scale for grad in draw()] for _ in range(num_steps)]
     results = []
     indices = range(len(shapes))
     for members in ([[*indices]], [[i] for i in indices]):
         parameters = [nn.Parameter(value.clone()) for value in values]
         optimizers = [_rebuilt(description, own, parameters) for own in members]
         state = torch.get_rng_state()
-        for of_step in gradients:
+        count = 0  # as the optimizers count
+        for i, of_step in enumerate(gradients):
+            if i and i % _NUM_STEPS == 0:
+                late = _LATE_STEPS[i // _NUM_STEPS - 1]
+                for one in optimizers:
+                    _set_counters(one, count, late)
+                count = late
+            count += 1
             for parameter, grad in zip(parameters, of_step, strict=True):
                 parameter.grad = grad.clone()
             for one in optimizers:
@@ -286,6 +296,16 @@ def _compare(
         for a, b in zip(*results, strict=True)
     )
     return None if all(same) else "its update of a parameter depends on other parameters"
+
+
+def _set_counters(optimizer: Optimizer, count: int, late: int) -> None:
+    """Sets the numbers that count steps, which a step may compare with a limit, to a late one."""
+    for holder in (*optimizer.param_groups, *optimizer.state.values(), vars(optimizer)):
+        for name, value in holder.items() if isinstance(holder, dict) else ():
+            if isinstance(value, Tensor) and value.dim() == 0 and value.item() == count:
+                holder[name] = torch.full_like(value, late)
+            elif type(value) in (int, float) and value == count:
+                holder[name] = type(value)(late)
 
 
 def _rebuilt(

@@ -197,6 +197,15 @@ class RareNorm(GlobalNorm):
     bound = 1000.0
 
 
+class LateNorm(GlobalNorm):
+    """The same, after a warm-up that is longer than a measurement."""
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["num_steps"] = group.get("num_steps", 0) + 1
+        return super().step(closure) if group["num_steps"] > 5000 else Plain.step(self, closure)
+
+
 class Noise(Plain):
     def update(self, group, p):
         p.sub_(0.1 * p.grad + 0.001 * torch.randn_like(p))
@@ -229,6 +238,7 @@ class Returns(Plain):
 WHOLE = {
     GlobalNorm: "depends on other parameters",
     RareNorm: "depends on other parameters",
+    LateNorm: "depends on other parameters",
     NeedsClosure: "a step of small parameters without a closure raises TypeError",
     Arguments: "other arguments than a closure",
     Returns: "returns a value of its own",
