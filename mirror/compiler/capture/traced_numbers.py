@@ -142,10 +142,12 @@ class TracedNumbers:
         if not always and not self._is_option(optimizer, group, name):
             return value
         if _is_plain_number(value):
-            return self._found(NumberSource(optimizer, group, name, None, False, float), value)
+            return self._trace_source(
+                NumberSource(optimizer, group, name, None, False, float), value
+            )
         if type(value) in (tuple, list) and value and all(map(_is_plain_number, value)):
             return type(value)(
-                self._found(NumberSource(optimizer, group, name, i, False, float), one)
+                self._trace_source(NumberSource(optimizer, group, name, i, False, float), one)
                 for i, one in enumerate(value)
             )
         return value
@@ -155,9 +157,9 @@ class TracedNumbers:
         if not _is_plain_number(value) or not self._is_argument(leaf):
             return value
         kind = int if isinstance(value, int) else float
-        return self._found(NumberSource(None, 0, leaf, None, is_own, kind), value)
+        return self._trace_source(NumberSource(None, 0, leaf, None, is_own, kind), value)
 
-    def _found(self, source: NumberSource, value: Any) -> Any:
+    def _trace_source(self, source: NumberSource, value: Any) -> Any:
         value = source.kind(value)
         if source not in self.sources:
             self.sources.append(source)
@@ -174,7 +176,7 @@ class TracedNumbers:
         found = self._add(kind, torch.zeros((), dtype=wide), expression)
         return found if found.dtype == dtype else found.to(dtype)
 
-    def note(self, expression: Expression, outcome: Any) -> None:
+    def add_guard(self, expression: Expression, outcome: Any) -> None:
         """Adds a guard: an expression, and its value in every call."""
         self.guards[expression] = outcome
 
@@ -275,12 +277,12 @@ class TracedNumbers:
         return self.tensor(number, dtype)
 
     def _as_tensors(self, tree: Any, tensors: Sequence[Tensor]) -> Any:
-        def found(leaf: Any) -> Any:
+        def to_tensors(leaf: Any) -> Any:
             if isinstance(leaf, slice):
                 return _as_numbers(leaf)
             return self._beside(leaf, tensors) if is_traced_number(leaf) else leaf
 
-        return _mapped(found, tree)
+        return _mapped(to_tensors, tree)
 
     # In every call
 
@@ -360,12 +362,12 @@ class _TracedNumber:
     def __init__(self, numbers: TracedNumbers, value: Any, expression: Expression) -> None:
         self.numbers, self.value, self.expression = numbers, value, expression
 
-    def known(self) -> Any:
+    def specialize(self) -> Any:
         """Returns the number itself, and guards that it is the same in every call."""
-        self.numbers.note(("eq", self.expression, ("number", self.value)), True)
+        self.numbers.add_guard(("eq", self.expression, ("number", self.value)), True)
         return self.value
 
-    def _made(self, name: str, *others: Any) -> Any:
+    def _combine(self, name: str, *others: Any) -> Any:
         values, expressions = [], []
         for one in others:
             if is_traced_number(one):
@@ -378,46 +380,46 @@ class _TracedNumber:
                 return NotImplemented
         value, expression = _FUNCTIONS[name](*values), (name, *expressions)
         if name in _COMPARISONS or name == "bool":
-            self.numbers.note(expression, value)
+            self.numbers.add_guard(expression, value)
             return value
         if type(value) not in (int, float):
             return NotImplemented
         return (_INT if type(value) is int else _FLOAT)(self.numbers, value, expression)
 
     def __hash__(self) -> int:
-        return hash(self.known())
+        return hash(self.specialize())
 
     def __format__(self, spec: str) -> str:
-        return format(self.known(), spec)
+        return format(self.specialize(), spec)
 
     def __repr__(self) -> str:
-        return repr(self.known())
+        return repr(self.specialize())
 
     __str__ = __repr__
 
     def __float__(self) -> float:
-        return float(self.known())
+        return float(self.specialize())
 
     def __int__(self) -> int:
-        return int(self.known())
+        return int(self.specialize())
 
     def __index__(self) -> int:
-        return operator.index(self.known())
+        return operator.index(self.specialize())
 
     def __trunc__(self) -> int:
-        return int(self.known())
+        return int(self.specialize())
 
     def __round__(self, digits: int | None = None) -> Any:
-        return round(self.known(), digits)
+        return round(self.specialize(), digits)
 
     def __divmod__(self, other: Any) -> Any:
-        return divmod(self.known(), other)
+        return divmod(self.specialize(), other)
 
 
 def _binary(name: str, *, is_reversed: bool) -> Callable[[Any, Any], Any]:
     if is_reversed:
-        return lambda self, other: self._made(name, other, self)
-    return lambda self, other: self._made(name, self, other)
+        return lambda self, other: self._combine(name, other, self)
+    return lambda self, other: self._combine(name, self, other)
 
 
 for _name in (*_ARITHMETIC, *_COMPARISONS):
@@ -425,7 +427,7 @@ for _name in (*_ARITHMETIC, *_COMPARISONS):
 for _name in _ARITHMETIC:
     setattr(_TracedNumber, f"__r{_name}__", _binary(_name, is_reversed=True))
 for _name in _UNARY:
-    setattr(_TracedNumber, f"__{_name}__", lambda self, _name=_name: self._made(_name, self))
+    setattr(_TracedNumber, f"__{_name}__", lambda self, _name=_name: self._combine(_name, self))
 
 
 # Torch's functions take symbols where they take numbers. These have no node, so that none but
@@ -483,12 +485,12 @@ def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _as_numbers(tree: Any) -> Any:
-    def known(leaf: Any) -> Any:
+    def to_numbers(leaf: Any) -> Any:
         if isinstance(leaf, slice):
-            return slice(*map(known, (leaf.start, leaf.stop, leaf.step)))
-        return leaf.known() if is_traced_number(leaf) else leaf
+            return slice(*map(to_numbers, (leaf.start, leaf.stop, leaf.step)))
+        return leaf.specialize() if is_traced_number(leaf) else leaf
 
-    return _mapped(known, tree)
+    return _mapped(to_numbers, tree)
 
 
 def _is_list_of_tensors(value: Any) -> bool:

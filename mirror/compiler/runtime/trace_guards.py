@@ -47,22 +47,22 @@ class GuardedValue:
 
     Args:
         names: the description of each value.
-        look: returns the values of now.
+        read: returns the values of now.
     """
 
-    __slots__ = ("_look", "_names", "_then")
+    __slots__ = ("_names", "_read", "_then")
 
-    def __init__(self, names: Sequence[str], look: Callable[[], list[Any]]) -> None:
-        self._names, self._look = names, look
-        self._then = look()
+    def __init__(self, names: Sequence[str], read: Callable[[], list[Any]]) -> None:
+        self._names, self._read = names, read
+        self._then = read()
 
     def holds(self) -> bool:
         """Whether all values are those of the trace."""
-        return self._look() == self._then
+        return self._read() == self._then
 
     def changed(self) -> str | None:
         """Returns the first change in words; ``None`` if there is none."""
-        now = self._look()
+        now = self._read()
         if now == self._then:
             return None
         for i, (before, after) in enumerate(zip(self._then, now, strict=False)):
@@ -140,7 +140,7 @@ def thread_state() -> GuardedValue:
     """Guards the modes of torch in this thread."""
     kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
 
-    def look() -> list[Any]:
+    def read() -> list[Any]:
         return [
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
@@ -152,7 +152,7 @@ def thread_state() -> GuardedValue:
         ]
 
     names = ["the grad mode", "the default dtype", "deterministic algorithms"]
-    return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], look)
+    return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], read)
 
 
 def _of_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
@@ -187,26 +187,26 @@ def _of_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         for kept in (attributes, *([] if isinstance(buffers, ReplicaDict) else [buffers])):
             held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
 
-    def look() -> list[Any]:
+    def read() -> list[Any]:
         try:
             return [get(attributes) for get, attributes in getters]
         except KeyError as error:
             return [error.args[0]]
 
-    def look_at_children() -> list[Any]:
+    def read_children() -> list[Any]:
         return [[*map(id, entries.values())] for entries in children]
 
-    def look_at_tensors() -> list[Any]:
+    def read_tensors() -> list[Any]:
         return [SameObject(kept.get(name)) for kept, name in held]
 
-    def look_at_hooks() -> list[Any]:
+    def read_hooks() -> list[Any]:
         return [*map(tuple, hooks)]  # ids of handles: one in another's place is another
 
     return [
-        GuardedValue(values, look),
-        GuardedValue(owners, look_at_children),
-        GuardedValue(["the hooks of modules"] * len(hooks), look_at_hooks),
-        *([GuardedValue([f"tensor {n!r}" for _, n in held], look_at_tensors)] if held else []),
+        GuardedValue(values, read),
+        GuardedValue(owners, read_children),
+        GuardedValue(["the hooks of modules"] * len(hooks), read_hooks),
+        *([GuardedValue([f"tensor {n!r}" for _, n in held], read_tensors)] if held else []),
     ]
 
 
@@ -241,7 +241,7 @@ def _of_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
         for i, group in enumerate(groups)
     ]
 
-    def look() -> list[Any]:
+    def read() -> list[Any]:
         now = optimizer.param_groups
         found: list[Any] = [len(now), [*map(tuple, step_hooks(optimizer))]]
         for group, names in zip(now, watched, strict=False):
@@ -253,17 +253,17 @@ def _of_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
     for names in watched:
         said += [f"a parameter group of {kind}", f"the number of options of {kind}"]
         said += [f"option {name!r} of {kind}" for name in names]
-    return GuardedValue(said, look)
+    return GuardedValue(said, read)
 
 
 def _of_rates(optimizer: Optimizer) -> GuardedValue:
     """Guards learning rates that a step has read as numbers."""
 
-    def look() -> list[Any]:
+    def read() -> list[Any]:
         return [comparable(group.get("lr")) for group in optimizer.param_groups]
 
     name = f"a learning rate of {type(optimizer).__name__}, which the step reads as a number,"
-    return GuardedValue([name] * 8, look)
+    return GuardedValue([name] * 8, read)
 
 
 def _of_what_is_around(step: Callable[..., Any], called: Sequence[nn.Module]) -> GuardedValue:
