@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from tests.leaks import Leaks
 from tests.oracle import train
 from tests.pairs import EXHAUSTIVE
 
@@ -199,13 +200,13 @@ def use(i, *, closes):
         strategy.close()
 
 
-def settled():
-    """Returns a Census of after all strategies are gone, and all of their threads."""
+def settled(leaks):
+    """Returns a Census of after all strategies of a test are gone, and all of their threads."""
     gc.collect()
     use(0, closes=True)  # the next one forgets those that are gone
     deadline = time.monotonic() + 20
-    while any(thread.name.startswith("mirror ") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, threading.enumerate()
+    while leaks.threads():
+        assert time.monotonic() < deadline, leaks.threads()
         gc.collect()
         time.sleep(0.01)
     return Census()
@@ -215,11 +216,11 @@ def settled():
 @pytest.mark.parametrize("closes", [True, False])
 def test_nothing_grows_over_300_strategies(closes):
     """What a strategy leaves, each hundred leaves; memory that is in pieces, now and then one."""
-    looks = []
+    leaks, looks = Leaks(), []
     for _ in range(4):
         for i in range(100):
             use(i, closes=closes)
-        looks.append(settled())
+        looks.append(settled(leaks))
     growths = []
     for before, after in itertools.pairwise(looks):
         check(before, after, sys.maxsize)
