@@ -70,10 +70,10 @@ def main(wheel):
         _see(folder, [program, "doctor", "--devices", "cpu,cpu"], "host", "ring")
         demo = _see(folder, [program, "demo", "--replicas", "2", "--epochs", "1"], "the same bits")
         assert re.search("drawn digits|Fashion-MNIST", demo), demo
-        for name, text in (("run_command.py", SCRIPT), ("test_script.py", TEST)):
+        for name, text in (("script.py", SCRIPT), ("test_script.py", TEST)):
             (folder / name).write_text(text)
-        _see(folder, [program, "run", "--replicas", "2", "run_command.py"], "loss ")
-        _see(folder, [program, "check", "run_command.py"], "equal: 3 steps")
+        _see(folder, [program, "run", "--replicas", "2", "script.py"], "loss ")
+        _see(folder, [program, "check", "script.py"], "equal: 3 steps")
         _see(folder, [str(python), "-m", "pytest", "-q", "test_script.py"], "2 passed")
         _see(folder, [program, "bench", *ALL_REDUCE.split()], "| host ", "| ring ")
         for benchmark in BENCHMARKS:
