@@ -16,7 +16,7 @@ SMALL: dict[int, dict[tuple[str, int], float]] = {
 LARGE_CASES = ("cnn", "wide-mlp", "transformer", "resnet18", "lstm-lm")
 LARGE_LIMIT, LARGE_WORST = 0.95, 1.05
 FEW_PARAMETERS, HOST_US_FEW, HOST_US_MANY, HOST_CALLS = 20, 50.0, 250.0, 10.0
-COMPILE_SECONDS, SECOND_PROCESS_SECONDS = 60.0, 5.0
+COMPILE_SECONDS, SECOND_PROCESS_SECONDS = 30.0, 3.0
 
 
 def step_targets(rows: Sequence[Row]) -> list[Target]:
