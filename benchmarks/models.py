@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from cases import Case
@@ -10,12 +13,12 @@ from torch import Tensor, nn
 
 def build(case: Case) -> nn.Module:
     """Returns the case's model; the same values at every call."""
-    kinds = {
+    kinds: dict[str, Callable[..., nn.Module]] = {
         "mlp": mlp,
         "cnn": cnn,
         "transformer": Transformer,
-        "resnet18": ResNet18,
-        "resnet50": ResNet50,
+        "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2)),
+        "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
         "lstm": LSTM,
         "lstm_lm": LSTMLanguageModel,
     }
@@ -131,10 +134,23 @@ class Block(nn.Module):
         return x + self.narrow(F.gelu(self.widen(self.norm2(x))))
 
 
-class ResNet50(nn.Module):
-    """ResNet-50 (He et al., 2015): 16 bottlenecks, 161 parameters; 64 is the paper's width."""
+class ResNet(nn.Module):
+    """ResNet (He et al., 2015); width 64 is the paper's.
 
-    def __init__(self, size: int, width: int, classes: int) -> None:
+    Args:
+        block: makes a block of so many channels in and inside, with a stride.
+        counts: the number of blocks of each stage.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock | Bottleneck],
+        counts: Sequence[int],
+        *,
+        size: int,
+        width: int,
+        classes: int,
+    ) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
@@ -144,11 +160,11 @@ class ResNet50(nn.Module):
         )
         blocks: list[nn.Module] = []
         channels = width
-        for stage, count in enumerate((3, 4, 6, 3)):
+        for stage, count in enumerate(counts):
             inner = width * 2**stage
             for i in range(count):
-                blocks.append(Bottleneck(channels, inner, stride=2 if stage and not i else 1))
-                channels = 4 * inner
+                blocks.append(block(channels, inner, stride=2 if stage and not i else 1))
+                channels = block.expansion * inner
         self.blocks = nn.Sequential(*blocks)
         self.classifier = nn.Linear(channels, classes)
 
@@ -156,43 +172,12 @@ class ResNet50(nn.Module):
         return self.classifier(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-class ResNet18(nn.Module):
-    """ResNet-18 (He et al., 2015): 8 basic blocks, 62 parameters."""
+class Residual(nn.Module):
+    """A path, and a shortcut, which is a convolution of 1x1 where the shape changes."""
 
-    def __init__(self, size: int, width: int, classes: int) -> None:
+    def __init__(self, path: nn.Module, channels: int, outer: int, stride: int) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, stride=2, padding=1),
-        )
-        blocks: list[nn.Module] = []
-        channels = width
-        for stage in range(4):
-            for i in range(2):
-                outer = width * 2**stage
-                blocks.append(BasicBlock(channels, outer, stride=2 if stage and not i else 1))
-                channels = outer
-        self.blocks = nn.Sequential(*blocks)
-        self.classifier = nn.Linear(channels, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.blocks(self.stem(x)).mean((2, 3)))
-
-
-class BasicBlock(nn.Module):
-    """Two convolutions of 3x3, and a shortcut, a third one where the shape changes."""
-
-    def __init__(self, channels: int, outer: int, stride: int) -> None:
-        super().__init__()
-        self.path = nn.Sequential(
-            nn.Conv2d(channels, outer, 3, stride=stride, padding=1, bias=False),
-            nn.BatchNorm2d(outer),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(outer, outer, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outer),
-        )
+        self.path = path
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels != outer:
             self.shortcut = nn.Sequential(
@@ -203,13 +188,30 @@ class BasicBlock(nn.Module):
         return F.relu(self.path(x) + self.shortcut(x))
 
 
-class Bottleneck(nn.Module):
-    """Convolutions of 1x1, 3x3 and 1x1, and a shortcut, a fourth one where the shape changes."""
+class BasicBlock(Residual):
+    """Two convolutions of 3x3."""
+
+    expansion = 1
 
     def __init__(self, channels: int, inner: int, stride: int) -> None:
-        super().__init__()
-        outer = 4 * inner
-        self.path = nn.Sequential(
+        path = nn.Sequential(
+            nn.Conv2d(channels, inner, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, inner, 3, padding=1, bias=False),
+            nn.BatchNorm2d(inner),
+        )
+        super().__init__(path, channels, inner, stride)
+
+
+class Bottleneck(Residual):
+    """Convolutions of 1x1, 3x3 and 1x1."""
+
+    expansion = 4
+
+    def __init__(self, channels: int, inner: int, stride: int) -> None:
+        outer = self.expansion * inner
+        path = nn.Sequential(
             nn.Conv2d(channels, inner, 1, bias=False),
             nn.BatchNorm2d(inner),
             nn.ReLU(inplace=True),
@@ -219,11 +221,4 @@ class Bottleneck(nn.Module):
             nn.Conv2d(inner, outer, 1, bias=False),
             nn.BatchNorm2d(outer),
         )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != outer:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels, outer, 1, stride=stride, bias=False), nn.BatchNorm2d(outer)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.path(x) + self.shortcut(x))
+        super().__init__(path, channels, outer, stride)

@@ -19,9 +19,9 @@ instead of N. The steps that were called then find no parameter groups. Torch's 
 that, others may not: [Note: Step dispatch] in ``merge_call_shared.py``. The state of replicas
 1 .. N-1 is copied from the first one's when their code reads it.
 
-OptimizerRegistry: the optimizers over one strategy's parameters, and the values they exchange.
-
-``CentralOptimizers`` replaces it with a parameter device, see ``params/central_param.py``.
+``OptimizerRegistry`` has all optimizers over one strategy's parameters, and exchanges gradients
+and values for their steps. ``CentralOptimizers`` replaces it with a parameter device:
+``params/central_param.py``.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class OptimizerRegistry:
             variable.broadcast(source, others)
             self.gradients.broadcast(variable, source, others)
 
-    # One step for all: see ``mirrored_optimizer.py``
+    # One step for all replicas
 
     def gather(self, parameters: ParamGroupsView, leader: int) -> None:
         """Copies the gradients that a step for all needs to an idle first replica."""
