@@ -8,20 +8,19 @@ from __future__ import annotations
 import gc
 import numbers
 import re
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from mirror.base.mutex import collecting
 from mirror.errors import DeviceError, short_repr
 
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
 _NAME = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]+))?", re.IGNORECASE)
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples modulo 2**63 are far apart
-_reading = threading.Lock()
 _SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
 
 
@@ -188,7 +187,9 @@ def state_of(generator: torch.Generator) -> torch.Tensor:
     point may release the GIL, and a thread that takes it and waits for the mutex causes a
     deadlock. So collection is disabled.
     """
-    with _reading:
+    # As call_without_collection does it, without a call in every run.
+    try:
+        collecting.acquire()
         if not gc.isenabled():
             return generator.get_state()
         gc.disable()
@@ -196,6 +197,11 @@ def state_of(generator: torch.Generator) -> torch.Tensor:
             return generator.get_state()
         finally:
             gc.enable()
+    finally:
+        try:  # noqa: SIM105
+            collecting.release()
+        except RuntimeError:
+            pass
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:

@@ -32,13 +32,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import debug_unwrap
 
+from mirror.base.mutex import Mutex
 from mirror.errors import StrategyError
 
 Function = Callable[..., Any]
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 _WRAPS = "_mirror_wraps"  # attribute of a wrapper: owner, name and wrapper of each wrapping
-_wrapping = threading.RLock()
+_wrapping = Mutex()
 
 # docs/torch-versions.md has the table; pyproject.toml promises the same range.
 OLDEST_TORCH, NEWEST_TORCH = (2, 7), (2, 15)
@@ -85,18 +86,21 @@ def wrap_once(owner: Any, name: str, wrapper: Callable[[Function], Function]) ->
     Raises:
         AttributeError: there is no such attribute.
     """
+    return _wrapping.call(_wrap_once, owner, name, wrapper)
+
+
+def _wrap_once(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> bool:
     key = (owner, name, f"{wrapper.__module__}.{wrapper.__qualname__}")
-    with _wrapping:
-        kind, original = _kind_and_function(owner, name)
-        known = getattr(original, _WRAPS, ())
-        if key in known:
-            return False
-        function = wrapper(original)
-        own = dict(vars(function))
-        functools.update_wrapper(function, original)
-        vars(function).update(own, **{_WRAPS: (*known, key)})
-        setattr(owner, name, function if kind is None else kind(function))
-        return True
+    kind, original = _kind_and_function(owner, name)
+    known = getattr(original, _WRAPS, ())
+    if key in known:
+        return False
+    function = wrapper(original)
+    own = dict(vars(function))
+    functools.update_wrapper(function, original)
+    vars(function).update(own, **{_WRAPS: (*known, key)})
+    setattr(owner, name, function if kind is None else kind(function))
+    return True
 
 
 def plain_apply() -> Function:

@@ -18,7 +18,6 @@ replicas when it starts.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from time import monotonic, sleep
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
 
 # How long an exception waits for collectives in flight: longer than they take if nothing is wrong.
@@ -37,7 +37,7 @@ class CollectiveLock:
     """The reentrant lock of one communicator, for the host and its GPUs."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._mutex = Mutex()
         self._is_held = False
         # The stream of each GPU's last collective, and the event behind it.
         self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
@@ -45,25 +45,26 @@ class CollectiveLock:
 
     def after_fork(self) -> None:
         """Clears the owner in a forked process."""
-        self._lock, self._is_held = threading.RLock(), False
+        self._mutex, self._is_held = Mutex(), False
 
     def call(self, collective: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
         """Calls a collective; on each GPU it is enqueued behind the previous one."""
-        # Not a generator context manager: an interrupt could arrive between its frames.
-        with self._lock:
-            if self._is_held:
-                return collective()
-            gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
-            try:
-                self._is_held = True
-                for gpu in gpus:
-                    self._wait_for_previous(gpu)
-                return collective()
-            finally:
-                self._is_held = False
-                # After an error as well: part of the collective may be enqueued.
-                for gpu in gpus:
-                    self._record(gpu)
+        return self._mutex.call(self._call, collective, devices)
+
+    def _call(self, collective: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
+        if self._is_held:
+            return collective()
+        gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+        try:
+            self._is_held = True
+            for gpu in gpus:
+                self._wait_for_previous(gpu)
+            return collective()
+        finally:
+            self._is_held = False
+            # After an error as well: part of the collective may be enqueued.
+            for gpu in gpus:
+                self._record(gpu)
 
     def is_over(self) -> bool:
         """Returns whether the last collective is done on every GPU; does not wait."""

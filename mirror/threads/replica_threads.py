@@ -108,7 +108,13 @@ class ReplicaThreads:
         name = f"mirror {self._names[replica_id]}"
         thread = threading.Thread(target=self._work, args=(replica_id,), name=name, daemon=True)
         self._threads[replica_id] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # start() waits on a Condition, which turns Ctrl-C into "release unlocked lock".
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
 
 
 class Baton:

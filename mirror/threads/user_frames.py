@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import sys
 import threading
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 
 import mirror.errors as anchor
+from mirror.base.mutex import call_without_collection
 
 _OURS = os.path.dirname(os.path.abspath(anchor.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_frames_lock = threading.Lock()
 _STARTING_SECONDS = 0.1  # how long a thread may take to start another one
 
 
@@ -40,17 +39,10 @@ def _frames() -> dict[int, FrameType]:
     """Returns the frames of all threads by thread identifier.
 
     A garbage collection inside ``sys._current_frames`` can freeze CPython 3.11 if a finalizer
-    lets another thread call it, too (gh-106883). So only one call runs at a time, and the
-    collector is off meanwhile.
+    lets another thread call it, too (gh-106883).
     """
-    with _frames_lock:
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            return sys._current_frames()
-        finally:
-            if collecting:
-                gc.enable()
+    frames: dict[int, FrameType] = call_without_collection(sys._current_frames)
+    return frames
 
 
 def stacks() -> str:

@@ -53,6 +53,7 @@ MODELS = {
     "net": Net,
     "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 3)),
 }
+TEMPLATES = {name: make() for name, make in MODELS.items()}
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
@@ -81,13 +82,10 @@ class Trainer:
         generator = torch.Generator().manual_seed(5)
         strategy = self.strategy
         with strategy.scope():
-            torch_state = torch.get_rng_state() if threading.get_ident() == MAIN else None
-            model = MODELS[model_name]()
+            model = strategy.mirror(copy.deepcopy(TEMPLATES[model_name]))  # draws nothing
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
-            if torch_state is not None:
-                torch.set_rng_state(torch_state)
             optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         x = torch.randn(10, WIDTH, generator=generator)
         batches = strategy.distribute_dataset([x] * NUM_STEPS)
@@ -150,8 +148,10 @@ def main(seconds, seed):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     reference = Trainer("lockstep", seed)
     expected = {(m, o): reference.train(m, o, ["none"]) for m in MODELS for o in OPTIMIZERS}
-    deadline, is_over, errors = monotonic() + seconds, threading.Event(), []
     trainers = [Trainer("parallel", seed), Trainer("parallel", seed + 1)]
+    for trainer in trainers:  # the first run takes turns, and so sets the generator of both
+        trainer.train("mlp", "sgd", ["none"])
+    deadline, is_over, errors = monotonic() + seconds, threading.Event(), []
     mishaps = ["none"] * 8 + ["error", "divergence", "late error"]
 
     def train_beside():
@@ -184,6 +184,8 @@ def main(seconds, seed):
         for thread in threads:
             thread.join()
     assert not errors, errors
+    for trainer in trainers:
+        print("TURNS", trainer.strategy._group.runner.parallel_runs._takes_turns)
     for trainer in (*trainers, reference):
         trainer.strategy.close()
     print(" ".join(f"{dict(trainer.counts)}" for trainer in trainers), "done", flush=True)

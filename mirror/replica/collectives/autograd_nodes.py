@@ -34,7 +34,6 @@ call, is the worker's own; in a mean its weight is that of the worker's last run
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mirror.base.mutex import Mutex
 from mirror.base.torch_private import current_graph_task_id, sequence_number, set_sequence_number
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.errors import StrategyError
@@ -64,26 +64,26 @@ class SequenceNumbers:
     """The sequence numbers of GradReduce nodes, below those of every other live node."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Mutex()
         self._live: weakref.WeakSet[CollectiveState] = weakref.WeakSet()
         self._latest = 0
         self._is_in_use = False  # a state has entered since there was none
 
     def enter(self, state: CollectiveState) -> int:
         """Returns a number above those of all collectives with live graphs."""
-        with self._lock:
-            self._latest = self._latest + 1 if len(self._live) else 0
-            self._live.add(state)
-            self._is_in_use = True
-            return self._latest
+        return self._lock.call(self._enter, state)
+
+    def _enter(self, state: CollectiveState) -> int:
+        self._latest = self._latest + 1 if len(self._live) else 0
+        self._live.add(state)
+        self._is_in_use = True
+        return self._latest
 
     def advance(self, run: object = None) -> None:
         """Advances the thread's sequence number past the latest GradReduce's; often by none."""
         if not self._is_in_use:
             return
-        with self._lock:
-            self._is_in_use = len(self._live) > 0
-        if not self._is_in_use:
+        if not self._lock.call(self._has_live):
             return
         with torch.inference_mode(False), torch.enable_grad():
             anchor = _anchor()
@@ -91,6 +91,10 @@ class SequenceNumbers:
                 node: Any = anchor.view_as(anchor).grad_fn
                 if sequence_number(node) > self._latest:
                     return
+
+    def _has_live(self) -> bool:
+        self._is_in_use = len(self._live) > 0
+        return self._is_in_use
 
 
 order = SequenceNumbers()
@@ -111,7 +115,7 @@ class CollectiveState:
         self.participants = participants
         self.number = order.enter(self) if participants.differentiable else 0
         self.arrived: dict[int, dict[int, tuple[Tensor, ...]]] = {}
-        self._adding = threading.Lock()
+        self._adding = Mutex()
         self._added: tuple[int, list[Tensor]] | None = None
 
     def totals(self, replicas: Replicas, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -133,16 +137,19 @@ class CollectiveState:
                 "a backward pass with create_graph=True went through a collective, outside run; "
                 "over several workers it cannot be differentiated again: call it inside run"
             )
-        with self._adding:  # autograd has a thread for each GPU
-            if self._added is None or self._added[0] != task:
-                rows = zip(*columns, strict=True)
-                own = [summed(row, row[0].device) for row in rows]
-                self._added = (
-                    task,
-                    weighted_sum_over_workers(replicas, "the gradient of a collective", own),
-                )
-            _, totals = self._added
+        # Autograd has a thread for each GPU.
+        totals = self._adding.call(self._totals, replicas, task, columns)
         return [total.to(grad.device) for total, grad in zip(totals, grads, strict=True)]
+
+    def _totals(
+        self, replicas: Replicas, task: int, columns: Sequence[Sequence[Tensor]]
+    ) -> list[Tensor]:
+        if self._added is None or self._added[0] != task:
+            rows = zip(*columns, strict=True)
+            own = [summed(row, row[0].device) for row in rows]
+            totals = weighted_sum_over_workers(replicas, "the gradient of a collective", own)
+            self._added = task, totals
+        return self._added[1]
 
 
 class CollectiveEnd:

@@ -181,11 +181,13 @@ class Buckets:
 
     def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
         """Marks gradients in flight to be thrown away when they arrive, for these replicas."""
-        with self._tracker.lock:
-            self._is_held = True
-            for reduction in self.in_flight:
-                if variable in reduction.variables:
-                    reduction.dropped.update((variable, r) for r in replica_ids)
+        self._tracker.mutex.call(self._drop, variable, replica_ids)
+
+    def _drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
+        self._is_held = True
+        for reduction in self.in_flight:
+            if variable in reduction.variables:
+                reduction.dropped.update((variable, r) for r in replica_ids)
 
     def launched(self) -> list[list[ReplicaParameter]]:
         """Returns each replica's copies with gradients in flight, in order."""
@@ -236,21 +238,19 @@ class Buckets:
     @disable_dynamo
     def _arrived(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
-        with self._tracker.lock:
-            if self._streams is not None:
-                self._streams.record(copy.replica_id, copy.device)
-            if index > len(self.in_flight):
-                before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
-                self.is_disordered |= local_grad(before) is None
-            if plan is self._plan and index == len(self.in_flight) and not self._is_held:
-                part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
-                if self._may_launch(copy.variable.devices):
-                    with (
-                        nullcontext()
-                        if self._streams is None
-                        else self._streams.make_caller_wait()
-                    ):
-                        self._launch(plan.order, part)
+        self._tracker.mutex.call(self._launch_if_due, plan, index, copy)
+
+    def _launch_if_due(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
+        if self._streams is not None:
+            self._streams.record(copy.replica_id, copy.device)
+        if index > len(self.in_flight):
+            before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
+            self.is_disordered |= local_grad(before) is None
+        if plan is self._plan and index == len(self.in_flight) and not self._is_held:
+            part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
+            if self._may_launch(copy.variable.devices):
+                with nullcontext() if self._streams is None else self._streams.make_caller_wait():
+                    self._launch(plan.order, part)
 
     def _may_launch(self, devices: Sequence[torch.device]) -> bool:
         if not self._are_wanted():

@@ -19,7 +19,6 @@ strategy is created. The wrapper costs one microsecond per pass. It also splits 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -29,6 +28,7 @@ import torch
 from torch.func import debug_unwrap
 
 from mirror.base.dynamo import disable_dynamo
+from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
 from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest
 from mirror.base.torch_private import (
@@ -92,7 +92,7 @@ class GradTracker:
 
     def after_fork(self) -> None:
         """Creates a free lock: a thread that does not exist in the fork may have held the old."""
-        self.lock = threading.Lock()
+        self.mutex = Mutex()
 
     def add(self, copy: ReplicaParameter) -> None:
         """Tracks the local gradients of ``copy``, if it requires any."""
@@ -116,8 +116,7 @@ class GradTracker:
         self.unsettled[replica_id].append(this)
         self._passes[replica_id].append(this)
         if not within:
-            with self.lock:
-                self._num_passes[replica_id] += 1
+            self._num_passes[replica_id] += 1
 
     def end_pass(self, this: BackwardPass, replica_id: int | None) -> None:
         """Records that a backward pass has ended, and the gradients that it has brought."""
@@ -176,12 +175,19 @@ class GradTracker:
         for r in range(len(self.pending)) if replica_id is None else (replica_id,):
             pending, silent = self.pending[r], self._silent[r]
             if silent:
-                with self.lock:
+                lock = self.mutex.lock
+                try:
+                    lock.acquire()
                     found = [copy for copy in silent if local_grad(copy) is not None]
                     if pending:
                         found += [copy for copy in pending if not copy.is_silent]
                     if found or pending:
                         pending[:] = found
+                finally:
+                    try:  # noqa: SIM105
+                        lock.release()
+                    except RuntimeError:  # see Mutex
+                        pass
 
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether these copies have arrived first on every replica, in this order.
@@ -267,7 +273,7 @@ def _without(
     return [copy for copy in copies if copy.variable is not variable]
 
 
-_lock = threading.Lock()
+_lock = Mutex()
 _trackers: tuple[weakref.ref[GradTracker], ...] = ()  # those that are called for every pass
 
 
@@ -283,11 +289,14 @@ def register_listener(tracker: GradTracker) -> bool:
     Returns:
         Whether this torch can report them.
     """
-    global _trackers
-    with _lock:
-        alive = (reference for reference in _trackers if reference() is not None)
-        _trackers = (*alive, weakref.ref(tracker))
+    _lock.call(_add_listener, tracker)
     return hasattr(torch.autograd, PASS)
+
+
+def _add_listener(tracker: GradTracker) -> None:
+    global _trackers
+    alive = (reference for reference in _trackers if reference() is not None)
+    _trackers = (*alive, weakref.ref(tracker))
 
 
 def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:

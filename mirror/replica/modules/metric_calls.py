@@ -29,7 +29,6 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.dynamo import disable_dynamo
+from mirror.base.mutex import Mutex
 from mirror.base.torch_private import wrap_once
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import StrategyError
@@ -267,7 +267,7 @@ _after: Any = _After.apply
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _WRAPPED = "_mirror_wrapped"
-_wrapping = threading.Lock()
+_wrapping = Mutex()
 # Of metrics and collections; then those of a MetricTracker.
 _METHODS = ("update", "compute", "forward", "reset")
 _OF_TRACKERS = ("increment", "reset_all", "compute_all", "best_metric")
@@ -292,9 +292,12 @@ def watch_log(module: nn.Module) -> None:
     for name in _LIGHTNING:
         kind = getattr(sys.modules.get(name), "LightningModule", None)
         if kind is not None and isinstance(module, kind):
-            with _wrapping:
-                if not hasattr(kind.log, _WRAPPED):
-                    kind.log = _merged(kind.log)
+            _wrapping.call(_merge_log, kind)
+
+
+def _merge_log(kind: Any) -> None:
+    if not hasattr(kind.log, _WRAPPED):
+        kind.log = _merged(kind.log)
 
 
 def watch_lone_metrics() -> None:
@@ -325,21 +328,24 @@ def _watching(original: Callable[..., None]) -> Callable[..., None]:
 
 def watch_metric(module: nn.Module) -> None:
     """Makes replicas' calls of a metric merge calls."""
+    _wrapping.call(_merge_methods, module)
+
+
+def _merge_methods(module: nn.Module) -> None:
     attributes = module.__dict__
-    with _wrapping:
-        for name in ("update", "compute"):
-            # Metrics have them as instance attributes, which copies and pickles do not contain.
-            method = attributes.get(name)
-            if method is not None and not hasattr(method, _WRAPPED):
-                attributes[name] = _merged(method, module)
-        names = [*(_METHODS[2:] if "update" in attributes else _METHODS)]
-        names += _OF_TRACKERS if hasattr(module, "increment") else ()
-        for kind in type(module).__mro__:
-            is_library = kind.__module__ in ("torch.nn.modules.module", "builtins")
-            for name in () if is_library else names:
-                method = kind.__dict__.get(name)
-                if callable(method) and not hasattr(method, _WRAPPED):
-                    setattr(kind, name, _merged(method))
+    for name in ("update", "compute"):
+        # Metrics have them as instance attributes, which copies and pickles do not contain.
+        method = attributes.get(name)
+        if method is not None and not hasattr(method, _WRAPPED):
+            attributes[name] = _merged(method, module)
+    names = [*(_METHODS[2:] if "update" in attributes else _METHODS)]
+    names += _OF_TRACKERS if hasattr(module, "increment") else ()
+    for kind in type(module).__mro__:
+        is_library = kind.__module__ in ("torch.nn.modules.module", "builtins")
+        for name in () if is_library else names:
+            method = kind.__dict__.get(name)
+            if callable(method) and not hasattr(method, _WRAPPED):
+                setattr(kind, name, _merged(method))
 
 
 def _merged(method: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 
 from mirror.base.dynamo import disable_dynamo, is_compiled
+from mirror.base.mutex import Mutex
 from mirror.base.torch_private import SPLIT_CALL, wrap_once
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica, Replicas, current
@@ -189,7 +190,7 @@ class _Recording(threading.local):
 
 recording = _Recording()
 _hooks: list[Any] = []
-_hooks_lock = threading.Lock()
+_hooks_lock = Mutex()
 _open_scopes = 0
 
 
@@ -200,19 +201,22 @@ def _record(module: nn.Module, name: str, value: object) -> None:
 
 def begin_recording(recorder: MirroredModules) -> None:
     """Records the modules that this thread creates, until ``end_recording``."""
-    global _open_scopes
-    with _hooks_lock:
-        _open_scopes += 1
-        if not _hooks:
-            _hooks.extend(
-                register(_record)
-                for register in (
-                    torch_module.register_module_parameter_registration_hook,
-                    torch_module.register_module_buffer_registration_hook,
-                    torch_module.register_module_module_registration_hook,
-                )
-            )
+    _hooks_lock.call(_open_scope)
     recording.recorders = (*recording.recorders, recorder)
+
+
+def _open_scope() -> None:
+    global _open_scopes
+    _open_scopes += 1
+    if not _hooks:
+        _hooks.extend(
+            register(_record)
+            for register in (
+                torch_module.register_module_parameter_registration_hook,
+                torch_module.register_module_buffer_registration_hook,
+                torch_module.register_module_module_registration_hook,
+            )
+        )
 
 
 @contextmanager
@@ -227,11 +231,14 @@ def suspend_recording() -> Iterator[None]:
 
 def end_recording() -> None:
     """Removes torch's hooks when no scope is open in any thread."""
+    _hooks_lock.call(_close_scope)
+
+
+def _close_scope() -> None:
     global _open_scopes
-    with _hooks_lock:
-        _open_scopes -= 1
-        if not _open_scopes:
-            _remove(_hooks)
+    _open_scopes -= 1
+    if not _open_scopes:
+        _remove(_hooks)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -28,7 +28,6 @@ An attribute that replicas have set goes through these states:
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.mutex import Mutex
 from mirror.errors import StrategyError, StructureError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replica, Run
@@ -48,7 +48,7 @@ from mirror.replica.scatter_gather.scatter import SplitPlan
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 
 MISSING: Any = object()
-_beginning = threading.Lock()  # held while the first replica to use an attribute begins its run
+_beginning = Mutex()  # held while the first replica to use an attribute begins its run
 
 
 class ModuleAttributes:
@@ -171,15 +171,17 @@ class PerReplicaAttribute:
 
     def _in(self, run: Run) -> _InRun:
         if self._now.run is not run:
-            with _beginning:  # replicas that run at once come here at once
-                if self._now.run is not run:
-                    joined, versions = self._joined
-                    value = self._ordinary().get(self._name, MISSING)
-                    if value is not joined or versions != _versions(joined):
-                        self._left = {}  # the cross-replica context has set it
-                    self._attributes.record(run, self)
-                    self._now = _InRun(run)
+            _beginning.call(self._begin, run)
         return self._now
+
+    def _begin(self, run: Run) -> None:
+        if self._now.run is not run:  # of replicas that run at once, the first one begins
+            joined, versions = self._joined
+            value = self._ordinary().get(self._name, MISSING)
+            if value is not joined or versions != _versions(joined):
+                self._left = {}  # the cross-replica context has set it
+            self._attributes.record(run, self)
+            self._now = _InRun(run)
 
     def _first(self, replica: Replica) -> Any:
         """Returns the value with which the replica begins a run."""

@@ -30,7 +30,6 @@ Lists, dicts and sets that forward changes in place are shared by all replicas: 
 from __future__ import annotations
 
 import inspect
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.base.dynamo import disable_dynamo, forget_compiled
+from mirror.base.mutex import Mutex
 from mirror.base.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
 from mirror.execution.parallel_runs import ProcessState
 from mirror.execution.replicas import Replica, current
@@ -54,7 +54,7 @@ from mirror.replica.params.replicated_param import ReplicaParameter
 _SHARED = frozenset(nn.Module().__dict__)
 # A module's dicts, which are watched.
 _DICTS = frozenset(("_parameters", "_buffers", "_modules"))
-_installing = threading.Lock()
+_installing = Mutex()
 
 
 class ReplicaAttribute:
@@ -201,8 +201,7 @@ def _notice(module: nn.Module, name: str, value: Any) -> None:
     existing = inspect.getattr_static(type(module), name, MISSING)
     if hasattr(type(existing), "__set__") or own_values(module, name) is None:
         return
-    with _installing:
-        setattr(type(module), name, ReplicaAttribute(name, existing))
+    _installing.call(setattr, type(module), name, ReplicaAttribute(name, existing))
     forget_compiled()  # compiled code reads the instance's __dict__
 
 

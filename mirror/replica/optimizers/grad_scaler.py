@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from mirror.base.mutex import Mutex
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Tracing, current
+from mirror.execution.replicas import Replica, Tracing, current
 from mirror.replica.optimizers.param_groups import replicas_reached
 from mirror.threads.merge_point import MergePoint
 
-_lock = threading.Lock()  # not held by a scaler: scalers are copied and pickled
+_lock = Mutex()  # not held by a scaler: scalers are copied and pickled
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -36,10 +36,12 @@ class GradScaler(torch.amp.GradScaler):
             self._trace(replica.tracing)
         if self.is_enabled() and self._scale is None:
             first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
-            with _lock:
-                if isinstance(first, Tensor) and self._scale is None:
-                    super().scale(first.new_zeros(()))  # creates the scale on that device
+            _lock.call(self._create_scale, first)
         return super().scale(outputs)
+
+    def _create_scale(self, output: Any) -> None:
+        if isinstance(output, Tensor) and self._scale is None:
+            super().scale(output.new_zeros(()))  # creates the scale on that device
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless done, and steps unless one of them is inf or NaN."""
@@ -180,19 +182,20 @@ class GradScaler(torch.amp.GradScaler):
     _replica_states: dict[int, dict[int, dict[str, Any]]]
     _of_run: Any  # the run to which the replicas' records belong
 
+    def _states_of(self, replica: Replica | None) -> dict[int, dict[str, Any]]:
+        run = None if replica is None else replica.run
+        if self._of_run is not run:
+            self._end_stages()
+            self._of_run = run
+        if replica is None:
+            return self._common_states
+        if replica.replica_id not in self._replica_states:
+            self._replica_states[replica.replica_id] = _copied(self._common_states.items())
+        return self._replica_states[replica.replica_id]
+
     @property
     def _per_optimizer_states(self) -> dict[int, dict[str, Any]]:
-        replica = current.replica
-        with _lock:
-            run = None if replica is None else replica.run
-            if self._of_run is not run:
-                self._end_stages()
-                self._of_run = run
-            if replica is None:
-                return self._common_states
-            if replica.replica_id not in self._replica_states:
-                self._replica_states[replica.replica_id] = _copied(self._common_states.items())
-            return self._replica_states[replica.replica_id]
+        return _lock.call(self._states_of, current.replica)
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: dict[int, dict[str, Any]]) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
 from mirror.execution.replicas import Replicas, SwappedOptimizer, current, replica_of
 from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, stepped_by
@@ -154,7 +155,7 @@ class ReplicaStates:
 
     def after_fork(self) -> None:
         """Creates the lock, also in a forked process: the threads that held it are gone."""
-        self._copying = threading.Lock()
+        self._copying = Mutex()
 
     def state_of(self, replica_id: int) -> dict[Any, Any]:
         """Returns one replica's state, up to date."""
@@ -165,10 +166,12 @@ class ReplicaStates:
     def catch_up(self) -> None:
         """Copies the first replica's state to stale ones."""
         if self._are_behind:
-            with self._copying:
-                if self._are_behind:
-                    self._copy(0, range(1, self._replicas.num_replicas))
-                    self._are_behind = False
+            self._copying.call(self._copy_first)
+
+    def _copy_first(self) -> None:
+        if self._are_behind:
+            self._copy(0, range(1, self._replicas.num_replicas))
+            self._are_behind = False
 
     def read(self, optimizer: Optimizer, *, is_whole: bool = False) -> None:
         """Reads the state that the cross-replica context may have changed.

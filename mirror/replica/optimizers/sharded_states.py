@@ -26,7 +26,6 @@ first replica's device, and on no other one.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mirror.base.mutex import Mutex
 from mirror.errors import ReplicaMismatchError, StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.optimizers.optimizer_state import (
@@ -113,7 +113,7 @@ class ShardedStates(ReplicaStates):
     def after_fork(self) -> None:
         """Creates the locks, also in a forked process: the threads that held them are gone."""
         super().after_fork()
-        self._gathering = threading.Lock()
+        self._gathering = Mutex()
 
     def is_scattered(self, optimizer: Optimizer) -> bool:
         """Whether the replicas hold the optimizer's state in parts now."""
@@ -160,24 +160,26 @@ class ShardedStates(ReplicaStates):
         if self.sliced is None:
             return
         self._refuse_late_writes()
-        with self._gathering:
-            sliced = self.sliced
-            if sliced is None:  # another replica has gathered it
-                return  # type: ignore[unreachable]
-            with torch.inference_mode(False):
-                for variable in sliced.of_variable:
-                    entry = self._whole(variable, sliced)
-                    owner = variable.owner()
-                    if entry is not None and owner is not None:
-                        # Of a plain dict there are no weak references: see ``_note_shown``.
-                        self.shared.put(owner, OrderedDict(entry))
-            self._by_replica[0] = defaultdict(dict)
-            for key, value in dict.items(self.shared):
-                of_key = param_of(key)
-                self._by_replica[0][key if of_key is None else of_key.home] = value
-            self._shards = [defaultdict(dict) for _ in self._shards]
-            self._are_behind, self.shared.seen = True, False
-            self.sliced = None
+        self._gathering.call(self._gather)
+
+    def _gather(self) -> None:
+        sliced = self.sliced
+        if sliced is None:  # another replica has gathered it
+            return
+        with torch.inference_mode(False):
+            for variable in sliced.of_variable:
+                entry = self._whole(variable, sliced)
+                owner = variable.owner()
+                if entry is not None and owner is not None:
+                    # Of a plain dict there are no weak references: see ``_note_shown``.
+                    self.shared.put(owner, OrderedDict(entry))
+        self._by_replica[0] = defaultdict(dict)
+        for key, value in dict.items(self.shared):
+            of_key = param_of(key)
+            self._by_replica[0][key if of_key is None else of_key.home] = value
+        self._shards = [defaultdict(dict) for _ in self._shards]
+        self._are_behind, self.shared.seen = True, False
+        self.sliced = None
 
     def _note_shown(self, entry: Entry, variable: ReplicatedParam) -> None:
         """Notes an entry that is dropped and its tensors, to find later writes into them."""

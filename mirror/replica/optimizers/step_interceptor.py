@@ -19,7 +19,6 @@ raises takes the same way out, so the optimizer is never left with one replica's
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from mirror.base.dynamo import (
     resume_dynamo,
     suspend_dynamo,
 )
+from mirror.base.mutex import Mutex
 from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import put_hooks_around, wrap_once
 from mirror.execution.lifecycle import step_ends
@@ -82,29 +82,32 @@ class _Installed:
     hooked_code: Any = None
 
 
-_lock = threading.Lock()
+_lock = Mutex()
 
 
 def watch_optimizer_steps(*, are_mirrored: bool) -> None:
     """Wraps the step of every optimizer class, once; and what else mirrored optimizers need."""
-    with _lock:
-        if not _Installed.wrapper:
-            _Installed.wrapper = True
-            put_hooks = put_hooks_around
-            _Installed.hooked_code = hooked_code()
+    _lock.call(_watch_steps, are_mirrored)
 
-            def hook_and_wrap(step: Step) -> Step:
-                # Torch puts its hooks around a step when the first optimizer of a class is made.
-                return _wrap(put_hooks(step.__wrapped__ if is_watched(step) else step))  # type: ignore[attr-defined]
 
-            Optimizer.profile_hook_step = staticmethod(hook_and_wrap)  # type: ignore[method-assign, assignment]
-            wrap_in_subclasses(Optimizer, "step", _wrap)
-        if are_mirrored and not _Installed.mirroring:
-            _Installed.mirroring = True
-            wrap_once(Optimizer, "zero_grad", _clearing_at_once)
-            watch_making()
-            watch_schedulers()
-            watch_torchs_scaler()
+def _watch_steps(are_mirrored: bool) -> None:
+    if not _Installed.wrapper:
+        _Installed.wrapper = True
+        put_hooks = put_hooks_around
+        _Installed.hooked_code = hooked_code()
+
+        def hook_and_wrap(step: Step) -> Step:
+            # Torch puts its hooks around a step when the first optimizer of a class is made.
+            return _wrap(put_hooks(step.__wrapped__ if is_watched(step) else step))  # type: ignore[attr-defined]
+
+        Optimizer.profile_hook_step = staticmethod(hook_and_wrap)  # type: ignore[method-assign, assignment]
+        wrap_in_subclasses(Optimizer, "step", _wrap)
+    if are_mirrored and not _Installed.mirroring:
+        _Installed.mirroring = True
+        wrap_once(Optimizer, "zero_grad", _clearing_at_once)
+        watch_making()
+        watch_schedulers()
+        watch_torchs_scaler()
 
 
 def _wrap(step: Step) -> Step:
@@ -177,7 +180,7 @@ def _current_mirror(optimizer: Any, replicas: Replicas) -> MirroredOptimizer:
     """Returns the record of an optimizer, for the parameters that its groups hold now."""
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
-        mirror = _mirror_of(optimizer, replicas)
+        mirror = _lock.call(_mirror_of, optimizer, replicas)
     return mirror
 
 
@@ -266,7 +269,7 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
         if replicas is None:
             check_step(optimizer)
             return None
-        mirror = _mirror_of(optimizer, replicas)
+        mirror = _lock.call(_mirror_of, optimizer, replicas)
     runner = mirror.runner
     if not runner.is_usable:
         runner.check_usable()
@@ -276,15 +279,14 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
 
 
 def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> MirroredOptimizer:
-    with _lock:  # replicas that run at once come here at once
-        mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
-        if mirror is None or mirror.replicas is not replicas:
-            # There it lives as long as the optimizer; copies and pickles leave it out.
-            kind = ShardedOptimizer if replicas.shards_state else MirroredOptimizer
-            mirror = kind(optimizer, optimizers_of(replicas))
-            optimizer.__dict__["_mirror"] = mirror
-        mirror.loan.parameters = ParamGroupsView(optimizer.param_groups)
-        return mirror
+    mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
+    if mirror is None or mirror.replicas is not replicas:
+        # There it lives as long as the optimizer; copies and pickles leave it out.
+        kind = ShardedOptimizer if replicas.shards_state else MirroredOptimizer
+        mirror = kind(optimizer, optimizers_of(replicas))
+        optimizer.__dict__["_mirror"] = mirror
+    mirror.loan.parameters = ParamGroupsView(optimizer.param_groups)
+    return mirror
 
 
 def _clearing_at_once(original: Callable[..., None]) -> Callable[..., None]:
