@@ -103,10 +103,11 @@ __all__ = [
     "nn",
     "plan",
     "set_aggregation",
+    "testing",
     "train",
 ]
 
 if TYPE_CHECKING:
-    from mirror import cluster
+    from mirror import cluster, testing
 else:  # imported on demand; hidden from type checkers, which must report unknown names
-    __getattr__ = names_of("mirror", lazy={"cluster", "keras", "lightning"})
+    __getattr__ = names_of("mirror", lazy={"cluster", "keras", "lightning", "testing"})

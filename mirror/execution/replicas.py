@@ -44,7 +44,7 @@ from mirror.data.split_batch import ExampleCounts, GivenWeights
 from mirror.device.device_mesh import DeviceMesh, DeviceRemap
 from mirror.device.streams import ReplicaStreams, Stopwatch
 from mirror.devices import is_simulated
-from mirror.errors import StrategyError
+from mirror.errors import StrategyError, short_repr
 from mirror.execution.replica_rng import ReplicaRng
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Action, MergePoint, NullLockstep, Payloads
@@ -455,14 +455,13 @@ class Run:
 
 
 def check_weight(value: Any) -> float:
-    """Returns a replica's weight as a number.
-
-    Raises:
-        ValueError: it is negative or not finite.
-    """
-    weight = float(value)
+    """Returns a weight as a number; raises ValueError unless it is one, finite, and >= 0."""
+    try:
+        weight = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        weight = math.nan
     if not math.isfinite(weight) or weight < 0:
-        raise ValueError(f"a replica's weight must be finite and >= 0, got {weight}")
+        raise ValueError(f"a replica's weight is one finite number >= 0; got {short_repr(value)}")
     return weight
 
 

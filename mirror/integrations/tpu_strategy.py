@@ -32,7 +32,7 @@ from mirror.integrations.tpu_programs import TpuPrograms
 from mirror.integrations.tpu_refusals import WHOLE_STEPS, check_model
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import Model, RecordedModules
-from mirror.strategy.distributed_values import check_call, find_active, local_results
+from mirror.strategy.distributed_values import check_call, find_active
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.scope import PlacingScope
 from mirror.threads.user_frames import warn_user
@@ -203,7 +203,7 @@ class TPUStrategy(NoCopy):
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns one entry per replica that has a part, in replica order."""
-        return local_results(value)
+        return self._host.local_results(value)
 
     def distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None

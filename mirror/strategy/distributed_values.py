@@ -19,7 +19,13 @@ from mirror.errors import ShapeError, StructureError, short_repr
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import exchange_parts, not_differentiable, on_device
-from mirror.replica.collectives.reduce_ops import check_reducible, reduce_op, summed, weighted_mean
+from mirror.replica.collectives.reduce_ops import (
+    check_axis,
+    check_reducible,
+    reduce_op,
+    summed,
+    weighted_mean,
+)
 from mirror.replica.exactness.local_losses import ReducedLosses
 from mirror.replica.gradients.parallel_backward import mark_boundaries
 from mirror.values import ABSENT, PerReplica, is_number, leaves_of, map_structure, select
@@ -27,12 +33,12 @@ from mirror.values import ABSENT, PerReplica, is_number, leaves_of, map_structur
 _NOT_RUN_BY_A_CALL = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-def check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Raises TypeError if ``run`` cannot call ``fn`` with these arguments once per replica."""
+def check_call(fn: Any, args: Any, kwargs: Any, caller: str = "run") -> None:
+    """Raises TypeError if the caller cannot call ``fn`` once per replica with these arguments."""
     if not callable(fn):
         raise TypeError(
-            f"run takes a function, which it calls on every replica, got a {type(fn).__name__}; "
-            "pass the function itself and its arguments: strategy.run(step, args=(batch,))"
+            f"{caller} takes a function, which it calls itself, got a {type(fn).__name__}; pass "
+            f"the function and its arguments: {caller}(step, args=(batch,))"
         )
     if type(args) is not tuple and not isinstance(args, (tuple, list)):
         raise TypeError(
@@ -46,8 +52,8 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
     if flags & _NOT_RUN_BY_A_CALL:
         kind = "a generator" if flags & inspect.CO_GENERATOR else "an async"
         raise TypeError(
-            f"run calls an ordinary function on every replica; {fn.__name__} is {kind} function, "
-            "and its call executes nothing; return the values from an ordinary function"
+            f"{caller} calls an ordinary function; {fn.__name__} is {kind} function, and its call "
+            "executes nothing; return the values from an ordinary function"
         )
 
 
@@ -155,12 +161,9 @@ def regroup(
         ) from None
 
 
-def local_results(value: Any) -> tuple[Any, ...]:
-    """Returns one entry per replica that has a part, in replica order.
-
-    A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
-    """
-    ids = replicas_with_parts(leaf for leaf in leaves_of(value) if isinstance(leaf, PerReplica))
+def local_results(num_replicas: int, value: Any) -> tuple[Any, ...]:
+    """See ``Strategy.local_results``."""
+    ids = replicas_with_parts(check_parts(num_replicas, leaves_of(value)))
     return (value,) if ids is None else tuple(select(value, i) for i in ids)
 
 
@@ -175,6 +178,8 @@ _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
     """See ``Strategy.reduce``."""
     name, replicas = reduce_op(op), runner.replicas
+    if axis is not None:
+        check_axis(axis)
     leaves = leaves_of(value)
     check_parts(replicas.num_replicas, leaves)
     if replicas.mirrors and name in ("sum", "prod"):
@@ -205,6 +210,7 @@ def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
 
 def gather_values(runner: Runner, value: Any, axis: int) -> Any:
     """See ``Strategy.gather``."""
+    check_axis(axis)
     check_parts(runner.replicas.num_replicas, leaves_of(value))
     value, replicas = mark_boundaries(runner, value), runner.replicas
 

@@ -17,7 +17,7 @@ from mirror.execution.replicas import current
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import RecordedModules
 from mirror.server.variable_placement import Partitioner, PlacementFunction, check_placement
-from mirror.strategy.distributed_values import check_call, local_results
+from mirror.strategy.distributed_values import check_call
 from mirror.strategy.scope import PlacingScope
 from mirror.values import PerReplica
 
@@ -255,7 +255,9 @@ class ParameterServerStrategy(NoCopy):
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns a 1-tuple of the value, or the parts of a PerReplica."""
-        return local_results(value) if isinstance(value, PerReplica) else (value,)
+        if not isinstance(value, PerReplica):
+            return (value,)
+        return tuple(part for _, part in value.parts())
 
     def report(self) -> ServersReport:
         """Returns counts of steps, updates and bytes, times, and the staleness of gradients.

@@ -16,9 +16,9 @@ from mirror.execution.runner import Runner
 from mirror.replica.collectives.collectives import all_gather, all_reduce
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.strategy.distributed_values import regroup
+from mirror.strategy.distributed_values import check_call, check_parts, regroup
 from mirror.threads.merge_point import MergePoint
-from mirror.values import select
+from mirror.values import leaves_of, select
 
 
 @with_hints
@@ -148,7 +148,13 @@ class ReplicaContext(NoCopy):
         Waits for all replicas. Tensors, numbers and objects that differ between replicas are
         passed as PerReplica (unchanged without a strategy); each replica gets its part of the
         result.
+
+        Raises:
+            StructureError: the arguments differ in structure, or a PerReplica in the result has a
+                wrong number of parts.
+            DivergenceError: another replica calls something else, or passes another function.
         """
+        check_call(fn, args, kwargs, "merge_call")
         run, runner, replicas = self._run, self._runner, self._replica.replicas
         if self._replica.tracing is not None:
             self._replica.tracing.refuse(
@@ -167,10 +173,13 @@ class ReplicaContext(NoCopy):
             )
             if result is None:
                 return dict.fromkeys(payloads)
+            check_parts(replicas.num_replicas, leaves_of(result))
             return {r: select(result, r) for r in payloads}
 
         payload = (tuple(args), dict(kwargs or {}))
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        signature = (name, getattr(fn, "__code__", None))  # two lambdas may have one name
         return run.merge(
-            self._replica.replica_id, MergePoint("merge_call", name, payload, action, detail=name)
+            self._replica.replica_id,
+            MergePoint("merge_call", signature, payload, action, detail=name),
         )

@@ -232,7 +232,7 @@ class Strategy(NoCopy):
 
         A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
         """
-        return local_results(value)
+        return local_results(self._group.replicas.num_replicas, value)
 
     # Distributing
 

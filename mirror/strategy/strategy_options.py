@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -48,7 +49,8 @@ class CommunicationOptions:
         deterministic: accepts only a backend with sums that do not depend on packing or algorithm.
 
     Raises:
-        ValueError: the pack or timeout is negative, or no backend takes the dtype.
+        ValueError: the pack is no int >= 0, the timeout no number >= 0, ``deterministic`` no bool,
+            or no backend takes the dtype.
     """
 
     bytes_per_pack: int = 25 * 2**20
@@ -57,10 +59,15 @@ class CommunicationOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
-            raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
-        if self.timeout_seconds is not None and not self.timeout_seconds >= 0:
-            raise ValueError(f"timeout_seconds must be >= 0 or None, got {self.timeout_seconds}")
+        pack = self.bytes_per_pack
+        timeout: Any = self.timeout_seconds
+        if not is_int(pack) or pack < 0:
+            raise ValueError(f"bytes_per_pack must be an integer >= 0, got {short_repr(pack)}")
+        if timeout is not None and not (isinstance(timeout, numbers.Real) and float(timeout) >= 0):
+            raise ValueError(
+                f"timeout_seconds must be a number >= 0 or None, got {short_repr(timeout)}"
+            )
+        _check_bool("deterministic", self.deterministic)
         if self.wire_dtype not in (None, *_WIRE_DTYPES):
             names = ", ".join(map(str, _WIRE_DTYPES))
             raise ValueError(
@@ -96,10 +103,12 @@ class Guards:
                 f"replicas_every is a number of steps, 0 for never; got "
                 f"{short_repr(self.replicas_every)}"
             )
-        if not isinstance(self.finite_gradients, bool):
-            raise ValueError(
-                f"finite_gradients is True or False; got {short_repr(self.finite_gradients)}"
-            )
+        _check_bool("finite_gradients", self.finite_gradients)
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is True or False; got {short_repr(value)}")
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

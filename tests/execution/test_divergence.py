@@ -112,6 +112,10 @@ def only_one_merges(context, r):
         context.merge_call(lambda strategy: None)  # only-merges
 
 
+def merges_another_function(context, r):
+    context.merge_call((lambda strategy: 1) if r == 2 else (lambda strategy: 2))  # merge-function
+
+
 def gathers_another_shape(context, r):
     context.all_gather(torch.ones(2, 5 if r == 2 else 3))  # gather-shape
 
@@ -153,6 +157,7 @@ DIVERGENT = {
         [0],
     ),
     only_one_merges: (["merge_call"], ["only-merges"], [], [3]),
+    merges_another_function: (["merge_call"], ["merge-function"], [], [2]),
     gathers_another_shape: (["all_gather"], ["gather-shape"], ["2, 3", "2, 5"], [2]),
     gathers_along_another_axis: (["all_gather"], ["gather-axis"], [], [2]),
     gathers_another_dtype: (["all_gather", "int64", "int32"], ["gather-dtype"], [], [2]),

@@ -88,7 +88,12 @@ def test_unknown_options_are_value_errors(options):
     "options",
     [
         {"bytes_per_pack": -1},
+        {"bytes_per_pack": 1.5},
+        {"bytes_per_pack": "25 MB"},
         {"timeout_seconds": -1.0},
+        {"timeout_seconds": "1"},
+        {"timeout_seconds": float("nan")},
+        {"deterministic": "yes"},
         {"wire_dtype": "nonsense"},
         {"wire_dtype": torch.complex64},
     ],

@@ -251,6 +251,39 @@ def test_local_results(make_strategy):
     )
 
 
+def test_a_wrong_number_of_parts_is_an_error_wherever_parts_are_taken(make_strategy):
+    strategy = make_strategy(3)
+    parts = mirror.PerReplica([torch.ones(1), torch.ones(1)])
+
+    def merge():
+        return mirror.get_replica_context().merge_call(lambda strategy: {"a": parts})
+
+    for take in (
+        lambda: strategy.run(lambda x: x, args=(parts,)),
+        lambda: strategy.run(merge),
+        lambda: strategy.reduce("sum", parts),
+        lambda: strategy.gather(parts),
+        lambda: strategy.local_results({"a": parts}),
+    ):
+        with pytest.raises(mirror.StructureError, match="has 3 parts, one per replica; got one"):
+            take()
+
+
+@pytest.mark.parametrize("axis", ["0", 0.0, True, (0,)])
+def test_an_axis_is_an_integer(make_strategy, axis):
+    strategy = make_strategy(2)
+    value = strategy.run(lambda: torch.ones(2, 2))
+    for combine in (
+        lambda: strategy.reduce("sum", value, axis=axis),
+        lambda: strategy.gather(value, axis=axis),
+        lambda: strategy.run(
+            lambda: mirror.get_replica_context().all_gather(torch.ones(2, 2), axis=axis)
+        ),
+    ):
+        with pytest.raises(TypeError, match="axis must be an integer, got "):
+            combine()
+
+
 def test_distribute_values_from_function(make_strategy):
     strategy = make_strategy(3)
     seen = []

@@ -265,6 +265,32 @@ def test_merge_call_works_in_loops_and_conditionals(make_strategy):
     assert strategy.run(fn).values == (22, 22)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((None,), "merge_call takes a function, which it calls itself, got a NoneType"),
+        ((print, "ab"), "args must be a tuple or a list, got a str"),
+        ((print, torch.ones(2)), "args must be a tuple or a list, got a Tensor"),
+        ((print, (), [1]), "kwargs must be a mapping of names, got a list"),
+    ],
+)
+def test_merge_call_says_what_it_takes(make_strategy, arguments, says):
+    strategy = make_strategy(2)
+    with pytest.raises(TypeError, match=says):
+        strategy.run(lambda: mirror.get_replica_context().merge_call(*arguments))
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), None, "x", torch.ones(2)])
+def test_a_weight_is_one_finite_number(make_strategy, value):
+    strategy = make_strategy(2)
+
+    def fn():
+        mirror.get_replica_context().weight = value
+
+    with pytest.raises(ValueError, match="weight is one finite number >= 0; got "):
+        strategy.run(fn)
+
+
 def test_weight_defaults_to_the_number_of_examples(make_strategy):
     strategy = make_strategy(3)
     (batch,) = strategy.distribute_dataset([torch.randn(11, 2)])

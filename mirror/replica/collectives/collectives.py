@@ -24,7 +24,7 @@ from mirror.replica.collectives.over_workers import (
     gather_over_workers,
     reduce_over_workers,
 )
-from mirror.replica.collectives.reduce_ops import check_reducible, reduce_op, summed
+from mirror.replica.collectives.reduce_ops import check_axis, check_reducible, reduce_op, summed
 from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.merge_point import MergePoint
 from mirror.values import describe_structure, is_number, leaves_of, rebuild_structure
@@ -67,6 +67,7 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
             "all_gather, whose result depends on the sizes of all parts,",
             "gather what the step returns with strategy.gather, or all_reduce sums",
         )
+    check_axis(axis)
     tensors = _tensors(value, replica.device)
     axes = [_axis(tensor, axis) for tensor in tensors]
     # Sizes along the axis may differ.

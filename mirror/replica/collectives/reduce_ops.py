@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mirror.comm.host.host_backend import HostCommunicator, missing_reason
 from mirror.comm.packing import move_into_flats
+from mirror.data.input_options import is_int
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import short_repr
 from mirror.execution.replicas import Replicas
@@ -47,6 +48,12 @@ _PAIRWISE: dict[str, Any] = {
     "min": torch.minimum,
     "prod": torch.mul,
 }
+
+
+def check_axis(axis: object) -> None:
+    """Raises TypeError unless an axis is an integer."""
+    if not is_int(axis):
+        raise TypeError(f"axis must be an integer, got {short_repr(axis)}")
 
 
 _NAMES = {op.value: op.value for op in ReduceOp}

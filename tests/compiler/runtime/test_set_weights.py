@@ -95,5 +95,5 @@ def test_a_weight_that_is_negative_raises():
         compiled(*batches[0])
         compiled(*batches[1])
         sign[0].fill_(-10)
-        with pytest.raises(ValueError, match="a replica's weight must be finite and >= 0"):
+        with pytest.raises(ValueError, match="a replica's weight is one finite number >= 0"):
             compiled(*batches[0])
