@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,18 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from mirror.base.safe_files import private_folder
+
+_log = logging.getLogger("mirror")
+
 Program = Callable[[list[Any]], Sequence[Any]]
 
 is_fake = FakeTensor
 DispatchMode = TorchDispatchMode
 IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 _aten = torch.ops.aten
 ITEM = _aten._local_scalar_dense.default
@@ -255,6 +262,7 @@ def _compiled(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    _inductor_folder()
     is_cpu = all(t.device.type == "cpu" for t in inputs if isinstance(t, Tensor))
     _keep_output_strides(graph)
 
@@ -399,11 +407,28 @@ def program_of_library(path: Path, name: str) -> LibraryProgram:
 def cache_folder() -> Path | None:
     """Returns inductor's cache folder; ``None`` if its caches are disabled."""
     import torch._inductor.config as config
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     if config.force_disable_caches or not config.fx_graph_cache:
         return None
-    return Path(cache_dir())
+    return _inductor_folder()
+
+
+def _inductor_folder() -> Path:
+    """Returns the folder that inductor compiles into, loads code from, and keeps caches in.
+
+    It is replaced by a new one if other users can change it: by default, its name in the folder
+    for temporary files is known to all.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = Path(os.environ.get(_FOLDER_VARIABLE) or default_cache_dir()).absolute()
+    try:
+        return private_folder(folder, create=True)
+    except OSError as error:
+        made = Path(tempfile.mkdtemp(prefix="mirror-inductor-"))
+        os.environ[_FOLDER_VARIABLE] = str(made)
+        _log.warning("steps are compiled into the new folder %s, not kept: %s", made, error)
+        return made
 
 
 def compiler_settings() -> str:

@@ -1,14 +1,19 @@
 """Folders of caches: what another user could change is neither used nor loaded."""
 
 import os
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch._inductor.runtime import cache_dir_utils
 
 from mirror.base.safe_files import private_folder, read_private
 from mirror.comm import subprocess_probe
 from mirror.comm.kernels import binaries
 from mirror.comm.subprocess_probe import FOLDER_VARIABLE, Verdict
+from mirror.compiler import torch_internals
 from mirror.compiler.lowering import program_cache
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -140,3 +145,27 @@ def test_no_cache_loads_from_a_folder_that_others_can_change(stored, which, tmp_
     changed = {"folder": inner, "parent": root}[which]
     changed.chmod(0o777)
     assert not is_loaded()
+
+
+@pytest.mark.slow  # imports inductor
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of that import
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_no_step_is_compiled_where_others_can_change_it(mode, tmp_path, monkeypatch):
+    """Inductor loads the code that it has compiled, and its default folder has a known name."""
+    from torch._inductor import compile_fx
+
+    folder, elsewhere = tmp_path / "inductor", private_folder(tmp_path / "else", create=True)
+    folder.mkdir()
+    folder.chmod(mode)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    used = []
+
+    def compiles(*args, **options):
+        used.append(Path(cache_dir_utils.cache_dir()))
+        return SimpleNamespace(current_callable=lambda inputs: inputs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compiles)
+    graph = torch.fx.symbolic_trace(lambda x: (x * 2,))
+    torch_internals.inductor_compiled(graph, torch_internals.fake_mode(), [])
+    assert used == ([folder] if mode == 0o700 else [*elsewhere.glob("mirror-inductor-*")])

@@ -205,7 +205,7 @@ class GradTracker:
         A second entry, from another pass that has begun since, stays.
         """
         for pending, copies in zip(self.pending, taken, strict=True):
-            if are_identical(pending[: len(copies)], copies):
+            if not pending or are_identical(pending[: len(copies)], copies):
                 del pending[: len(copies)]
                 continue
             first = {id(copy): i for i, copy in reversed(list(enumerate(pending)))}

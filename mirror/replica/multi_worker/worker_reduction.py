@@ -294,4 +294,9 @@ def _set_sparse_aside(bucket: WorkerBucket, columns: Sequence[ReplicaGrads]) -> 
 
 def _are_left(buckets: Sequence[WorkerBucket]) -> bool:
     """Whether slots of launched buckets contain gradients again."""
-    return any(local_grad(copy) is not None for b in buckets for mine in b.copies for copy in mine)
+    for bucket in buckets:
+        for mine in bucket.copies:
+            for grad in map(local_grad, mine):  # a generator costs a call for each gradient
+                if grad is not None:
+                    return True
+    return False

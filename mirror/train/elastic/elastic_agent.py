@@ -7,7 +7,6 @@ the workers of all other machines, as soon as a worker wants to join.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import signal
@@ -165,9 +164,7 @@ class ElasticAgent:
                 self._wait_for_workers(_END_SECONDS)
                 raise ClusterError(f"the elastic training has ended: {view.why}")
             if view.phase is Phase.ENDED:
-                self._wait_for_workers(math.inf)  # a program may save what it has trained
-                if self._options.port is not None:
-                    sleep(_LINGER_SECONDS)
+                self._wait_after_success(view)
                 return self._exit_code
             sleep(_POLL_SECONDS)
 
@@ -238,18 +235,54 @@ class ElasticAgent:
     def _wait_for_workers(self, seconds: float) -> None:
         deadline, number = monotonic() + seconds, self._signal
         while monotonic() < deadline:
-            running = [slot for slot in self._slots if slot.process is not None]
-            for slot in running:
-                code = slot.process.poll() if slot.process is not None else None
-                if code is not None:
-                    slot.process = None
-                    self._exit_code = max(self._exit_code, code if code >= 0 else 128 - code)
-            if not running:
+            if not self._poll_workers():
                 return
             if self._signal != number:
                 self._end_workers()
                 return
             sleep(_POLL_SECONDS)
+
+    def _poll_workers(self) -> list[_Slot]:
+        """Takes the exit codes of workers that have ended; returns the slots of the others."""
+        for slot in self._slots:
+            code = None if slot.process is None else slot.process.poll()
+            if code is not None:
+                slot.process = None
+                self._exit_code = max(self._exit_code, code if code >= 0 else 128 - code)
+        return [slot for slot in self._slots if slot.process is not None]
+
+    def _wait_after_success(self, view: View) -> None:
+        """Waits for the workers, which may save what they have trained, unless they stand still.
+
+        A coordinator waits for the workers of all machines: it detects which stand still.
+        """
+        deadline, coordinator = monotonic() + _END_SECONDS, self._coordinator
+        while self._signal is None:
+            running = self._poll_workers()
+            if coordinator is not None:
+                coordinator.step()
+            if not running and (coordinator is None or self._options.port is None):
+                return
+            if not running and coordinator is not None and not coordinator.has_live_members:
+                sleep(_LINGER_SECONDS)
+                return
+            for slot in running:
+                assert slot.process is not None
+                if slot.name in view.members:
+                    if self._is_lost(slot.name):
+                        slot.process.kill()
+                elif monotonic() > deadline:  # it has trained nothing that it could save
+                    slot.process.kill()
+                    slot.process.wait()
+                    slot.process = None
+            sleep(_POLL_SECONDS)
+        self._end_workers()
+
+    def _is_lost(self, name: str) -> bool:
+        try:
+            return self._store.is_lost(name)
+        except RuntimeError:  # the coordinator has ended, and its store with it
+            return False
 
     def _kill(self) -> None:
         for slot in self._slots:

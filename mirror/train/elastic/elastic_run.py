@@ -24,7 +24,7 @@ import torch
 from mirror.cluster.rendezvous import split_address
 from mirror.comm.workers.heartbeat import HeartbeatStore
 from mirror.comm.workers.worker_rendezvous import use_heartbeats
-from mirror.errors import MirrorError, StrategyError, WorkerLostError
+from mirror.errors import DivergenceError, MirrorError, StrategyError, WorkerLostError
 from mirror.strategy.group import all_groups
 from mirror.train.checkpoint.stateful_objects import capture_global_rng, restore_global_rng
 from mirror.train.elastic.elastic_state import WorkersChanged, set_member
@@ -135,8 +135,8 @@ def _attempt(train: Callable[[], T], member: Member, results: list[T]) -> None:
         member.leave_generation()
     except Exception as error:
         if not _is_by_loss(error, member):
-            is_ours = isinstance(error, MirrorError)
-            state = MemberState.DIVERGED if is_ours else MemberState.FAILED
+            has_diverged = isinstance(error, DivergenceError)
+            state = MemberState.DIVERGED if has_diverged else MemberState.FAILED
             member.end(state, f"{type(error).__name__}: {error}")
             raise
         _log.warning("%s", str(error).splitlines()[0])

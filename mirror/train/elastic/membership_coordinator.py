@@ -86,6 +86,11 @@ class MembershipCoordinator:
         self.view = View(why="the training starts")
         store.write_view(self.view)
 
+    @property
+    def has_live_members(self) -> bool:
+        """Whether a worker runs that has neither left nor been lost."""
+        return any(member.is_live for member in self._members.values())
+
     def step(self) -> View:
         """Reads what has happened, and publishes the next view if it differs; returns the view."""
         self._read()
@@ -181,6 +186,7 @@ class MembershipCoordinator:
                     f"come within {self._options.start_seconds:g} s; {self.view.why}"
                 )
             return
+        self._has_suspects = False
         waiting.sort(key=self._place)
         chosen = tuple(waiting[: self._options.max_workers])
         level = logging.WARNING if self.view.generation else logging.INFO

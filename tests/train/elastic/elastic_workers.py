@@ -7,10 +7,12 @@ import signal
 import sys
 from contextlib import contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 from mirror.comm.workers.groups import Groups, SequencedGroup
 from mirror.train.checkpoint.checkpoint import WorkerAgreement
 from mirror.train.checkpoint.snapshot import StagingBuffers
+from mirror.train.elastic import membership_coordinator
 from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent
 from mirror.train.elastic.elastic_state import ElasticState
 from mirror.train.elastic.member import Member
@@ -158,7 +160,11 @@ def agent_of(
 
     agent._coordinator._publish = record
     try:
-        yield agent, workers, views
+        # On a busy machine, forks may come later than the first generation would wait for them.
+        with patch.object(
+            membership_coordinator, "_LAST_CALL_SECONDS", 600.0 if joins_at is None else 0.0
+        ):
+            yield agent, workers, views
     finally:
         for worker in workers:
             worker.kill()

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.errors import ClusterError, StrategyError
+from mirror.errors import CheckpointError, ClusterError, StrategyError
 from mirror.train import elastic
-from mirror.train.elastic import elastic_state, membership_coordinator
+from mirror.train.elastic import elastic_agent, elastic_state
 from mirror.train.elastic.elastic_state import ElasticState
 from tests.toy_models import ones_layer
 from tests.train.elastic.elastic_workers import Kill, agent_of, plan, train
@@ -135,8 +135,7 @@ def test_a_survivor_keeps_its_process_and_frees_its_last_model():
     assert rate == pytest.approx(0.05)
 
 
-def test_a_new_worker_joins_at_a_commit_with_the_state_of_the_others(monkeypatch):
-    monkeypatch.setattr(membership_coordinator, "_LAST_CALL_SECONDS", 0.0)
+def test_a_new_worker_joins_at_a_commit_with_the_state_of_the_others():
     trained = train(resized, 8, 2, least=1, joins_at=1)
     (pid, calls, *_, rate), (_, joined, *_, same) = trained.results
     assert pid == trained.workers[0].pid
@@ -194,8 +193,8 @@ def fails(kills, error):
     def training():
         strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
         if os.environ["RANK"] == "1":
-            if error:
-                raise ValueError("my own")
+            if error is not None:
+                raise error
             strategy.check_replicas()
         strategy.reduce("mean", strategy.run(lambda: torch.ones(1)))
 
@@ -210,12 +209,47 @@ def failed(words, program, *args, **options):
         return len(workers)
 
 
-def test_an_error_of_a_program_ends_the_training_after_the_restarts():
-    assert failed("ValueError: my own", fails, True, max_restarts=1) == 3
+@pytest.mark.parametrize("kind", [ValueError, CheckpointError])
+def test_an_error_of_a_program_ends_the_training_after_the_restarts(kind):
+    """It counts as a lost worker, also one of mirror: the disk is full, say."""
+    assert failed(f"{kind.__name__}: my own", fails, kind("my own"), max_restarts=1) == 3
 
 
 def test_workers_that_diverge_are_not_started_again():
-    assert failed("DivergenceError: all workers must reach the same", fails, False) == 2
+    assert failed("DivergenceError: all workers must reach the same", fails, None) == 2
+
+
+def stops(kills, when):
+    """Trains two steps, and stands still then, or, as a worker that comes later, before that."""
+    if when == "before" and kills == "late":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    plan(kills)
+
+    def training():
+        strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+        model = strategy.mirror(ones_layer())
+        state = ElasticState(model=model)
+        state.restore()
+        for _ in range(2):
+            model(torch.ones(2, 1)).sum().backward()
+            assert model.weight.grad is not None
+
+    elastic.run(training)
+    if when == "after":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_worker_that_stands_still_after_the_training_is_killed():
+    with agent_of(stops, "after", size=1, timeout_seconds=2.0) as (agent, _, _):
+        assert agent.run() == 128 + signal.SIGKILL
+
+
+def test_a_worker_that_stands_still_and_has_not_trained_is_killed(monkeypatch):
+    monkeypatch.setattr(elastic_agent, "_END_SECONDS", 0.2)
+    kills = [[], [Kill("a sum starts", 2)], "late"]
+    with agent_of(stops, "before", least=1, kills=kills, max_restarts=1) as (agent, workers, _):
+        assert agent.run() == 0
+        assert len(workers) == 3
 
 
 def nested(kills):

@@ -255,3 +255,14 @@ def _behave(cluster, name, *, leaves=False):
         cluster.write(name, state=TRAINING, generation=view.generation, rank=rank)
     else:
         cluster.write(name)
+
+
+def test_workers_of_the_next_generation_may_be_silent_for_the_whole_timeout():
+    """Only in the generation that a worker has left are the others suspects, after 3 s."""
+    cluster = training("a", "b")
+    cluster.wait("a")
+    assert cluster.wait("b").generation == 2
+    assert cluster.train().phase is Phase.TRAINING
+    view = cluster.beat(5, silent=["b"])
+    assert (view.generation, view.phase) == (2, Phase.TRAINING)
+    assert cluster.beat(6, silent=["b"]).phase is not Phase.TRAINING
