@@ -63,9 +63,10 @@ _SHAPING = frozenset(  # the output has the input's numbers in another shape
 _CONTRACTING = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Mv": ("self", "vec")}
 _ORDERED = frozenset("Flip Roll".split())
 _LAYERS = (
-    *("Addmm", "Addbmm", "Baddbmm", "Conv", "Cudnn", "Embedding", "Gather", "Index", "Linear"),
-    *("MaskedSelect", "Mkldnn", "Native", "Scaled", "Scatter", "Slow", "Thnn", "Upsample"),
+    *("Addmm", "Addbmm", "Baddbmm", "Conv", "Cudnn", "Embedding", "Linear", "Mkldnn", "Native"),
+    *("Scaled", "Slow", "Thnn", "Upsample"),
 )
+_CHOOSING = ("Gather", "Index", "MaskedSelect", "Scatter")
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,14 @@ def batch_dim_uses(term: Term) -> list[BatchDimUse]:
             continue
         seen.add(node)
         name = name_of(node)
-        if not is_of_torch(node) or name.startswith(_LAYERS):
+        if not is_of_torch(node) or name.startswith((*_LAYERS, *_CHOOSING)):
             continue
         linear, constants = _linearity(node, name, linear, constants)
         use = _use_of_batch_dim(node, name, linear, constants)
         if use is not None and not is_of_parameters(node):
             index = {"Select": getattr(node, "_saved_index", 0), "Unbind": number}.get(name)
+            if name == "Slice" and use.rows == 1:
+                index = node._saved_start
             found.append(use if index is None else replace(use, index=_signed(index) % use.size))
         if name not in _CONTRACTING and (use or _is_of_each_number(node, name)):
             todo += ((n, i, linear, constants) for n, i in node.next_functions if n is not None)
@@ -191,7 +194,11 @@ def _is_transposed(node: Any) -> bool:
         if name in ("T", "Transpose"):
             return name == "T" or 0 in (node._saved_dim0, node._saved_dim1)
         graphs = [next_node for next_node, _ in node.next_functions if next_node is not None]
-        if not graphs or name.startswith(_LAYERS) or not _is_of_each_number(node, name):
+        if (
+            not graphs
+            or name.startswith((*_LAYERS, *_CHOOSING))
+            or not _is_of_each_number(node, name)
+        ):
             return False
         node = graphs[0]
     return False
@@ -246,12 +253,6 @@ _MOST_SCALINGS = 4  # a cosine divides by the norm
 _BROADCASTING = frozenset("Add Mul Sub".split())
 _PRODUCTS = frozenset("Bmm Cdist EuclideanDist Mm".split())
 _SAVED = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Cdist": ("x1", "x2")}
-_PASSED = frozenset(
-    "Abs Add Alias Cat Clamp ClampMax ClampMin Clone Diagonal Div Exp Gather Index Log "
-    "LogSigmoid LogSoftmax Logsumexp MaskedFill MaskedSelect Max Mean Min Mul Neg Permute Pow "
-    "Relu ReshapeAlias Rsub Select Sigmoid Slice Softmax Softplus Sqrt Squeeze Sub Sum T Tanh "
-    "ToCopy Transpose UnsafeView Unsqueeze View Where".split()
-)
 
 
 def compare_examples(terms: Sequence[Term], counts: Sequence[float]) -> bool:
@@ -300,12 +301,19 @@ def _products_below(root: Any) -> Iterator[tuple[int, int, Any]]:
             if all(size == 1 for size in shape[:-2]):
                 constant = saved(node, _SAVED[name][without[0]]) if without else None
                 yield shape[-2], shape[-1], constant
-        elif node is root or name in _PASSED:
+        elif node is root or not _is_layer(node, name):
             if name in _BROADCASTING and _are_rows_and_columns(node):
                 rows, columns = arriving_shape(node, 0)[:2]
                 yield rows, columns, None
                 continue
             found += [next_node for next_node, _ in node.next_functions if next_node is not None]
+
+
+def _is_layer(node: Any, name: str) -> bool:
+    """Returns whether a walk ends at a node: a layer, or a function in Python."""
+    if name in _PRODUCTS or name.startswith(_LAYERS):
+        return True
+    return name != "CopySlices" and not is_of_torch(node)  # what was written in place
 
 
 def _are_rows_and_columns(node: Any) -> bool:

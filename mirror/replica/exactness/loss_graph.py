@@ -106,7 +106,10 @@ def terms_of(root: Any) -> Iterator[Term]:
         elif name in _PASSED or (name in _RESHAPED and math.prod(node._saved_self_sym_sizes) == 1):
             found.append((inputs[0], factors))
         elif name in ("Mean", "Sum") and _is_stack_of_scalars(inputs[0]):
-            found += [(next_node, factors) for next_node, _ in inputs[0].next_functions]
+            summands = inputs[0].next_functions
+            if name == "Mean":
+                factors = (*factors, (True, float(len(summands))))
+            found += [(next_node, factors) for next_node, _ in summands]
         elif name == "Where" and sum(next_node is not None for next_node in inputs) == 1:
             # The other branch is a constant: Keras writes regularizers over no examples so.
             found += [(next_node, factors) for next_node in inputs if next_node is not None]
@@ -137,7 +140,9 @@ def _of_product(
 
 
 def _is_stack_of_scalars(node: Any) -> bool:
-    return name_of(node) == "Stack" and len(arriving_shape(node, 0)) == 1
+    if name_of(node) not in ("Stack", "Cat"):
+        return False
+    return arriving_shape(node, 0) == (len(node.next_functions),)
 
 
 def _inner_factors(node: Any) -> Iterator[tuple[bool, Any]]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ from mirror.replica.exactness.loss_graph import (
 )
 
 Weights = Sequence[float | Tensor]
+
+_UNCLEAR = "a sum divided by a number that may be the part's of examples, or a constant"
 
 
 class NotReducible(Exception):
@@ -85,9 +88,10 @@ def weights_of_terms(
         NotReducible: no weights make the whole batch's value.
     """
     means = "mean", list(counts)
+    loops = [_Loop.over(*pair) for pair in zip(terms_by_replica, counts, strict=True)]
+    if all(loops):
+        return _of_loops([loop for loop in loops if loop], counts)
     if len({tuple(term.kind for term in terms) for terms in terms_by_replica}) > 1:
-        return means
-    if all(map(_is_mean_of_single_examples, terms_by_replica, counts)):
         return means
     found = []
     for column in zip(*terms_by_replica, strict=True):
@@ -112,28 +116,63 @@ def weights_of_terms(
     return "weighted", known[0]
 
 
-def _is_mean_of_single_examples(terms: Sequence[Term], count: float) -> bool:
-    """Returns whether a loop has added one term for each example, and divided by their number.
+@dataclass(frozen=True)
+class _Loop:
+    """A value to which a loop adds one term for each example.
 
-    As in ``loss = sum(criterion(o, t) for o, t in zip(output, target)) / len(output)``.
+    As in ``loss = sum(criterion(o, t) for o, t in zip(output, target)) / len(output)``, or in
+    ``torch.stack([criterion(o, t) for o, t in zip(output, target)]).mean()``.
+
+    Attributes:
+        is_complete: whether each example is counted once.
+        divisor: what the terms are divided by.
     """
-    terms = [term for term in terms if term.kind != "constant"]  # the 0 at the beginning
-    if len(terms) != count or len({term.kind for term in terms}) > 1:
-        return False
-    if terms[0].kind not in ("mean", "cross entropy"):
-        return False
-    if any(float(value) == 0 for term in terms for _, value in term.factors):
-        return False
-    try:
-        uses = [term.read(batch_dim_uses) for term in terms]
-    except (UnknownNode, AttributeError, RuntimeError):  # new torch, hook, or freed graph
-        return False
-    if any(len(of_term) != 1 or of_term[0].size != count for of_term in uses):
-        return False
-    divided = [math.prod(v if is_div else 1 / v for is_div, v in term.factors) for term in terms]
-    return sorted(of_term[0].index or 0 for of_term in uses) == [*range(len(terms))] and all(
-        math.isclose(number, count, rel_tol=1e-5) for number in divided
-    )
+
+    is_complete: bool
+    divisor: float
+
+    @classmethod
+    def over(cls, terms: Sequence[Term], count: float) -> _Loop | None:
+        """Returns the loop over ``count`` examples; ``None`` if the terms do not show one."""
+        terms = [term for term in terms if term.kind != "constant"]  # the 0 at the beginning
+        if len({term.kind for term in terms}) != 1:
+            return None
+        if terms[0].kind not in ("mean", "sum", "cross entropy"):
+            return None
+        if any(float(value) == 0 for term in terms for _, value in term.factors):
+            return None
+        try:
+            uses = [[u for u in t.read(batch_dim_uses) if u.size == count] for t in terms]
+        except (UnknownNode, AttributeError, RuntimeError):  # new torch, hook, or freed graph
+            return None
+        indices = [use.index for of_term in uses for use in of_term if use.index is not None]
+        if any(len(of_term) != 1 for of_term in uses) or len(indices) < len(terms):
+            return None
+        divided = [math.prod(v if is_div else 1 / v for is_div, v in t.factors) for t in terms]
+        if not _are_close(divided, divided[:1] * len(terms)):
+            return None
+        is_complete = sorted(indices) == [*range(int(count))]
+        if not is_complete and any(use.kept == count for of_term in uses for use in of_term):
+            return None  # the dimension may be another one
+        return cls(is_complete, divided[0])
+
+
+def _of_loops(loops: Sequence[_Loop], counts: Sequence[float]) -> tuple[str, list[Any]]:
+    """Returns the kind and the weights of values that loops over examples have added up.
+
+    Raises:
+        NotReducible: no weights make the whole batch's value.
+    """
+    if not all(loop.is_complete for loop in loops):
+        raise Mixed("a sum over single examples that leaves some out, or counts some twice")
+    divisors = [loop.divisor for loop in loops]
+    if _are_close(divisors, counts):
+        return "mean", list(counts)
+    if not _are_close(divisors, divisors[:1] * len(divisors)):
+        raise NotReducible("a sum divided by a number that differs from part to part")
+    if len(set(counts)) == 1 and (divisors[0] / counts[0]).is_integer():
+        raise NotReducible(_UNCLEAR)
+    return "sum", [1.0] * len(loops)
 
 
 def is_compiled(parts: Sequence[Tensor]) -> bool:
@@ -283,9 +322,7 @@ class _TermOfReplicas:
         if divided:
             return "mean", []
         if unclear:
-            raise NotReducible(
-                "a sum divided by a number that may be the part's of examples, or a constant"
-            )
+            raise NotReducible(_UNCLEAR)
         for terms_by_replica in zip(*self._read(mask_sums), strict=False):
             if _are_close(terms_by_replica, [1.0] * len(terms_by_replica)):
                 raise NotReducible("a sum with weights whose sum is 1 in every part")

@@ -83,7 +83,7 @@ from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
 from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
 from mirror.replica.scatter_gather.mutations import join_changes
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, describe_split, must_move
-from mirror.threads.user_frames import add_note
+from mirror.threads.user_frames import add_note, warn_user
 from mirror.values import PerReplica
 
 _LOSS: Any = nn.MSELoss.__base__  # the base class of torch's losses: their calls are not split
@@ -107,6 +107,7 @@ class CallInterceptor(Interceptor):
     __slots__ = (
         "compiled",
         "has_sequences",
+        "has_warned_of_lists",
         "is_checked",
         "is_checkpointed",
         "is_metric",
@@ -129,7 +130,7 @@ class CallInterceptor(Interceptor):
         is_special = self.renormalizes or self.has_sequences or self.is_metric
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, PerReplicaAttribute] = {}
-        self.is_checkpointed = self.is_checked = False
+        self.is_checkpointed = self.is_checked = self.has_warned_of_lists = False
 
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -283,6 +284,10 @@ class CallInterceptor(Interceptor):
                 run = runner.run(call, split.active, weights=sizes)
             if sizes[0] != sizes[-1] and not self.is_checked and torch.is_grad_enabled():
                 self.is_checked = warn_if_mixing(module, run.results, sizes)
+            if (lists := parts[split.active[0]].unsplit) and not self.has_warned_of_lists:
+                self.has_warned_of_lists = len(split.active) > 1
+                if self.has_warned_of_lists:
+                    _warn_of_list(module, lists[0])
             # 3. Gather the outputs, and what forward has changed in its arguments.
             own = list(map(parts.__getitem__, run.results))
             joined = join_outputs(runner, run.results, sizes, own, module)
@@ -339,6 +344,17 @@ class CallInterceptor(Interceptor):
             return _call_whole(runner, args, kwargs, whole)
         finally:
             current.in_whole_call = False
+
+
+def _warn_of_list(module: nn.Module, entries: Sequence[Any]) -> None:
+    kind, number = type(entries).__name__, len(entries)
+    warn_user(
+        f"a {kind} of {number} entries, as many as the examples of the batch, went whole to every "
+        f"replica in this call of {type(module).__name__}: only tensors and arrays are split. If "
+        "it has an entry for each example, a replica pairs its examples with the entries of "
+        "others; pass numpy.fromiter(entries, dtype=object), which is split, or a tensor with "
+        "the examples first"
+    )
 
 
 def replica_of_backward(replicas: Replicas) -> int | None:

@@ -162,10 +162,13 @@ class ReplicaArgs:
         given: the caller's objects, the replica's copies, and the copies' first contents.
         tensors: the caller's tensors, the replica's, and the replica's first versions.
         shared: the objects that all replicas share, and their first contents.
+        unsplit: the caller's lists that may have an entry for each example.
         has_share: whether the arguments have a ``num_items_in_batch``.
     """
 
-    __slots__ = ("given", "has_share", "own", "replica_id", "shared", "split", "tensors")
+    __slots__ = (
+        *("given", "has_share", "own", "replica_id", "shared", "split", "tensors", "unsplit"),
+    )
 
     def __init__(self, split: SplitPlan, replica_id: int) -> None:
         self.split = split
@@ -174,6 +177,7 @@ class ReplicaArgs:
         self.given: list[tuple[Any, Any, dict[Any, Any]]] = []
         self.tensors: list[tuple[Tensor, Tensor, int]] = []
         self.shared: list[tuple[Any, dict[Any, Any]]] = []
+        self.unsplit: list[Any] = []
         self.has_share = False
 
     def has_ignored(self) -> bool:
@@ -205,8 +209,8 @@ class ReplicaArgs:
         """Returns the replica's part of a value; the same part for the same object.
 
         Raises:
-            BatchError: the value is a PackedSequence, or a PerReplica without a part for this
-                replica.
+            BatchError: the value is a PackedSequence, a sparse tensor that would be split, or a
+                PerReplica without a part for this replica.
             StrategyError: the value is an iterator, which every replica would consume.
         """
         kind = type(value)
@@ -237,6 +241,8 @@ class ReplicaArgs:
                 "or a tensor, or call the module inside strategy.run"
             )
         key = id(value)
+        if isinstance(value, (list, tuple)) and self._may_be_examples(value):
+            self.unsplit.append(value)
         if isinstance(value, tuple):
             parts = [self.part_of(child) for child in value]
             is_same = are_identical(parts, value)
@@ -255,6 +261,25 @@ class ReplicaArgs:
             assign(part, contents)
             self.given.append((value, part, contents))
         return part
+
+    def _may_be_examples(self, value: list[Any] | tuple[Any, ...]) -> bool:
+        """Returns whether a list that goes to every replica may have an entry for each example.
+
+        Its entries are of one type. A list of batched tensors (layers, views, modalities) has
+        none, and a tuple of numbers or of tensors is a size, or a state.
+        """
+        if len(value) < 2 or len(value) != self.split.num_examples:
+            return False
+        first = value[0]
+        if any(type(entry) is not type(first) for entry in value):
+            return False
+        if isinstance(value, tuple) and not isinstance(first, (str, dict)):
+            return False
+        leaves = list(leaves_in(value))
+        if any(isinstance(leaf, PerReplica) for leaf in leaves):
+            return False
+        sized = [leaf for leaf in leaves if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim]
+        return not sized or not all(map(self.split.is_batched, sized))
 
     def _part_of_entry(self, key: Any, value: Any) -> Any:
         return self._share(value) if key == _COUNT else self.part_of(value)
@@ -296,6 +321,13 @@ class ReplicaArgs:
             return tensor
         split, shape = self.split, tensor.shape
         if len(shape) > 0 and shape[0] == split.num_examples:
+            if tensor.layout is not torch.strided and not tensor.is_nested:
+                raise BatchError(
+                    f"a {str(tensor.layout).removeprefix('torch.')} tensor of shape "
+                    f"{tuple(shape)} cannot be split over the replicas by its first dimension; "
+                    "pass a dense tensor, and convert it in forward; or, if it has no examples "
+                    "(a graph's adjacency), call the module inside strategy.run"
+                )
             part = split.to_replica(tensor, self.replica_id)
             if part.device == tensor.device:
                 return part  # a view

@@ -170,7 +170,7 @@ def differences(
             continue
         distance, nearest = nearest_of(a.prints[0], c)
         if nearest is None:
-            if c.prints or c.depth == 0:
+            if (c.prints or c.depth == 0) and not c.info.get("is_apart"):
                 yield Difference(i, a, c, float("inf"), "shape")
             continue
         if distance > tolerances.tight(a) or a.prints[0].bits != nearest.bits:

@@ -274,22 +274,24 @@ def _join_events(
         )
 
 
-def tensors_in(values: Any, found: list[Tensor] | None = None, depth: int = 0) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
     """Returns the tensors in a structure, without those of a PerReplica."""
-    found = [] if found is None else found
+    return [value for value in tensors_or_parts_in(values) if isinstance(value, Tensor)]
+
+
+def tensors_or_parts_in(values: Any, depth: int = 0) -> list[Tensor | PerReplica[Any]]:
+    """Returns the tensors in a structure, and each PerReplica of tensors as it is."""
     if isinstance(values, Tensor):
-        if not values.is_meta and not values.is_quantized:
-            found.append(values)
-    elif isinstance(values, PerReplica):
-        pass  # parts that could not be joined
-    elif depth < _MAX_DEPTH:
-        children: Any = ()
-        if isinstance(values, dict):
-            children = list(values.values())
-        elif isinstance(values, (list, tuple)):
-            children = values
-        elif hasattr(values, "__dataclass_fields__"):
-            children = list(vars(values).values())
-        for child in children:
-            tensors_in(child, found, depth + 1)
-    return found
+        return [] if values.is_meta or values.is_quantized else [values]
+    if isinstance(values, PerReplica):
+        return [values] if all(isinstance(part, Tensor) for _, part in values.parts()) else []
+    children: Any = ()
+    if isinstance(values, dict):
+        children = list(values.values())
+    elif isinstance(values, (list, tuple)):
+        children = values
+    elif hasattr(values, "__dataclass_fields__"):
+        children = list(vars(values).values())
+    if depth >= _MAX_DEPTH:
+        return []
+    return [leaf for child in children for leaf in tensors_or_parts_in(child, depth + 1)]

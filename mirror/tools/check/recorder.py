@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mirror.base.torch_private import is_jit_tracing
+from mirror.base.torch_private import functions_interpreter, is_jit_tracing
 from mirror.execution.replicas import current
 from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.user_frames import user_line
-from mirror.tools.check.fingerprint import fingerprint
+from mirror.tools.check.fingerprint import fingerprint, join_parts
 from mirror.tools.check.op_trace import OpTrace
 from mirror.tools.check.record import (
     BUFFER,
@@ -49,8 +49,10 @@ from mirror.tools.check.record import (
     ReplicaLog,
     joined_events,
     tensors_in,
+    tensors_or_parts_in,
 )
 from mirror.tools.check.rounding_noise import RoundingNoise
+from mirror.values import PerReplica
 
 _LIBRARIES = (f"{torch.__path__[0]}/", f"{Path(__file__).resolve().parents[2]}/")
 
@@ -198,8 +200,11 @@ class Recorder:
         return self.is_on and self.step <= self._deep_steps
 
     def log(self) -> ReplicaLog | None:
-        """Returns the log of the calling code; ``None`` for what is not recorded."""
-        if not self.is_on or self.in_backward:
+        """Returns the log of the calling code; ``None`` for what is not recorded.
+
+        Tensors inside ``torch.func``'s transforms have no memory, so nothing is recorded there.
+        """
+        if not self.is_on or self.in_backward or functions_interpreter() is not None:
             return None
         replica = current.replica
         if replica is None:
@@ -320,7 +325,7 @@ class Recorder:
         name = self._names.name_of(module, sys._getframe(3))
         where = user_line(sys._getframe(3))
         info = {**describe_module(module), "rng": self._rng()}
-        self._record(INPUT, name, tensors_in((args, kwargs)), where=where, info=info)
+        self._record(INPUT, name, tensors_or_parts_in((args, kwargs)), where=where, info=info)
         if self.noise is not None:
             self.noise.change_parameters(module)
         log.path.append(module)
@@ -338,13 +343,13 @@ class Recorder:
         if self.is_on:
             self.flush()
             info = {**info, "rng": self._rng()}
-            self._record(OUTPUT, name, tensors_in(result), where=where, info=info)
+            self._record(OUTPUT, name, tensors_or_parts_in(result), where=where, info=info)
         return result
 
     # Operations inside modules: see op_trace.py
 
     def _is_noting_ops(self) -> bool:
-        return self.has_ops() and not self.in_backward
+        return self.has_ops() and not self.in_backward and functions_interpreter() is None
 
     def _note_op(self, log: ReplicaLog, result: Any, info: dict[str, Any], where: str) -> None:
         """Notes a function of tensors that a module's forward has called."""
@@ -481,18 +486,27 @@ class Recorder:
         self,
         kind: str,
         name: str,
-        tensors: Sequence[Tensor],
+        values: Sequence[Tensor | PerReplica[Any]],
         *,
         where: str = "",
         info: dict[str, Any] | None = None,
     ) -> None:
-        """Notes an event outside replicas, one for each tensor."""
-        for k, tensor in enumerate(tensors):
-            event = RecordedEvent(self.step, kind, name, [fingerprint(tensor)], ["whole"], where)
+        """Notes an event outside replicas, one for each tensor or PerReplica of tensors."""
+        for k, value in enumerate(values):
+            event = RecordedEvent(self.step, kind, name, where=where)
             event.info = {**(info or {}), "part": k}
-            dtype = event.prints[0].dtype
-            if "float" in dtype and dtype not in self.record.dtypes:
-                self.record.dtypes.append(dtype)
+            if isinstance(value, Tensor):
+                event.prints, event.ways = [fingerprint(value)], ["whole"]
+            else:  # a split call has returned it
+                counts = value.weights or [1.0] * len(value.values)
+                parts = dict(value.parts())
+                event.prints, event.ways = join_parts(
+                    list(parts.values()), [counts[r] for r in parts]
+                )
+                event.info["is_apart"] = True
+            for dtype in {f.dtype for f in event.prints if f.is_float}:
+                if dtype not in self.record.dtypes:
+                    self.record.dtypes.append(dtype)
             self.record.events.append(event)
 
     def _rng(self) -> list[int]:

@@ -76,11 +76,15 @@ def scaled(m, h):
     return [torch.cat(rows[:n]).sum() for n in (2, 3, 4, 6, 12)]
 
 
+def of_each(h, indices):
+    return [F.mse_loss(h[i], RAMP) for i in indices]
+
+
 def looped(h, indices):
     """The mean over examples of a loop over some of them; each is counted once where it is."""
     loss = 0
-    for i in indices:
-        loss = loss + F.mse_loss(h[i], RAMP)
+    for one in of_each(h, indices):
+        loss = loss + one
     return loss / len(h)
 
 
@@ -89,6 +93,13 @@ EXACT = {
     "sum over examples": lambda m, h: (
         sum(F.cross_entropy(o[None], t[None]) for o, t in zip(h, labels(h), strict=True)) / len(h)
     ),
+    "stacked losses of examples": lambda m, h: torch.stack(of_each(h, range(len(h)))).mean(),
+    "joined losses of examples": lambda m, h: (
+        torch.cat(
+            [F.cross_entropy(h[i : i + 1], labels(h)[i : i + 1])[None] for i in range(len(h))]
+        )
+    ).mean(),
+    "stacked sums of examples": lambda m, h: torch.stack([o.square().sum() for o in h]).mean(),
     "times sums of parameters": lambda m, h: (h * sum(scaled(m, h))).mean(),
     "mse": lambda m, h: F.mse_loss(h, torch.zeros_like(h)),
     "l1": lambda m, h: F.l1_loss(h, h.detach() + 1),
@@ -185,6 +196,7 @@ SUMS = {
     "sum": lambda m, h: h.square().sum(),
     "sum of losses": lambda m, h: F.cross_entropy(h, labels(h), reduction="sum"),
     "sum of means": lambda m, h: h.square().mean(1).sum(),
+    "sum of single examples": lambda m, h: sum(of_each(h, range(len(h)))),
     "sum by a constant": lambda m, h: h.square().sum() / 7.5,
 }
 

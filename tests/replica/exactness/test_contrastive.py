@@ -26,6 +26,18 @@ def simclr(a, b):
     return F.cross_entropy(logits, torch.arange(len(z)).roll(len(a)))
 
 
+def changed_in_place(change):
+    """SimCLR's loss, with the similarities of examples to themselves overwritten."""
+
+    def loss(a, b):
+        z = F.normalize(torch.cat([a, b]))
+        logits = z @ z.t() / 0.5
+        change(logits)
+        return F.cross_entropy(logits, torch.arange(len(z)).roll(len(a)))
+
+    return loss
+
+
 def info_nce(a, b):
     similar = torch.einsum("id,jd->ij", a, b)
     return (similar.logsumexp(1) - similar.diagonal()).mean()
@@ -38,6 +50,12 @@ def hardest_in_batch(a, b):
 CONTRASTS = {
     "clip": clip,
     "simclr": simclr,
+    "a diagonal that is filled": changed_in_place(lambda s: s.fill_diagonal_(-1e9)),
+    "a diagonal that is written": changed_in_place(lambda s: s.diagonal().fill_(-1e9)),
+    "rows that are written": changed_in_place(
+        lambda s: s.__setitem__(torch.eye(len(s), dtype=torch.bool), -1e9)
+    ),
+    "a lower triangle": lambda a, b: (a @ b.t()).tril().logcumsumexp(1).mean(),
     "info_nce": info_nce,
     "sigmoid": lambda a, b: -F.logsigmoid(a @ b.t()).mean(),
     "gram": lambda a, b: (a @ a.t()).square().mean(),

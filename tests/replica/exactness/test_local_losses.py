@@ -130,11 +130,27 @@ def test_a_weight_that_is_set_makes_a_mean_over_other_numbers_exact():
         gradients("stepped", ignoring, 2, 7)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("indices", [[1, 2, 3], [0, 0, 1, 2], [3, 2, 1, 1]], ids=str)
-def test_a_loop_that_leaves_out_an_example_of_each_part_warns(way, indices):
-    def loss(m, h):
-        return looped(h, indices)
+SOME = {
+    "all but the first": lambda h: range(1, len(h)),
+    "the last one twice": lambda h: [*range(len(h)), -1],
+    "one for another": lambda h: [0, 0, *range(2, len(h))],
+}
 
-    with pytest.warns(UserWarning, match="of their order"):
-        gradients(way, loss, 2, 8) if way != "split" else outputs(loss, 2, 8)
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("replicas", "n"), [(2, 8), (2, 7), (3, 8)])
+def test_a_loop_that_leaves_out_an_example_of_each_part_warns(way, name, replicas, n):
+    def loss(m, h):
+        return looped(h, SOME[name](h))
+
+    with pytest.warns(UserWarning, match="leaves some out, or counts some twice"):
+        gradients(way, loss, replicas, n) if way != "split" else outputs(loss, replicas, n)
+
+
+@pytest.mark.parametrize(("replicas", "n"), [(2, 8), (2, 7), (3, 7)])
+def test_sums_of_single_examples_are_added_up(replicas, n):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected, found = outputs(SUMS["sum of single examples"], replicas, n)
+    torch.testing.assert_close(found, expected)

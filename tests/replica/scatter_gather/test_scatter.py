@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -234,6 +235,55 @@ def test_an_iterator_is_refused(make, make_strategy):
     model = make_strategy(2).mirror(Model(lambda h, state: next(state)))
     with pytest.raises(StrategyError, match=r"iterator .* pass a list"):
         model(torch.randn(4, 3), make())
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_sparse_argument_is_refused_if_it_would_be_split(layout, make_strategy):
+    model = make_strategy(2).mirror(Model(lambda h, a: a @ h if len(h) == 4 else h))
+    matrix = torch.eye(4).to_sparse(layout=getattr(torch, layout))
+    with pytest.raises(BatchError, match=f"a {layout} tensor of shape .* strategy.run"):
+        model(torch.randn(4, 3), matrix)
+    assert model(torch.randn(5, 3), matrix).shape == (5, 3)  # it goes whole to every replica
+
+
+def times_lengths(h, entries):
+    return torch.stack([row * len(entry) for row, entry in zip(h, entries, strict=False)])
+
+
+@pytest.mark.parametrize("size", [5, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: ["a" * i for i in range(n)],
+        lambda n: tuple("a" * i for i in range(n)),
+        lambda n: [torch.zeros(i + n + 1) for i in range(n)],
+        lambda n: [dict.fromkeys(range(i), torch.zeros(i, 2)) for i in range(n)],
+        lambda n: [[1] * i for i in range(n)],
+    ],
+)
+def test_a_list_with_an_entry_for_each_example_warns_and_an_array_of_it_is_split(
+    make, size, make_strategy
+):
+    plain = Model(times_lengths)
+    model = make_strategy(2).mirror(copy.deepcopy(plain))
+    x, entries = torch.randn(size, 3), make(size)
+    with pytest.warns(UserWarning, match="only tensors and arrays are split") as told:
+        model(x, entries)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, entries)  # once for each module
+        array = np.fromiter(entries, dtype=object)
+        assert_same(model(x, array), plain(x, array))
+    assert [one.filename for one in told] == [__file__]
+
+
+def test_lists_of_batched_tensors_sizes_and_states_do_not_warn(make_strategy):
+    model = make_strategy(2).mirror(Model(lambda h, others: h))
+    x, state = torch.randn(2, 3), torch.zeros(1, 2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, [[x, x.sin()], (4, 4), (state, state), {"x": x, "y": x}, ["one"], ["a", 1]])
 
 
 def test_a_change_that_cannot_be_joined_names_the_argument_and_changes_nothing(make_strategy):

@@ -411,6 +411,43 @@ def rnn_state():
         update(optimizer, F.mse_loss(out, torch.ones(8, 5, 3)))
 
 
+def rnn_state_between():
+    """A decoder gets the encoder's state, whose examples are not first, before other arguments."""
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(6, 12, batch_first=True)
+            self.out = nn.Linear(12, 3)
+
+        def forward(self, x, state, bias):
+            return self.out(self.rnn(x, state)[0]) + bias[:, None]
+
+    encoder, decoder = nn.GRU(6, 12, batch_first=True), Decoder()
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+    for _ in range(6):
+        x = torch.randn(8, 5, 6)
+        _, state = encoder(x)
+        update(optimizer, F.mse_loss(decoder(x, state, torch.randn(8, 3)), torch.ones(8, 5, 3)))
+
+
+def per_example_gradients():
+    """Gradients of single examples, by torch.func, are clipped and averaged."""
+    model = nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(params, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, params, (x[None],)), y[None])
+
+    for _ in range(6):
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        per_example = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+        grads = per_example(params, torch.randn(7, 10), torch.randint(4, (7,)))
+        for name, p in model.named_parameters():
+            p.grad = grads[name].clamp(-0.1, 0.1).mean(0)
+        optimizer.step()
+
+
 def schedulers():
     """Two schedulers in a chain, and warm-up."""
     model = nn.Sequential(nn.Linear(10, 24), nn.SiLU(), nn.Linear(24, 4))
@@ -503,9 +540,11 @@ EQUAL = (
     loss_in_forward,
     lstm,
     parameter_in_list,
+    per_example_gradients,
     per_example_losses,
     residual_cnn,
     rnn_state,
+    rnn_state_between,
     schedulers,
     small_batches,
     transformer,
