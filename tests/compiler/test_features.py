@@ -70,6 +70,10 @@ MODELS = {
     "lstm both ways": lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True),
     "gru": lambda: Recurrent(nn.GRU),
     "rnn": lambda: Recurrent(nn.RNN),
+    # Dropout of everything between the layers: the same in every draw.
+    "lstm, dropped": lambda: Recurrent(nn.LSTM, num_layers=2, dropout=1.0, bidirectional=True),
+    "gru, dropped": lambda: Recurrent(nn.GRU, num_layers=3, dropout=1.0, bias=False),
+    "rnn, dropped": lambda: Recurrent(nn.RNN, num_layers=2, dropout=1.0, nonlinearity="relu"),
     "attention": Attention,
     "checkpoint": Recomputed,
     "tied": tied,

@@ -12,6 +12,7 @@ KNOWN: dict[str, str] = {}
 DOCUMENTED = {
     "of optimizers that evaluate the closure several times": "README, Limits: step(closure)",
     "a post-accumulate hook would run before this parameter's gradient is reduced": "the error",
+    "a post-accumulate hook of 'head.weight' is Python": "docs/compiled-steps.md",
     "a gradient was changed in place under no_sync": "strategy.no_sync",
 }
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from mirror.base.torch_private import PASS, current_autograd_node
 from mirror.compiler.capture.functional_rng import FunctionalRng
+from mirror.compiler.capture.recurrent_layers import RECURRENT, call_layers
 from mirror.compiler.capture.traced_numbers import TracedNumbers, has_traced
 from mirror.compiler.step_errors import asking_layer, is_called_by, line_here
 from mirror.compiler.torch_internals import (
@@ -210,6 +211,8 @@ class Functions(TorchFunctionMode):
             if func in _GRAD_SET:
                 self._write(args[0], args[1] if len(args) > 1 else None)
                 return None
+        if func in RECURRENT:
+            return call_layers(func, args, kwargs)
         if self._numbers.sources and has_traced((args, kwargs)):
             return self._numbers.call(func, args, kwargs)
         return func(*args, **kwargs)

@@ -67,7 +67,8 @@ class TracedGradients:
             raise self._refusal(
                 f"a post-accumulate hook of {place.name!r}",
                 "is Python that is called in every backward pass",
-                "change gradients between backward and the optimizer's step",
+                "change gradients between backward and the optimizer's step, or pass "
+                "fallback='eager'",
             )
         if leaf.requires_grad:
             for hook in (hooks_of(place.owner) or {}).values():

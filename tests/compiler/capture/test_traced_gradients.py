@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mirror import CompileError
 from tests.compiler.training import Beside, batches, linear, usual_step
 
 
@@ -44,6 +45,20 @@ def test_a_hook_is_called_once_for_each_backward_pass(num_replicas):
         return step
 
     Beside(num_replicas, hooked, make_step=make_step).train(batches([8] * 3))
+
+
+def test_a_post_accumulate_hook_is_refused_with_the_remedy():
+    def clamp(parameter):
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    def hooked():
+        model = linear()
+        model[0].weight.register_post_accumulate_grad_hook(clamp)
+        return model
+
+    with pytest.raises(CompileError, match=r"hook of '0.weight'.*fallback='eager'"):
+        Beside(1, hooked).train(batches([8] * 3))
+    Beside(1, hooked, fallback="eager").train(batches([8] * 3))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
