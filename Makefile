@@ -40,13 +40,17 @@ THREADED := tests/threads tests/execution tests/interrupts tests/training \
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo docs test quick affected mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here tpu tpu-here free-threaded free-threaded-here clean
+.PHONY: demo docs test quick-test quick affected mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here tpu tpu-here free-threaded free-threaded-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/mirror demo
 
-test: lint
+# The type checker has one thread: the first tests run beside it.
+test: $(VENV)/test.stamp
+	@$(MAKE) --no-print-directory --jobs 2 lint quick-test
+
+quick-test: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PARALLEL)
 
 quick: $(VENV)/test.stamp

@@ -1,8 +1,13 @@
-"""Calls the compiled steps of all tests here inside the scope, as the README does."""
+"""Calls the compiled steps of all tests here inside the scope, as the README does.
+
+One case of each quick test also calls them outside; the other cases do so in
+``make exhaustive-test``.
+"""
 
 import pytest
 
 from mirror.compiler.runtime.compiled_step import CompiledStep
+from tests.pairs import EXHAUSTIVE
 
 
 @pytest.fixture(autouse=True, params=["inside", pytest.param("outside", marks=pytest.mark.slow)])
@@ -16,3 +21,19 @@ def where_compiled_steps_are_called(request, monkeypatch):
             return call(self, *args, **kwargs)
 
     monkeypatch.setattr(CompiledStep, "__call__", call_inside)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leaves one case of each quick test that calls its steps outside; the rest is exhaustive."""
+    seen = set()
+    for item in items:
+        params = getattr(item, "callspec", None) and item.callspec.params
+        if not params or params.get("where_compiled_steps_are_called") != "outside":
+            continue
+        is_slow_itself = sum(mark.name == "slow" for mark in item.iter_markers()) > 1
+        test = item.nodeid.partition("[")[0]
+        if is_slow_itself or test in seen:
+            for mark in EXHAUSTIVE:
+                item.add_marker(mark)
+        seen.add(test)

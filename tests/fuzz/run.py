@@ -8,9 +8,11 @@ import contextlib
 import copy
 import dataclasses
 import linecache
+import math
 import os
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -407,9 +409,16 @@ def difference(actual, expected, where, tolerance):
 
 
 def run_within(program, seconds):
-    """Runs a program in a thread of its own, so that a hang is an outcome."""
+    """Runs a program in a thread of its own, so that a hang is an outcome.
+
+    It hangs if this process has used next to no processor time for so many seconds. A busy machine
+    makes it slow, not idle.
+    """
     outcome = [Outcome("hangs", "hangs", f"nothing happened for {seconds} s")]
     thread = threading.Thread(target=lambda: outcome.insert(0, run_program(program)), daemon=True)
     thread.start()
-    thread.join(seconds)
+    used = -math.inf
+    while thread.is_alive() and time.process_time() - used > seconds / 200:
+        used = time.process_time()
+        thread.join(seconds)
     return outcome[0]

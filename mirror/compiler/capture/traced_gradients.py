@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from mirror.base.torch_private import has_post_accumulate_hooks, hooks_of, queue_callback
 from mirror.compiler.capture.trace_modes import SPARSE
@@ -53,6 +54,7 @@ class TracedGradients:
         self._refusal = refusal
         self.left: dict[StateTensor, Tensor | None] = {}
         self.looked_at: dict[StateTensor, bool] = {}
+        self._hooks: list[RemovableHandle] = []
         for place, leaf in leaves.items():
             self._take_hooks(place, leaf)
         self._is_settling = False  # then torch's functions see the slots themselves
@@ -61,7 +63,10 @@ class TracedGradients:
         """Calls a parameter's hooks as any backward pass does; see ``replicated_param.py``."""
         if place.record is not None:
             if place.record.hooks and leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(lambda _: queue_callback(self.settle))
+                settle = leaf.register_post_accumulate_grad_hook(
+                    lambda _: queue_callback(self.settle)
+                )
+                self._hooks.append(settle)
             return
         if has_post_accumulate_hooks(place.owner):
             raise self._refusal(
@@ -72,7 +77,16 @@ class TracedGradients:
             )
         if leaf.requires_grad:
             for hook in (hooks_of(place.owner) or {}).values():
-                leaf.register_hook(hook)
+                self._hooks.append(leaf.register_hook(hook))
+
+    def remove_hooks(self) -> None:
+        """Ends the trace: hooks of leaves would keep all of it alive.
+
+        Garbage is not found through an autograd graph that a tensor of the step still has.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     # Of leaves, as torch's functions see them
 

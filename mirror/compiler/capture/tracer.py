@@ -143,6 +143,7 @@ class Tracer:
         replica.weight = self._placeholders.only(InputKind.WEIGHT)  # type: ignore[assignment]
         before = save_context()
         with ExitStack() as stack:
+            stack.callback(self.gradients.remove_hooks)
             stack.enter_context(self._placeholders.in_place(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(compiling())

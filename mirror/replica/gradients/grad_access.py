@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -275,7 +276,8 @@ class GradAccess:
         self.unreduced.tracker.add(copy)
         if copy.variable.hooks and not copy.ends_passes:
             copy.ends_passes = True
-            copy.on_accumulate(self._reduce_after_backward)
+            # Weakly: the garbage collector does not see what hooks of autograd refer to.
+            copy.on_accumulate(partial(_reduce_after_backward, weakref.ref(self)))
 
     def add_hook(self, variable: ReplicatedParam, hook: GradientHook) -> RemovableHandle:
         """Registers a hook that gets the reduced gradient of every backward pass from now on."""
@@ -287,13 +289,8 @@ class GradAccess:
             self.track(copy)
         return handle
 
-    def _reduce_after_backward(self, copy: ReplicaParameter) -> None:
-        """Reduces the gradients when the current backward pass ends, for the hooks."""
-        if copy.variable.hooks:
-            # Called several times in a pass; the first callback reduces, the others find nothing.
-            queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Reduces the gradients of the backward pass that ends, for the hooks."""
         replica, gradients = replica_of(self._replicas), self.unreduced
         gradients.tracker.find(None if replica is None else replica.replica_id)
         if replica is None:
@@ -324,6 +321,14 @@ class GradAccess:
         with WithoutSubclass():
             register: Callable[..., object] = Tensor.register_post_accumulate_grad_hook
             register(parameter, move)
+
+
+def _reduce_after_backward(reference: weakref.ref[GradAccess], copy: ReplicaParameter) -> None:
+    """Reduces the gradients when the current backward pass ends, for the hooks."""
+    access = reference()
+    if access is not None and copy.variable.hooks:
+        # Called several times in a pass; the first callback reduces, the others find nothing.
+        queue_callback(access.end_backward)
 
 
 def _with_idle_replicas(replica: Replica) -> tuple[int, ...]:

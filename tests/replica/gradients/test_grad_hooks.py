@@ -1,6 +1,8 @@
 """Hooks of parameters see, and replace, the gradient of one device."""
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -167,3 +169,20 @@ def test_a_known_step_has_no_hook_but_those_that_end_buckets(make_small_buckets,
     ]
     ends = len(strategy._group.gradients.buckets._plan.ends)
     assert sum(hooks) == 2 * ends
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_dropped_strategy_of_parameters_with_hooks_is_collected(n):
+    """The garbage collector does not see what hooks of autograd refer to."""
+
+    def use():
+        strategy = mirror.MirroredStrategy(["cpu"] * n)
+        model = strategy.mirror(chain())
+        model[1].weight.register_hook(lambda grad: 2 * grad)
+        in_run(strategy, lambda x: loss_of(model, x).backward(), torch.randn(8, SIZE))
+        return weakref.ref(strategy)
+
+    dropped = use()
+    use()  # the last one may still be referred to
+    gc.collect()
+    assert dropped() is None

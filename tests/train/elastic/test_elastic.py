@@ -13,6 +13,7 @@ from torch import nn
 import mirror
 from mirror.train import elastic
 from mirror.train.elastic.membership import Phase
+from tests.pairs import each_once
 from tests.train.elastic.elastic_workers import POINTS, Kill, plan, train
 
 NUM_EXAMPLES, BATCH, NUM_EPOCHS, COMMIT_EVERY = 22, 4, 3, 3
@@ -222,8 +223,7 @@ def test_a_training_counts_its_steps_and_epochs_on(saves, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("point", POINTS)
+@each_once(point=POINTS, victim=[0, 1])
 def test_a_kill_costs_no_example_and_no_bits(point, victim, undisturbed):
     kills = [[Kill("a sum starts", 4)]] if point == "a state is sent" else []
     kills += [()] * (2 - len(kills) + victim)
