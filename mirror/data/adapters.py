@@ -12,20 +12,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from mirror.data.loader_copy import Indices, copy_loader, skip
-from mirror.data.resume_state import (
+from mirror.data.loader_order import (
     SHARDED,
     capture_order,
-    capture_rng,
     check_order,
     cut_of,
     reads_a_shard,
     rebatched,
-    replayed_rng,
-    restore_rng,
     rewind_generators,
     samplers_of,
     set_order,
 )
+from mirror.data.rng_state import capture_rng, replayed_rng, restore_rng
 from mirror.data.split_batch import FixedBalance
 from mirror.data.worker_sharding import Window
 from mirror.errors import BatchError

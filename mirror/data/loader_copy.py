@@ -39,7 +39,7 @@ from torch.utils.data import (
 )
 
 from mirror.data.from_arrays import Arrays
-from mirror.data.resume_state import capture_rng, restore_rng, same_rng
+from mirror.data.rng_state import capture_rng, restore_rng, same_rng
 from mirror.data.worker_sharding import Window, batch_hash
 from mirror.values import leaves_of
 

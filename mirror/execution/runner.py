@@ -27,11 +27,10 @@ from mirror.execution.lifecycle import (
 from mirror.execution.parallel_runs import ParallelRuns
 from mirror.execution.replica_rng import ReplicaRng, RngPool, with_rng_of
 from mirror.execution.replica_thread import ThreadState, replica_tasks
-from mirror.execution.replicas import (
+from mirror.execution.replicas import Replicas, WeakReplicaMap
+from mirror.execution.run import (
     Replica,
-    Replicas,
     Run,
-    WeakReplicaMap,
     current,
     is_active_in,
     refuse_within_another,

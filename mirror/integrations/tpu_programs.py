@@ -26,16 +26,9 @@ from mirror.integrations.tpu_arguments import (
     regroup_outputs,
     split_arrays,
 )
+from mirror.integrations.tpu_optimizers import apply_rule, flags_of, rule_of, state_on_host
 from mirror.integrations.tpu_refusals import WHOLE_STEPS
-from mirror.integrations.tpu_trace import (
-    Phase,
-    ReachedParams,
-    TracedCall,
-    apply_rule,
-    flags_of,
-    rule_of,
-    state_on_host,
-)
+from mirror.integrations.tpu_trace import Phase, ReachedParams, TracedCall
 from mirror.server.recorded_model import Model
 
 _AXIS = "replica"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.execution.replicas import Run
+from mirror.execution.run import Run
 from mirror.threads.lockstep import Lockstep
 from tests.pairs import pairwise
 from tests.profiled import profiled

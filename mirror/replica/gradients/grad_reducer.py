@@ -37,7 +37,8 @@ from torch import Tensor
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replica, Replicas, Run
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.buckets import Buckets

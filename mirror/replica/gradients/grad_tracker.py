@@ -39,7 +39,8 @@ from mirror.base.torch_private import (
 )
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replicas, current, renaming
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replica, current
+from mirror.execution.run import Replica, current
 from mirror.replica.collectives.collectives import all_reduce
 from mirror.replica.modules.module_owner import owner_of
 

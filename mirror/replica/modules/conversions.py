@@ -24,7 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 from mirror.base.torch_private import CONVERT, wrap_once
-from mirror.data.resume_state import SHARDED, reads_a_shard
+from mirror.data.loader_order import SHARDED, reads_a_shard
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.modules.module_owner import owner_of

@@ -41,7 +41,7 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import wrap_once
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replica, Run, current
+from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.modules.module_owner import owner_of

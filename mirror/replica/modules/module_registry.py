@@ -32,7 +32,8 @@ from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replica_rng import stream_of_caller
-from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica
 from mirror.execution.runner import Runner
 from mirror.replica.keras.keras_call import KerasCall
 from mirror.replica.keras.keras_layers import is_layer

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from mirror.errors import StrategyError, StructureError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replica, Run
+from mirror.execution.run import Replica, Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.gradients.parallel_backward import mark_boundary

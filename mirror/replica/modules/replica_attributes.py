@@ -43,7 +43,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.base.dynamo import disable_dynamo, forget_compiled
 from mirror.base.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
 from mirror.execution.parallel_runs import ProcessState
-from mirror.execution.replicas import Replica, current
+from mirror.execution.run import Replica, current
 from mirror.replica.modules.conversions import IGNORED, tell_of_ignored
 from mirror.replica.modules.module_owner import interceptor_of, owner_of
 from mirror.replica.modules.per_replica_values import MISSING, PerReplicaAttribute

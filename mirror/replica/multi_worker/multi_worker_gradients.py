@@ -19,7 +19,8 @@ import torch
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.execution.lifecycle import nothing
-from mirror.execution.replicas import Replicas, Run, current, replica_of
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.grad_reducer import GradReducer

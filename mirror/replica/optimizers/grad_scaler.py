@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Tracing, current
+from mirror.execution.run import Tracing, current
 from mirror.replica.optimizers.param_groups import replicas_reached
 from mirror.threads.merge_point import MergePoint
 

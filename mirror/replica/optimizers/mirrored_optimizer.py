@@ -16,7 +16,7 @@ swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
 Replicas that share a device, such as simulated ones, need not compute the same update N times:
 replica 0 steps, and the others copy its values. That takes a fifth of the time and keeps one state
 instead of N. The steps that were called then find no parameter groups. Torch's optimizers accept
-that, others may not: [Note: Step dispatch] in ``merge_call_shared.py``. The state of replicas
+that, others may not: [Note: Step dispatch] in ``step_dispatch.py``. The state of replicas
 1 .. N-1 is copied from the first one's when their code reads it.
 
 ``OptimizerRegistry`` has all optimizers over one strategy's parameters, and exchanges gradients
@@ -37,25 +37,11 @@ from torch.optim import Optimizer
 
 from mirror.devices import using
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import (
-    Replica,
-    Replicas,
-    Run,
-    SwappedOptimizer,
-    WeakReplicaMap,
-    replica_of,
-)
+from mirror.execution.replicas import Replicas, WeakReplicaMap
+from mirror.execution.run import Replica, Run, SwappedOptimizer, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess
-from mirror.replica.optimizers.merge_call_shared import (
-    Action,
-    is_torchs_own,
-    kept_by,
-    raw_step,
-    refusing_draws,
-    step_point,
-    whole_loss,
-)
+from mirror.replica.optimizers.merge_call_shared import Action, step_point, whole_loss
 from mirror.replica.optimizers.optimizer_state import NO_REPLICA, ParamGroupSwap, ReplicaStates
 from mirror.replica.optimizers.param_groups import (
     Options,
@@ -67,6 +53,12 @@ from mirror.replica.optimizers.param_groups import (
     refuse_different,
     refuse_what_is_not_mirrored,
     step_hooks,
+)
+from mirror.replica.optimizers.step_dispatch import (
+    is_torchs_own,
+    kept_by,
+    raw_step,
+    refusing_draws,
 )
 from mirror.replica.params.central_param import CentralAccess, CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam

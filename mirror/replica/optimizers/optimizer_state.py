@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.base.process_bound import reinit_after_fork
-from mirror.execution.replicas import Replicas, SwappedOptimizer, current, replica_of
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import SwappedOptimizer, current, replica_of
 from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, stepped_by
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam

@@ -37,15 +37,10 @@ from torch.optim import Optimizer
 
 from mirror.devices import using
 from mirror.errors import StrategyError
-from mirror.execution.replicas import current
-from mirror.replica.optimizers.merge_call_shared import (
-    is_torchs_own,
-    kept_by,
-    numbers_of,
-    raw_step,
-)
+from mirror.execution.run import current
 from mirror.replica.optimizers.param_groups import StepOnce, has_step_hooks, keep_options
 from mirror.replica.optimizers.piecewise_optimizers import describe, rebuild
+from mirror.replica.optimizers.step_dispatch import is_torchs_own, kept_by, numbers_of, raw_step
 
 _SIDES = ((6, 4, 3, 2, 2, 2), (5, 4, 3, 2, 2, 2))  # of the parameters of a measurement
 _NUM_STEPS = 3  # the first ones, and as many after each of:

@@ -40,7 +40,7 @@ from mirror.devices import using
 from mirror.errors import StrategyError
 from mirror.replica.gradients.buckets import bucket_ends
 from mirror.replica.gradients.grad_scatter import SlicedGrads
-from mirror.replica.optimizers.merge_call_shared import is_torchs_own, raw_step, whole_loss
+from mirror.replica.optimizers.merge_call_shared import whole_loss
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, Step
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
@@ -57,6 +57,7 @@ from mirror.replica.optimizers.piecewise_optimizers import Divisible, divisible
 from mirror.replica.optimizers.sharded_states import ShardedStates
 from mirror.replica.optimizers.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
+from mirror.replica.optimizers.step_dispatch import is_torchs_own, raw_step
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.replica_checks import ComparePair, VisitValue

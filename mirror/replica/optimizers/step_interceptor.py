@@ -36,20 +36,16 @@ from mirror.base.dynamo import (
 from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import put_hooks_around, wrap_once
 from mirror.execution.lifecycle import step_ends
-from mirror.execution.replicas import Replica, Replicas, current, refuse_within_another
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, current, refuse_within_another
 from mirror.replica.gradients.grad_tracker import lane_here
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
 from mirror.replica.optimizers.merge_call_shared import (
-    hooked_code,
-    is_torchs_own,
     is_watched,
     mark_watched,
-    may_step_by_turns,
     merge_call_shared,
-    refuse_wrappers,
-    refusing_draws,
     watch_making,
     watch_schedulers,
     wrap_in_subclasses,
@@ -65,6 +61,13 @@ from mirror.replica.optimizers.param_groups import (
     replicas_reached,
 )
 from mirror.replica.optimizers.sharded_optimizer import ShardedOptimizer
+from mirror.replica.optimizers.step_dispatch import (
+    hooked_code,
+    is_torchs_own,
+    may_step_by_turns,
+    refuse_wrappers,
+    refusing_draws,
+)
 
 Step = Callable[..., Any]
 

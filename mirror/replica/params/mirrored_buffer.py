@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from mirror.base.dynamo import disable_dynamo
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replicas, replica_of
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import replica_of
 from mirror.replica.collectives.reduce_ops import summed, weighted_mean
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,

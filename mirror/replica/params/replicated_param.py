@@ -46,7 +46,8 @@ from torch.utils.hooks import RemovableHandle
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replicas, current
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import current
 from mirror.execution.runner import runner_of
 from mirror.replica.params.mirrored_tensor import (
     DATA,

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from mirror.base.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replicas, Run
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Run
 from mirror.replica.params.mirrored_tensor import derived_class, refuse_operations
 from mirror.replica.params.replicated_param import (
     GradientAccess,

@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import PackedSequence
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.scatter_gather.containers import (
     IMMUTABLE,

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mirror.replica.exactness.local_losses import GATHER_FIRST, MIXES_EXAMPLES
+from mirror.replica.exactness.cross_example_ops import GATHER_FIRST, MIXES_EXAMPLES
 from mirror.replica.replica_checks import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
-from mirror.tools.check.differences import CheckResult, Difference, aligned, nearest_of
+from mirror.tools.check.check_result import CheckResult
+from mirror.tools.check.differences import Difference, aligned, nearest_of
 from mirror.tools.check.fingerprint import relative
 from mirror.tools.check.record import (
     GRADIENT,

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.record import ReplicaLog
 
 if TYPE_CHECKING:
-    from mirror.execution.replicas import Replica
+    from mirror.execution.run import Replica
 
 _RANDOM = frozenset(
     "bernoulli bernoulli_ cauchy_ dropout exponential_ geometric_ log_normal_ multinomial normal "

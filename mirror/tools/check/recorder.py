@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import is_jit_tracing
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.fingerprint import fingerprint

@@ -7,11 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mirror.tools.check.causes import diagnose, diagnose_error
+from mirror.tools.check.check_result import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.differences import (
-    DIFFERENT,
-    EQUAL,
-    NOT_COMPARABLE,
-    CheckResult,
     Difference,
     Tolerances,
     aligned,

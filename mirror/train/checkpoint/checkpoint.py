@@ -30,7 +30,7 @@ from mirror.base.migration_hints import with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import CheckpointError, StrategyError
-from mirror.execution.replicas import enclosing_replica
+from mirror.execution.run import enclosing_replica
 from mirror.replica.params.mirrored_buffer import set_local_buffers
 from mirror.strategy.group import all_groups
 from mirror.threads.user_frames import add_note

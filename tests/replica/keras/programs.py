@@ -37,7 +37,7 @@ def main():
     import mirror
     import mirror.keras
     from mirror.execution.lifecycle import step_ends
-    from mirror.execution.replicas import current
+    from mirror.execution.run import current
     from mirror.replica.keras.keras_normalization import _whole_batch
 
     generator = np.random.default_rng(0)
