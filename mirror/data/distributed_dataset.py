@@ -180,7 +180,7 @@ class DistributedDataset(NoCopy):
         """
         if self._is_own:
             state = select_own_state(state, self._workers)
-        state = self._source.rebatched(state)
+        state = self._source.rebatch_state(state)
         saved = SavedPosition.from_state(state, self._source.kind, self._source.num_batches())
         self._source.check_order(saved.position.order)
         self._end_iterations()

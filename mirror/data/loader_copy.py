@@ -44,11 +44,7 @@ from mirror.data.worker_sharding import Window, batch_hash
 from mirror.values import leaves_of
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
 _MAX_SEEN = 10_000  # the most objects of a dataset that a search visits
-
-
 _MAX_ENTRIES = 50  # the most entries of a container that a search visits
 
 

@@ -57,7 +57,7 @@ def _batch_size_of(loader: DataLoader[Any]) -> int | None:
     return None
 
 
-def rebatched(loader: DataLoader[Any], state: Any) -> Any:
+def rebatch_state(loader: DataLoader[Any], state: Any) -> Any:
     """Returns a state with its position in batches of this loader's size.
 
     If another size saved it, the next batch lacks the examples that were read already. So each

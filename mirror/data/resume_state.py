@@ -23,8 +23,6 @@ from mirror.data.rng_state import capture_rng, replayed_rng
 from mirror.errors import CheckpointError, short_repr
 
 VERSION = 1
-
-
 WORKERS = "workers"
 
 

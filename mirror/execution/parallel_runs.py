@@ -144,7 +144,6 @@ _COMPILER = ProcessState(
     is_cheap=True,
 )
 
-
 Function = Callable[..., Any]
 
 

@@ -185,7 +185,7 @@ class Runner:
             return self._run(fn, active, weights)
         workers, own = self.replicas.workers, partial(self._run, fn, active, weights)
         run = workers.outermost(partial(with_rng_of, workers, own))
-        workers.note_run(run.total_weight())
+        workers.record_run(run.total_weight())
         self.on_outermost_end()
         return run
 

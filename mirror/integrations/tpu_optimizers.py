@@ -18,8 +18,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from mirror.errors import StrategyError
 
 State = dict[str, Any]
-
-
 _SUPPORTED = "SGD, Adam and AdamW of torch.optim"
 
 

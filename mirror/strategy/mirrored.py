@@ -41,16 +41,9 @@ from mirror.strategy.strategy_options import (
 from mirror.threads.user_frames import warn_user
 
 Device = torch.device | str | int
-
-
 _SCHEDULES = get_args(Schedule)
-
-
 _GRADIENT_REDUCTIONS = get_args(GradientReduction)
-
-
 _OPTIMIZER_STATES = get_args(OptimizerState)
-
 
 _GIL = (
     'schedule="parallel": the replicas run at once, but this interpreter has a GIL, which they '

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from mirror.device.serial_executor import SerialExecutor
+from mirror.device.streams import SerialExecutor
 from mirror.threads.user_frames import throw_into_thread
 
 

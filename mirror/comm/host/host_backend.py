@@ -28,7 +28,6 @@ PATH = Path(__file__).parents[1] / "_reduce.so"
 # Numbered as in csrc/host/reduce.cpp.
 _OPS = {"sum": 0, "min": 1, "max": 2, "prod": 3}
 
-
 _DTYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -39,13 +38,11 @@ _DTYPES = {
     torch.uint8: 6,
 }
 
-
 _I, _L, _P = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 
 # Arrays are passed as the bytes of an ``array``, in a quarter of the time of a ctypes array.
 _ARRAY = ctypes.c_char_p
-
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "mirror_all_reduce": (None, [_ARRAY, _ARRAY, _L, _I, _I, _I, ctypes.c_double, _I]),

@@ -52,13 +52,7 @@ from mirror.replica.collectives.over_workers import Participants, weighted_sum_o
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.multi_worker.pass_weights import zeros_to_differentiate
 from mirror.replica.params.torch_function import make_common
-from mirror.values import (
-    PerReplica,
-    describe_structure,
-    is_number,
-    leaves_of,
-    rebuild_structure,
-)
+from mirror.values import PerReplica, describe_structure, is_number, leaves_of, rebuild_structure
 
 
 class SequenceNumbers:

@@ -48,7 +48,6 @@ _PAIRWISE: dict[str, Any] = {
     "prod": torch.mul,
 }
 
-
 _NAMES = {op.value: op.value for op in ReduceOp}
 # Names of members of other libraries' enums.
 _MEMBERS = _NAMES | {"avg": "mean", "average": "mean", "product": "prod"}

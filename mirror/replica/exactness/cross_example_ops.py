@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mirror.base.torch_private import arriving_shape
+from mirror.replica.exactness.batch_dim_rules import signed_dim
 from mirror.replica.exactness.loss_graph import (
     Shape,
     UnknownNode,
@@ -37,23 +38,15 @@ Use = tuple[str, list[int]]
 
 
 _MOST_NODES = 3000
-
-
 _NORMALIZING = frozenset("Cumprod Cumsum LogSoftmax Logcumsumexp SafeSoftmax Softmax".split())
-
 
 _ALONG = _NORMALIZING | frozenset(
     "Amax Amin Flip LinalgVectorNorm Logsumexp Max Mean Median Min Mode Nansum Norm Prod Roll "
     "Sort Std StdMean Sum Topk Var VarMean".split()
 )
 
-
 _PRODUCTS = frozenset("Bmm Cdist EuclideanDist Mm".split())
-
-
 _LAYERS = ("Addmm", "Conv", "Cudnn", "Embedding", "Linear", "Mkldnn", "Native", "Thnn")
-
-
 _COLLECTIVE = "GradSend"  # it returns values of all replicas
 
 
@@ -61,7 +54,6 @@ _COLLECTIVE = "GradSend"  # it returns values of all replicas
 MIXES_EXAMPLES = (
     "{} computes over the examples of the batch, and a replica has only those of its part"
 )
-
 
 GATHER_FIRST = (
     "compute it outside the model, from the gathered outputs; or gather first inside, with "
@@ -159,7 +151,7 @@ def _combined_sizes(node: Any, name: str) -> list[int]:
     if dims is None or dims == ():  # over all numbers
         return list(shape) if arriving_shape(node, 0) == () else []
     listed = dims if isinstance(dims, tuple) else (dims,)
-    return [shape[_signed(dim)] for dim in listed]
+    return [shape[signed_dim(dim)] for dim in listed]
 
 
 def _sizes_of_product(node: Any, name: str) -> list[int]:
@@ -178,7 +170,3 @@ def _sizes_of_product(node: Any, name: str) -> list[int]:
 def _input_shape(node: Any) -> Shape:
     with_graph = (i for i, (below, _) in enumerate(node.next_functions) if below is not None)
     return shape_of(node, next(with_graph, 0))
-
-
-def _signed(dim: int) -> int:
-    return dim - 2**64 if dim >= 2**63 else dim

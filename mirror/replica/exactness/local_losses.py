@@ -50,7 +50,6 @@ from mirror.values import PerReplica
 
 _REDUCED = (products_below, batch_dim_uses, is_same, is_loss, names_below, mask_sums, views_below)
 
-
 _FACTS = {
     "mean": _REDUCED,
     "sum": _REDUCED,
@@ -58,15 +57,9 @@ _FACTS = {
     "unknown": (batch_dim_uses,),
 }
 
-
 _CHECKED = "_is_judged"  # an attribute of losses that a backward pass in run has started from
-
-
 _MAX_CHECKS = 3
-
-
 _MAX_CALL_SITES = 1000
-
 
 _REMEDY = (
     "Compute the loss outside run, over model(x) of the whole batch, or of values of all replicas "
@@ -74,10 +67,7 @@ _REMEDY = (
     "than examples, set mirror.get_replica_context().weight to the number in the replica's part"
 )
 
-
 Terms = list[Term]
-
-
 _OfReplicas = dict[int, tuple[Terms, list[Use]]]  # what the graphs of their losses show
 
 

@@ -120,10 +120,7 @@ class GradReducer:
     def part(self) -> LifecycleHooks:
         """Returns the hooks that reduce or defer gradients at the end of a run."""
         return LifecycleHooks(
-            name="gradients",
-            prepare=self._prepare,
-            finish=self._finish,
-            recover=self.discard,
+            name="gradients", prepare=self._prepare, finish=self._finish, recover=self.discard
         )
 
     def _prepare(self) -> None:

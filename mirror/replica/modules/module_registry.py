@@ -42,7 +42,7 @@ from mirror.replica.layers.unsplit_layers import renormalizes
 from mirror.replica.modules.conversions import (
     IGNORED,
     refuse_wrapper,
-    tell_of_ignored,
+    warn_of_ignored,
     watch_conversions,
     watch_wrappers,
 )
@@ -159,7 +159,7 @@ class ModuleRegistry:
                     continue
                 refuse_wrapper(submodule, name)
                 if IGNORED in submodule.__dict__:
-                    tell_of_ignored(submodule, submodule.__dict__[IGNORED])
+                    warn_of_ignored(submodule, submodule.__dict__[IGNORED])
                 self.mirror_own(submodule, name)
 
     def mirror_own(self, module: nn.Module, path: str) -> None:
@@ -254,7 +254,7 @@ class ModuleRegistry:
             self.pending.retry(submodule)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not (self._registry.owns(tensor) or is_uninitialized(tensor)):
-                home = self.replicas.places.position_of(tensor.device, name)
+                home = self.replicas.places.home_of(tensor.device, name)
                 if tensor.device != home:
                     tensor.data = tensor.data.to(home)
                 self._registry.own(tensor)

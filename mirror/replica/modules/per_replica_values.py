@@ -99,7 +99,7 @@ class PerReplicaAttribute:
 
     Attributes:
         is_set: whether a replica has set or deleted it. Until then it is an ordinary attribute,
-            whatever replicas have done with other modules of its class.
+            independent of what replicas have done with other modules of its class.
     """
 
     __slots__ = (
@@ -208,7 +208,7 @@ class PerReplicaAttribute:
                 leaf = split.rows(leaf, replica.replica_id)
             device = replica.device
             if places.is_model_parallel:
-                device = places.replica_at(leaf.device)[replica.replica_id]
+                device = places.peers_of(leaf.device)[replica.replica_id]
             own: Tensor = leaf.to(device, copy=True)
             return own
 
@@ -242,7 +242,7 @@ class PerReplicaAttribute:
             and not self._is_batched
             and all(p.shape == before.shape for p in parts)
         ):
-            home = run.replicas.places.replica_at(parts[0].device)[0]
+            home = run.replicas.places.peers_of(parts[0].device)[0]
             here = [part.to(home) for part in mark_boundary(runner, values, parts)]
             return _mean(here, [weights[r] for r in values])
         self._is_batched = False

@@ -312,7 +312,7 @@ class MultiWorkerGradients(GradReducer):
             refuse_graphs(columns)
             self.tracker.clear()
             self._non_finite.scan(arrivals.variables, columns, shares)
-            if self._non_finite.is_looked_for:
+            if self._non_finite.is_enabled:
                 self._non_finite.exchange()
             weigh(columns, self._reduction.exact_shares(shares))
             self.deferred.add(arrivals.variables, columns)

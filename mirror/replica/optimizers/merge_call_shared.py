@@ -50,7 +50,7 @@ def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) 
 
     def wrap_own(cls: type) -> None:
         method = cls.__dict__.get(name)
-        if callable(method) and not is_watched(method):
+        if callable(method) and not is_wrapper(method):
             setattr(cls, name, wrap(method))
 
     def init_subclass(cls: type, /, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) 
             classes += type.__subclasses__(cls)
 
 
-def watched(method: Method, in_run: Callable[..., Any]) -> Method:
+def wrap_for_run(method: Method, in_run: Callable[..., Any]) -> Method:
     """Returns a method that is ``in_run(method, self, context, args, kwargs)`` inside ``run``."""
 
     @disable_and_suspend
@@ -87,20 +87,20 @@ def watched(method: Method, in_run: Callable[..., Any]) -> Method:
         finally:
             resume_dynamo(hold)
 
-    return mark_watched(wrapper)
+    return mark_wrapper(wrapper)
 
 
-def mark_watched(wrapper: Any) -> Method:
-    """Marks a wrapper, so that ``is_watched`` finds it, and returns it."""
+def mark_wrapper(wrapper: Any) -> Method:
+    """Marks a wrapper, so that ``is_wrapper`` finds it, and returns it."""
     # A decorator may copy the attributes of a function, so the mark is the function itself.
-    wrapper._is_watched = wrapper
+    wrapper._is_wrapper = wrapper
     marked: Method = wrapper
     return marked
 
 
-def is_watched(method: Any) -> bool:
-    """Whether ``mark_watched`` has marked this very function."""
-    return getattr(method, "_is_watched", None) is method
+def is_wrapper(method: Any) -> bool:
+    """Whether ``mark_wrapper`` has marked this very function."""
+    return getattr(method, "_is_wrapper", None) is method
 
 
 def merge_call_shared(
@@ -156,7 +156,7 @@ def merge_call_shared(
 
     key, name = kind, what
     if serial is not None:
-        key, name = kind if _MADE in vars(target) else f"{kind} #{serial}", "optimizer.step"
+        key, name = kind if _CREATED in vars(target) else f"{kind} #{serial}", "optimizer.step"
     point = MergePoint(name, (key,), (target, tuple(args), dict(kwargs), seen), action)
     return context.run.merge(context.replica_id, point)
 
@@ -212,15 +212,15 @@ def _mean(run: Run, *leaves: Any) -> Any:
         loss: Any = sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
     else:
         parts = mark_boundary(runner_of(run.replicas), run.active, leaves)
-        home = run.replicas.places.replica_at(parts[0].device)[0]
+        home = run.replicas.places.peers_of(parts[0].device)[0]
         scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
         loss = summed(scaled, home)
     if not run.replicas.workers.is_multi_process:
         return loss
-    return whole_loss(run.replicas, loss, sum(run.weights().values()))
+    return average_loss_over_workers(run.replicas, loss, sum(run.weights().values()))
 
 
-def whole_loss(replicas: Replicas, loss: Any, weight: float) -> Any:
+def average_loss_over_workers(replicas: Replicas, loss: Any, weight: float) -> Any:
     """Returns the loss of all workers' examples: all workers take the same decisions by it.
 
     Its gradient is the gradient of this worker's own loss.
@@ -258,12 +258,10 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
+_CREATED = "_made_in_run"  # in an optimizer's __dict__: whether its constructor has returned
 
 
-_MADE = "_made_in_run"  # in an optimizer's __dict__: whether its constructor has returned
-
-
-def watch_making() -> None:
+def watch_creation() -> None:
     """Marks optimizers that are created inside ``run``; makes groups added there be added once."""
     original = Optimizer.__init__
 
@@ -272,12 +270,12 @@ def watch_making() -> None:
         if current.replica is None:
             original(self, *args, **kwargs)
             return
-        vars(self)[_MADE] = False
+        vars(self)[_CREATED] = False
         original(self, *args, **kwargs)
-        vars(self)[_MADE] = True
+        vars(self)[_CREATED] = True
 
     Optimizer.__init__ = init  # type: ignore[method-assign]
-    wrap_in_subclasses(Optimizer, "add_param_group", lambda add: watched(add, _add_in_run))
+    wrap_in_subclasses(Optimizer, "add_param_group", lambda add: wrap_for_run(add, _add_in_run))
 
 
 def step_point(
@@ -289,18 +287,18 @@ def step_point(
     count.
     """
     kind = type(optimizer).__name__
-    if optimizer is None or _MADE not in vars(optimizer):
+    if optimizer is None or _CREATED not in vars(optimizer):
         return MergePoint(what, (f"{kind} #{serial}",), payload, action)
 
     def act_on_one(payloads: dict[int, Any]) -> dict[int, Any]:
         if any(other is not optimizer for other, _ in payloads.values()):
-            _refuse_own(kind)
+            _refuse_one_per_replica(kind)
         return action({r: theirs for r, (_, theirs) in payloads.items()})
 
     return MergePoint(what, (kind,), (optimizer, payload), act_on_one)
 
 
-def _refuse_own(kind: str) -> NoReturn:
+def _refuse_one_per_replica(kind: str) -> NoReturn:
     raise StrategyError(
         f"every replica has made a {kind} of its own inside strategy.run, over parameters that "
         "all share; make optimizers outside run"
@@ -310,15 +308,15 @@ def _refuse_own(kind: str) -> NoReturn:
 def _add_in_run(
     add: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
-    is_being_made = not vars(optimizer).get(_MADE, True)
+    is_being_made = not vars(optimizer).get(_CREATED, True)
     if is_being_made or replicas_reached(optimizer) is not context.replicas:
         return add(optimizer, *args, **kwargs)
-    args = tuple(map(_of_all, args))
-    kwargs = {name: _of_all(value) for name, value in kwargs.items()}
+    args = tuple(map(_with_mirrored_params, args))
+    kwargs = {name: _with_mirrored_params(value) for name, value in kwargs.items()}
     return merge_call_shared(context, add, optimizer, args, kwargs)
 
 
-def _of_all(group: Any) -> Any:
+def _with_mirrored_params(group: Any) -> Any:
     """Returns a parameter group with the mirrored parameters in place of a replica's copies."""
     if not isinstance(group, dict) or "params" not in group:
         return group
@@ -334,7 +332,7 @@ def _owner(leaf: Any) -> Any:
 
 def watch_schedulers() -> None:
     """Makes a scheduler step once if all replicas step it. Call it once."""
-    wrap_in_subclasses(LRScheduler, "step", lambda step: watched(step, _step_in_run))
+    wrap_in_subclasses(LRScheduler, "step", lambda step: wrap_for_run(step, _step_in_run))
 
 
 def _step_in_run(

@@ -37,26 +37,18 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import put_hooks_around
 from mirror.devices import random_state
 from mirror.errors import StrategyError
-from mirror.replica.optimizers.merge_call_shared import is_watched
+from mirror.replica.optimizers.merge_call_shared import is_wrapper
 
 _TORCHS = "torch.optim."
-
-
 _DECORATORS = 4  # frames that may lie between a step and the step that it calls
-
 
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device),
     *(FunctionType, BuiltinFunctionType, MethodType, range),
 )
 
-
 _NUMBERS = (type(None), bool, int, float, complex, str)
-
-
 _OPTIONS = (*_NUMBERS, tuple, Tensor)
-
-
 _MOST_VALUES = 1000  # of an optimizer are compared
 
 
@@ -101,7 +93,7 @@ def raw_step(kind: type) -> Callable[..., Any]:
 @lru_cache(maxsize=256)
 def _unwrap(step: Any) -> Callable[..., Any]:
     # Either may have come first, and ``hooked``, torch's mark, is then on the other.
-    while is_watched(step) or getattr(step, "__code__", None) is hooked_code():
+    while is_wrapper(step) or getattr(step, "__code__", None) is hooked_code():
         step = step.__wrapped__
     raw: Callable[..., Any] = step
     return raw
@@ -131,16 +123,16 @@ def refuse_wrappers(optimizer: Optimizer) -> None:
         frame = frame.f_back
 
 
-def may_step_by_turns(optimizer: Optimizer) -> bool:
+def may_step_leader_first(optimizer: Optimizer) -> bool:
     mirror: Any = vars(optimizer).get("_mirror")
     return (
         any(map(is_torchs_own, type(optimizer).__mro__[1:-2]))
         and not (mirror is not None and mirror.steps_once)
-        and kept_by(optimizer) is not None
+        and extra_state_of(optimizer) is not None
     )
 
 
-def refusing_draws(step: Callable[[], Any], device: torch.device) -> Any:
+def step_without_draws(step: Callable[[], Any], device: torch.device) -> Any:
     """Calls a step inside ``run``.
 
     Raises:
@@ -159,7 +151,7 @@ def refusing_draws(step: Callable[[], Any], device: torch.device) -> Any:
 # The values that an optimizer keeps beyond parameters and state, in a comparable form.
 
 
-def kept_by(optimizer: Optimizer, *, with_numbers: bool = True) -> tuple[Any, ...] | None:
+def extra_state_of(optimizer: Optimizer, *, with_numbers: bool = True) -> tuple[Any, ...] | None:
     """Returns the values that a step may change in addition to parameters and state.
 
     These are attributes of the optimizer, options of its groups, attributes of its class, and the
@@ -184,10 +176,10 @@ def kept_by(optimizer: Optimizer, *, with_numbers: bool = True) -> tuple[Any, ..
     ]
     budget = [_MOST_VALUES]
     names = [name for name in vars(optimizer) if name not in numbers]
-    kept = [_frozen(names, budget), _frozen((own, options), budget)]
+    kept = [_freeze(names, budget), _freeze((own, options), budget)]
     if None in kept:
         return None
-    return (*kept, *(_frozen(value, budget) for value in _around(type(optimizer))))
+    return (*kept, *(_freeze(value, budget) for value in _class_values(type(optimizer))))
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -199,7 +191,7 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _around(kind: type) -> Iterator[Any]:
+def _class_values(kind: type) -> Iterator[Any]:
     for cls in kind.__mro__:
         if cls.__module__.startswith(("torch.", "builtins")):
             continue
@@ -220,7 +212,7 @@ def _around(kind: type) -> Iterator[Any]:
             step = getattr(step, "__wrapped__", None)
 
 
-def _frozen(value: Any, budget: list[int]) -> Any:
+def _freeze(value: Any, budget: list[int]) -> Any:
     """Returns a plain value as an immutable one; ``None`` if it is not plain."""
     budget[0] -= 1
     if budget[0] < 0:
@@ -233,5 +225,5 @@ def _frozen(value: Any, budget: list[int]) -> Any:
         value = [*value.keys(), *value.values()]
     elif not isinstance(value, (list, tuple, set, frozenset, deque, type({}.keys()))):
         return None
-    items = tuple(_frozen(item, budget) for item in value)
+    items = tuple(_freeze(item, budget) for item in value)
     return None if None in items else items

@@ -23,12 +23,10 @@ EQUAL, DIFFERENT, NOT_COMPARABLE, MISSING, FAILS, NEEDS_ARGUMENTS, OTHER_PROCESS
     range(8)
 )
 
-
 _VERDICTS = (
     *("equal", "different", "not comparable", "missing", "fails", "needs arguments"),
     *("other processes", "timed out"),
 )
-
 
 _WIDTH = 88
 

@@ -35,17 +35,9 @@ _UNITS = {"float64": 2.0**-33, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat
 
 # No cause makes a difference as small as 1e-8, and float64 is there to leave rounding aside.
 _TIGHT = 80.0  # units in the last place that need no explanation
-
-
 _SPREAD = 12.0  # times the spread of one device
-
-
 _FEW = 40.0  # more of it, divided by how many numbers there are
-
-
 _SMALL = 8  # numbers
-
-
 _SHALLOW = (INPUT, OUTPUT, LOSS, GRADIENT, PARAMETER, BUFFER)
 
 
@@ -124,7 +116,7 @@ def _gradient_scales(one: Record) -> dict[tuple[int, object], float]:
     return scales
 
 
-def aligned(
+def align(
     one: Sequence[RecordedEvent], many: Sequence[RecordedEvent]
 ) -> Iterator[tuple[int, RecordedEvent | None, RecordedEvent | None]]:
     """Yields the events that belong together, with the index of the first run's.
@@ -148,14 +140,14 @@ def aligned(
             return
 
 
-def differences(
+def find_differences(
     one: Sequence[RecordedEvent], many: Sequence[RecordedEvent], tolerances: Tolerances
 ) -> Iterator[Difference]:
     """Yields what differs by more than needs no explanation, in order.
 
     Ends after the first event that has no counterpart.
     """
-    for i, a, c in aligned(one, many):
+    for i, a, c in align(one, many):
         if a is None or c is None or a.key != c.key:
             reason = "missing" if a is None or c is None else "other"
             yield Difference(i, a, c, float("inf"), reason)
@@ -201,7 +193,7 @@ def largest_spreads(
     """
     largest: dict[tuple[str, str, str], float] = {}
     spreads: dict[int, float] = {}
-    for i, a, b in aligned(one, noisy):
+    for i, a, b in align(one, noisy):
         if a is None or b is None or a.key != b.key or a.kind not in (LOSS, OUTPUT):
             continue
         some, others = a.prints[0], b.prints[0]
@@ -213,10 +205,7 @@ def largest_spreads(
 
 
 def is_rounding(
-    difference: Difference,
-    one: RecordedEvent,
-    spread: RecordedEvent | None,
-    largest: float = 0.0,
+    difference: Difference, one: RecordedEvent, spread: RecordedEvent | None, largest: float = 0.0
 ) -> bool:
     """Whether a difference is what rounding makes of this script.
 
@@ -243,7 +232,7 @@ def first_deep(
     """Returns the first difference inside the modules of one step, and that step's events."""
     some, others = deep(one, step), deep(many, step)
     noisy = [] if spread is None else deep(spread, step)
-    for difference in differences(some, others, tolerances):
+    for difference in find_differences(some, others, tolerances):
         b = None
         if difference.index < len(noisy) and difference.one is not None:
             candidate = noisy[difference.index]

@@ -37,7 +37,6 @@ _UNSEEN = frozenset(
     "empty empty_like empty_strided new_empty".split()  # the last four: memory as it was
 )
 
-
 _TORCH = f"{torch.__path__[0]}{os.sep}"
 _MIRROR = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _LAYERS = (f"{_TORCH}nn{os.sep}modules{os.sep}", _MIRROR)

@@ -22,8 +22,6 @@ from mirror.train.loop.steps_in_flight import StepsInFlight
 from mirror.values import PerReplica
 
 Value = float | Tensor
-
-
 AnyStrategy = MirroredStrategy | ParameterServerStrategy
 
 

@@ -38,7 +38,7 @@ def main():
     import mirror.keras
     from mirror.execution.lifecycle import step_ends
     from mirror.execution.run import current
-    from mirror.replica.keras.keras_normalization import _whole_batch
+    from mirror.keras import _whole_batch
 
     generator = np.random.default_rng(0)
     x = generator.normal(size=(50, 8)).astype("float32")
