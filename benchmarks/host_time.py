@@ -62,7 +62,7 @@ FILES = {
         "threads/merge_point.py",
         "threads/lockstep.py",
         "execution/replica_rng.py",
-        "execution/replicas.py",
+        "execution/run.py",
         "execution/replica_thread.py",
         "threads/replica_threads.py",
     ),

@@ -1,8 +1,8 @@
 """A process that runs the steps of TensorFlow's MirroredStrategy, on logical CPUs.
 
-It runs under an interpreter that has TensorFlow, and needs only ``cases.py`` and ``resident.py``
-besides. Commands and answers are those of ``train_worker.py``. The models have the sizes and the
-number of weights of ``models.py``; values and layouts are TensorFlow's own.
+It runs under an interpreter that has TensorFlow. Of this folder it needs only ``cases.py`` and
+``resident.py``. Commands and answers are those of ``train_worker.py``. The models have the sizes
+and the number of weights of ``models.py``; values and layouts are TensorFlow's own.
 """
 
 from __future__ import annotations

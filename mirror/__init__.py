@@ -29,8 +29,8 @@ from mirror.errors import (
 from mirror.integrations.tpu_strategy import TPUStrategy
 from mirror.replica.collectives.reduce_ops import ReduceOp
 from mirror.server.roles.coordinator import ClusterCoordinator
+from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.mirrored import (
-    CentralStorageStrategy,
     MirroredStrategy,
     OneDeviceStrategy,
     get_replica_context,

@@ -290,11 +290,7 @@ def _add_check(commands: Any) -> None:
         "trains in processes that it starts, 7 if it takes no optimizer step in time.",
     )
     parser.add_argument(
-        "--replicas",
-        type=positive,
-        default=2,
-        metavar="N",
-        help="simulated devices; default: 2",
+        "--replicas", type=positive, default=2, metavar="N", help="simulated devices; default: 2"
     )
     parser.add_argument(
         "--devices",
@@ -303,11 +299,7 @@ def _add_check(commands: Any) -> None:
         help="real devices instead, such as cuda:0,cuda:0; without it GPUs are hidden",
     )
     parser.add_argument(
-        "--steps",
-        type=positive,
-        default=20,
-        metavar="N",
-        help="of all optimizers; default: 20",
+        "--steps", type=positive, default=20, metavar="N", help="of all optimizers; default: 20"
     )
     parser.add_argument(
         "--tolerance",

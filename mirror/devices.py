@@ -163,9 +163,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def backward_in_calling_thread(
-    devices: Sequence[torch.device],
-) -> AbstractContextManager[object]:
+def backward_in_calling_thread(devices: Sequence[torch.device]) -> AbstractContextManager[object]:
     """Makes backward passes run in the calling thread, instead of autograd's threads.
 
     A replica's backward pass may contain a merge point, where it waits for the other replicas.

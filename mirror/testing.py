@@ -26,7 +26,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from mirror.tools.check.differences import EQUAL, NOT_COMPARABLE, CheckResult
+from mirror.tools.check.check_result import EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.recorded_run import describe_error, recording, seed_all
 from mirror.tools.check.run_comparison import RunComparison

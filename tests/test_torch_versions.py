@@ -19,7 +19,7 @@ from mirror.base.torch_private import (
     TORCH_RANGE,
     range_warnings,
 )
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 
 ROOT = Path(__file__).parents[1]
 

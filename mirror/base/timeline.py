@@ -167,7 +167,7 @@ class Timeline:
         for callback in self.at_step_ends:
             callback()
 
-    def so_far(self) -> tuple[float, list[dict[str, float]]]:
+    def current_step(self) -> tuple[float, list[dict[str, float]]]:
         """Returns the duration and the sums of the current step."""
         return perf_counter() - self._step_began, self._sums
 

@@ -79,7 +79,7 @@ class _Encoder:
     def encode(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise CheckpointError(
-                f"a state is nested at most {MAX_DEPTH} deep; {shortened(path)} goes deeper, or "
+                f"a state is nested at most {MAX_DEPTH} deep; {shorten(path)} goes deeper, or "
                 "contains itself; save its parts instead"
             )
         if isinstance(value, Tensor):
@@ -190,7 +190,7 @@ def refuse(value: object, path: str, what: str = "") -> NoReturn:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise CheckpointError(
         f"a checkpoint holds tensors, numpy values, numbers, strings, bytes, and lists, tuples, "
-        f"sets and dicts of them; {shortened(path)} is a {kind}{what and ' '}{what}; leave it "
+        f"sets and dicts of them; {shorten(path)} is a {kind}{what and ' '}{what}; leave it "
         "out, or save its parts instead"
     )
 
@@ -207,7 +207,7 @@ def _class_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     return repr(text if len(text) <= 100 else f"{text[:97]}...")
 
 
@@ -251,7 +251,7 @@ def decode(node: Any, get: Get, depth: int = 0) -> Any:
     except Malformed:
         raise
     except _WRONG as error:
-        what = shortened(str(node[KEY])[:200])
+        what = shorten(str(node[KEY])[:200])
         raise Malformed(f"a {what} cannot be read ({error!r:.200})") from error
 
 
@@ -362,7 +362,7 @@ def _float(bits: str) -> float:
 
 def _listed(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise Malformed(f"{shortened(str(value))} is not a list")
+        raise Malformed(f"{shorten(str(value))} is not a list")
     return value
 
 

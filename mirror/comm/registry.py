@@ -227,10 +227,7 @@ def _kernels(facts: Facts, why: str = "") -> tuple[Choice, ...]:
 
 
 def pick(
-    facts: Facts,
-    unavailable: Callable[[str], str | None],
-    *,
-    deterministic: bool = False,
+    facts: Facts, unavailable: Callable[[str], str | None], *, deterministic: bool = False
 ) -> Choice:
     """Returns the first of the preferences that can serve.
 

@@ -12,20 +12,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from mirror.data.loader_copy import Indices, copy_loader, skip
-from mirror.data.resume_state import (
+from mirror.data.loader_order import (
     SHARDED,
     capture_order,
-    capture_rng,
     check_order,
     cut_of,
     reads_a_shard,
-    rebatched,
-    replayed_rng,
-    restore_rng,
+    rebatch_state,
     rewind_generators,
     samplers_of,
     set_order,
 )
+from mirror.data.rng_state import capture_rng, replayed_rng, restore_rng
 from mirror.data.split_batch import FixedBalance
 from mirror.data.worker_sharding import Window
 from mirror.errors import BatchError
@@ -141,7 +139,7 @@ class DatasetAdapter:
         """Returns the state that decides the order of a pass that begins now."""
         return {"streams": capture_rng()}
 
-    def rebatched(self, state: Any) -> Any:
+    def rebatch_state(self, state: Any) -> Any:
         """Returns a state that another batch size may have saved, for that of this dataset."""
         return state
 
@@ -295,8 +293,8 @@ class LoaderAdapter(DatasetAdapter):
         if not isinstance(self._loader.dataset, IterableDataset):
             rewind_generators(self._loader, order, num_consumed)
 
-    def rebatched(self, state: Any) -> Any:
-        return rebatched(self._loader, state)
+    def rebatch_state(self, state: Any) -> Any:
+        return rebatch_state(self._loader, state)
 
     def check_order(self, order: Mapping[str, Any]) -> None:
         if not isinstance(order.get("reuses_workers", False), bool):

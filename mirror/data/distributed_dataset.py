@@ -19,15 +19,8 @@ from mirror.data.adapters import DatasetAdapter, make_adapter
 from mirror.data.distributed_steps import Assembly, Delivery, DistributedStep, DistributedSteps
 from mirror.data.input_options import InputOptions, or_default
 from mirror.data.prefetch import Closed, OnDemand, Prefetcher
-from mirror.data.resume_state import (
-    PassPosition,
-    SavedPosition,
-    capture_rng,
-    gather_states,
-    replayed_rng,
-    restore_rng,
-    select_own_state,
-)
+from mirror.data.resume_state import PassPosition, SavedPosition, gather_states, select_own_state
+from mirror.data.rng_state import capture_rng, replayed_rng, restore_rng
 from mirror.data.split_batch import Balance, make_balance
 from mirror.data.worker_agreement import AgreedBatches, BatchReader, SameBatches, max_num_steps
 from mirror.data.worker_sharding import choose_sharding
@@ -187,7 +180,7 @@ class DistributedDataset(NoCopy):
         """
         if self._is_own:
             state = select_own_state(state, self._workers)
-        state = self._source.rebatched(state)
+        state = self._source.rebatch_state(state)
         saved = SavedPosition.from_state(state, self._source.kind, self._source.num_batches())
         self._source.check_order(saved.position.order)
         self._end_iterations()

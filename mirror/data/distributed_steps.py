@@ -213,13 +213,7 @@ class DistributedStep:
         batches: the batches as they were read.
     """
 
-    __slots__ = (
-        "_assembly",
-        "_delivery",
-        "batches",
-        "num_batches",
-        "own_state",
-    )
+    __slots__ = ("_assembly", "_delivery", "batches", "num_batches", "own_state")
 
     def __init__(self, batches: list[Any], own_state: Any, assembly: Assembly) -> None:
         self.num_batches = len(batches)

@@ -69,11 +69,7 @@ def from_arrays(
     num_examples = num_examples_of(arrays)
     generator = None if seed is None else torch.Generator().manual_seed(int(seed))
     indices = _Indices(
-        num_examples,
-        int(batch_size),
-        shuffle=shuffle,
-        generator=generator,
-        num_epochs=num_epochs,
+        num_examples, int(batch_size), shuffle=shuffle, generator=generator, num_epochs=num_epochs
     )
     return DataLoader(
         Arrays(arrays, num_examples), batch_size=None, sampler=indices, collate_fn=_as_it_is

@@ -39,16 +39,12 @@ from torch.utils.data import (
 )
 
 from mirror.data.from_arrays import Arrays
-from mirror.data.resume_state import capture_rng, restore_rng, same_rng
+from mirror.data.rng_state import capture_rng, restore_rng, same_rng
 from mirror.data.worker_sharding import Window, batch_hash
 from mirror.values import leaves_of
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
 _MAX_SEEN = 10_000  # the most objects of a dataset that a search visits
-
-
 _MAX_ENTRIES = 50  # the most entries of a container that a search visits
 
 

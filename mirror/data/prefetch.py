@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from mirror.data.distributed_steps import DistributedStep, DistributedSteps
-from mirror.data.resume_state import TorchDraws, capture_rng, same_rng
+from mirror.data.rng_state import TorchDraws, capture_rng, same_rng
 
 # The time that a consumer that stops waits for a loader in the middle of a batch, in seconds.
 DRAIN_SECONDS = 5.0
@@ -58,7 +58,7 @@ class Prefetcher:
     """Keeps up to ``depth`` steps ready, read by a background thread for one consumer thread.
 
     The thread reads while fewer than ``depth`` steps are ready. It reads steps that draw random
-    numbers only while the consumer waits; see ``resume_state.py``. It ends with the pass, at
+    numbers only while the consumer waits; see ``rng_state.py``. It ends with the pass, at
     an error (the consumer may continue after it), by ``stop``, which keeps the ready steps, or by
     ``close``. The condition ``_changed`` guards the attributes below it.
     """

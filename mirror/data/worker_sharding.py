@@ -21,7 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.data.resume_state import samplers_of
+from mirror.data.loader_order import samplers_of
 from mirror.data.split_batch import Balance, FixedBalance, split_sizes
 from mirror.errors import BatchError, short_repr
 

@@ -53,7 +53,7 @@ class DeviceMesh:
         rows = [", ".join(map(str, row)) for row in self.replicas]
         return ", ".join(rows if len(self.replicas[0]) == 1 else [f"[{row}]" for row in rows])
 
-    def replica_at(self, device: torch.device) -> tuple[torch.device, ...]:
+    def peers_of(self, device: torch.device) -> tuple[torch.device, ...]:
         """Returns the replicas' devices at the position of a device of one of them.
 
         For any other device, returns those at position 0.
@@ -68,13 +68,13 @@ class DeviceMesh:
         column = self._columns.get(device)
         return device if column is None else column[self._replica_ids[one]]
 
-    def position_of(self, device: torch.device, name: str) -> torch.device:
+    def home_of(self, device: torch.device, name: str) -> torch.device:
         """Returns the device of the first replica's copy of a variable.
 
         Raises:
             DeviceError: the variable is on a GPU that is not the first replica's.
         """
-        home = self.replica_at(device)[0]
+        home = self.peers_of(device)[0]
         if self.is_model_parallel and device.type == "cuda" and device != home:
             places = ", ".join(map(str, self.replicas[0]))
             raise DeviceError(

@@ -1,28 +1,19 @@
-"""CUDA streams: the current ones, which threads pass on, and side streams for overlapped work.
+"""CUDA streams and events: the current streams, which threads pass on, and side streams.
 
 The current stream of a GPU is thread-local. Work that one thread enqueues and another thread uses
 is in order only if both use the same stream. So replicas' threads start with the caller's streams:
 ``with torch.cuda.stream(s): strategy.run(...)`` reads data that was enqueued on ``s``. At a merge
 one thread uses the data of all replicas, on the stream that each replica had when it arrived.
 
-Side streams carry reductions, and batches on their way to a GPU.
+Side streams carry reductions, and batches on their way to a GPU. Simulated devices have no
+streams: there the same classes run the work in the calling thread, or in a thread beside it.
 
 Events order the work of streams, and measure it on devices; none of them makes the host wait.
-``SerialExecutor`` runs host work in order, in a thread of its own.
-
-CUDA graphs: the work of one GPU, captured once and replayed by one call of the host.
-
-A capture has a private memory pool only on the GPU where it began. So every GPU has its own
-graphs, which are captured one after the other, each with its own pool and on its own stream. Other
-threads may use CUDA during a capture, for example to prefetch batches: the capture mode is
-"thread_local".
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import gc
 import threading
 import weakref
 from collections import deque
@@ -31,88 +22,11 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from mirror.devices import is_simulated
-
-_LOOK_SECONDS = 0.1  # how often a waiting thread checks that the executor's thread is alive
-
-
-class _Job:
-    """A job and its error.
-
-    Attributes:
-        done: locked until the job is done.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.work = work
-        self.error: BaseException | None = None
-        self.done = threading.Lock()
-        self.done.acquire()
-
-
-class SerialExecutor:
-    """One thread, started when first needed; it ends with this object.
-
-    An interrupt in any thread never makes another one wait forever. An executor of
-    concurrent.futures has locks that an interrupt may leave locked.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._fate: list[BaseException] = []
-        weakref.finalize(self, self._jobs.put, None)
-
-    def start(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Enqueues work after all earlier work; returns a function that waits for it."""
-        thread = self._thread
-        if thread is None or not thread.is_alive():  # interrupted, or lost in a fork
-            self._jobs.put(None)  # after an interrupt, is_alive() may be wrong: end that thread
-            self._jobs, self._fate = SimpleQueue(), []
-            weakref.finalize(self, self._jobs.put, None)
-            thread = threading.Thread(
-                target=_do, args=(self._jobs, self._fate), name="mirror side", daemon=True
-            )
-            self._thread = thread
-            thread.start()
-        job, fate = _Job(work), self._fate
-        self._jobs.put(job)
-
-        def wait() -> None:
-            while not job.done.acquire(timeout=_LOOK_SECONDS):
-                if not thread.is_alive() and not job.done.acquire(timeout=0):
-                    raise fate[0] if fate else RuntimeError("mirror's side thread is gone")
-            if job.error is not None:
-                raise job.error
-
-        return wait
-
-    def close(self) -> None:
-        """Ends the thread when its work is done, and waits for that; idempotent."""
-        thread, self._thread = self._thread, None
-        self._jobs.put(None)
-        if thread is not None and thread.is_alive():
-            thread.join()
-
-
-def _do(jobs: SimpleQueue[_Job | None], fate: list[BaseException]) -> None:
-    """Runs all jobs; stores an exception that hits this thread between jobs in ``fate``."""
-    try:
-        while (job := jobs.get()) is not None:
-            try:
-                job.work()
-            except BaseException as error:
-                job.error = error
-            finally:
-                job.done.release()
-                del job  # so that its references end before the next job comes
-    except BaseException as error:
-        fate.append(error)
-
 
 # CUresult and CUstreamCaptureMode of cuda.h.
 _SUCCESS, _NOT_READY, _RELAXED = 0, 600, 2
@@ -466,66 +380,78 @@ class CopyStreams:
                 tensor.record_stream(consumers[tensor.device])
 
 
-T = TypeVar("T")
+_LOOK_SECONDS = 0.1  # how often a waiting thread checks that the executor's thread is alive
 
 
-class DeviceGraph(Protocol):
-    """Work of one device that can be repeated."""
+class _Job:
+    """A job and its error.
 
-    def capture(self, work: Callable[[], T]) -> T:
-        """Calls ``work`` to capture what it enqueues, without running it; returns its result.
-
-        Raises:
-            Exception: the work cannot be captured; the partial capture is dropped.
-        """
-
-    def launch(self) -> None:
-        """Runs the work on the device's current stream, with the current memory contents."""
-
-
-class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` of one GPU.
-
-    Tensors that the work creates keep their memory while they are alive; each launch overwrites
-    them.
+    Attributes:
+        done: locked until the job is done.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._graph = torch.cuda.CUDAGraph()
-
-    def capture(self, work: Callable[[], T]) -> T:
-        stream = torch.cuda.Stream(self._device)
-        caller = torch.cuda.current_stream(self._device)
-        stream.wait_stream(caller)
-        collects = gc.isenabled()
-        gc.disable()  # freeing objects during a capture may invalidate it
-        try:
-            with torch.cuda.stream(stream):
-                pool = torch.cuda.graph_pool_handle()
-                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    result = work()
-                except BaseException:
-                    self._abandon()
-                    raise
-                self._graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-            caller.wait_stream(stream)
-        return result
-
-    def launch(self) -> None:
-        self._graph.replay()
-
-    def _abandon(self) -> None:
-        """Ends a capture that has failed."""
-        with contextlib.suppress(RuntimeError):  # the caller raises the cause
-            self._graph.capture_end()
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+        self.error: BaseException | None = None
+        self.done = threading.Lock()
+        self.done.acquire()
 
 
-def has_graphs(device: torch.device) -> bool:
-    """Whether a device supports graphs; the CPU runs its work immediately."""
-    return device.type == "cuda"
+class SerialExecutor:
+    """One thread, started when first needed; it ends with this object.
+
+    An interrupt in any thread never makes another one wait forever. An executor of
+    concurrent.futures has locks that an interrupt may leave locked.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._fate: list[BaseException] = []
+        weakref.finalize(self, self._jobs.put, None)
+
+    def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Enqueues work after all earlier work; returns a function that waits for it."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():  # interrupted, or lost in a fork
+            self._jobs.put(None)  # after an interrupt, is_alive() may be wrong: end that thread
+            self._jobs, self._fate = SimpleQueue(), []
+            weakref.finalize(self, self._jobs.put, None)
+            thread = threading.Thread(
+                target=_do, args=(self._jobs, self._fate), name="mirror side", daemon=True
+            )
+            self._thread = thread
+            thread.start()
+        job, fate = _Job(work), self._fate
+        self._jobs.put(job)
+
+        def wait() -> None:
+            while not job.done.acquire(timeout=_LOOK_SECONDS):
+                if not thread.is_alive() and not job.done.acquire(timeout=0):
+                    raise fate[0] if fate else RuntimeError("mirror's side thread is gone")
+            if job.error is not None:
+                raise job.error
+
+        return wait
+
+    def close(self) -> None:
+        """Ends the thread when its work is done, and waits for that; idempotent."""
+        thread, self._thread = self._thread, None
+        self._jobs.put(None)
+        if thread is not None and thread.is_alive():
+            thread.join()
+
+
+def _do(jobs: SimpleQueue[_Job | None], fate: list[BaseException]) -> None:
+    """Runs all jobs; stores an exception that hits this thread between jobs in ``fate``."""
+    try:
+        while (job := jobs.get()) is not None:
+            try:
+                job.work()
+            except BaseException as error:
+                job.error = error
+            finally:
+                job.done.release()
+                del job  # so that its references end before the next job comes
+    except BaseException as error:
+        fate.append(error)

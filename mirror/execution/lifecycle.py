@@ -67,7 +67,7 @@ import torch
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import Timeline
-from mirror.execution.replicas import Run, current, enclosing_replica
+from mirror.execution.run import Run, current, enclosing_replica
 
 
 def nothing(*args: object) -> None:

@@ -38,7 +38,8 @@ from mirror.base.dynamo import disable_dynamo, num_compiled_frames
 from mirror.base.torch_private import wrap_once
 from mirror.devices import state_of
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replica, Replicas, WeakReplicaMap, current
+from mirror.execution.replicas import Replicas, WeakReplicaMap
+from mirror.execution.run import Replica, current
 from mirror.threads.user_frames import warn_user
 
 LOOK_EVERY = 16  # runs; reading the states of Python and numpy takes 100 us
@@ -142,7 +143,6 @@ _COMPILER = ProcessState(
     "it compiles; call strategy.compile instead, which needs no turns",
     is_cheap=True,
 )
-
 
 Function = Callable[..., Any]
 

@@ -26,7 +26,8 @@ from mirror.base.torch_private import num_function_modes, top_saved_tensors_hook
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CallerStreams
 from mirror.devices import backward_in_calling_thread, using
-from mirror.execution.replicas import Replica, Replicas, Run, current, renaming
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, Run, current, renaming
 from mirror.threads.merge_point import Tasks
 
 _CPU = torch.device("cpu")

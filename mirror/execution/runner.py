@@ -27,11 +27,10 @@ from mirror.execution.lifecycle import (
 from mirror.execution.parallel_runs import ParallelRuns
 from mirror.execution.replica_rng import ReplicaRng, RngPool, with_rng_of
 from mirror.execution.replica_thread import ThreadState, replica_tasks
-from mirror.execution.replicas import (
+from mirror.execution.replicas import Replicas, WeakReplicaMap
+from mirror.execution.run import (
     Replica,
-    Replicas,
     Run,
-    WeakReplicaMap,
     current,
     is_active_in,
     refuse_within_another,
@@ -186,7 +185,7 @@ class Runner:
             return self._run(fn, active, weights)
         workers, own = self.replicas.workers, partial(self._run, fn, active, weights)
         run = workers.outermost(partial(with_rng_of, workers, own))
-        workers.note_run(run.total_weight())
+        workers.record_run(run.total_weight())
         self.on_outermost_end()
         return run
 

@@ -265,10 +265,7 @@ def _kind(leaf: Any) -> str:
 
 
 def regroup_outputs(
-    outputs: Sequence[Any],
-    arrays: Sequence[Any],
-    arguments: TpuArguments,
-    refusal: str | None,
+    outputs: Sequence[Any], arrays: Sequence[Any], arguments: TpuArguments, refusal: str | None
 ) -> Any:
     """Returns a run's results regrouped.
 

@@ -26,16 +26,9 @@ from mirror.integrations.tpu_arguments import (
     regroup_outputs,
     split_arrays,
 )
+from mirror.integrations.tpu_optimizers import apply_rule, flags_of, rule_of, state_on_host
 from mirror.integrations.tpu_refusals import WHOLE_STEPS
-from mirror.integrations.tpu_trace import (
-    Phase,
-    ReachedParams,
-    TracedCall,
-    apply_rule,
-    flags_of,
-    rule_of,
-    state_on_host,
-)
+from mirror.integrations.tpu_trace import Phase, ReachedParams, TracedCall
 from mirror.server.recorded_model import Model
 
 _AXIS = "replica"
@@ -178,7 +171,8 @@ class TpuProgram:
             [*map(_abstract(jax), arguments.shared)],
             [_abstract(jax)(x[0]) for x in arguments.parts],
         )
-        positions = [i for i in range(self._model.num_parameters) if self._is_wanted(i)]
+        parameters = self._model.tensors[: self._model.num_parameters]
+        positions = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
 
         def gradients(chosen: Any, seed: Any, values: Any, key: Any, inputs: Any) -> Any:
             loss, pull = jax.vjp(self._loss(k, positions, values, key, inputs), chosen)
@@ -194,9 +188,6 @@ class TpuProgram:
         chosen, key = [values[i] for i in positions], jax.random.PRNGKey(0)
         found = find_reached(jax, gradients, names, chosen, (list(values), key, inputs))
         return frozenset(positions[i] for i in found)
-
-    def _is_wanted(self, i: int) -> bool:
-        return self._model.tensors[i].requires_grad
 
     def _loss(self, k: int, positions: list[int], values: Any, key: Any, inputs: Any) -> Any:
         """Returns the loss as a function of the parameters with these indices."""
@@ -352,11 +343,7 @@ class TpuProgram:
         return [jnp.zeros(shape, dtype) for shape, dtype in self._widest]
 
     def _unchanged(self, values: Any, states: Any) -> tuple[Any, Any, Any]:
-        return (
-            [values[i] for i in self.updated],
-            list(states),
-            [values[i] for i in self.buffers],
-        )
+        return ([values[i] for i in self.updated], list(states), [values[i] for i in self.buffers])
 
 
 def _abstract(jax: Any) -> Callable[[Any], Any]:

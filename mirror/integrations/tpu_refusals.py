@@ -143,10 +143,7 @@ class TorchFunctionWatch(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        library: Library,
-        backward: Callable[[Any, Any], None],
-        parameters: Sequence[Any],
+        self, library: Library, backward: Callable[[Any, Any], None], parameters: Sequence[Any]
     ) -> None:
         super().__init__()
         self._library, self._backward, self._parameters = library, backward, parameters

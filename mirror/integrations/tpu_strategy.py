@@ -20,7 +20,7 @@ from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
 from mirror.execution.lifecycle import step_ends
-from mirror.execution.replicas import current, enclosing_replica
+from mirror.execution.run import current, enclosing_replica
 from mirror.integrations.torchax_library import (
     load,
     load_jax,

@@ -4,12 +4,7 @@
 ``ReplicaChecks`` compares replicas, exactly or by checksums. ``WorkerChecks`` compares workers,
 which exchange a hash per value. ``EveryNSteps`` repeats a check during training.
 
-What is said of buffers that replicas leave different: the logger "mirror" warns once of each.
-
-The first runs that write a buffer are checked. Statistics of batch normalisations, which are
-averaged, get a message of their own, one for all layers. It is a warning under ``mirror run``:
-its scripts do not expect replicas. A program that makes a strategy has the default of
-tf.distribute and DistributedDataParallel; there its level is INFO.
+Buffers may differ between replicas. Then the logger "mirror" warns, once for each buffer.
 """
 
 from __future__ import annotations
@@ -69,7 +64,7 @@ class ComparableOptimizers(Protocol):
     def check(self, compare: ComparePair) -> None:
         """Calls ``compare`` with the first replica's state and that of every other replica."""
 
-    def show_first(self, visit: VisitValue) -> None:
+    def visit_first(self, visit: VisitValue) -> None:
         """Calls ``visit`` with the first replica's state, always in the same order."""
 
 
@@ -116,7 +111,7 @@ class ReplicaChecks:
             self._compare_all(sums)
             sums.compare()
 
-    def show_first(self, visit: VisitValue) -> None:
+    def visit_first(self, visit: VisitValue) -> None:
         """Calls ``visit`` with every value of the first replica."""
         for variable in self._variables:
 
@@ -124,7 +119,7 @@ class ReplicaChecks:
                 return f"parameter {path_of(variable.owner(), variable.name)!r}"
 
             visit(variable.home, what)
-        self._optimizers.show_first(visit)
+        self._optimizers.visit_first(visit)
 
     def _compare_all(self, compare: ComparePair) -> None:
         names = self._replicas.names
@@ -310,12 +305,12 @@ class WorkerChecks(ReplicaChecks):
         names: list[Callable[[], str]] = []
         hashes: list[bytes] = []
 
-        def see(value: Any, what: Callable[[], str]) -> None:
+        def visit(value: Any, what: Callable[[], str]) -> None:
             names.append(what)
             hashes.append(_hash(value))
 
         with torch.inference_mode(False), torch.no_grad():
-            self.show_first(see)
+            self.visit_first(visit)
         error = str(own or "").encode()
         every = self._replicas.workers.exchange(
             "check_replicas",
@@ -389,6 +384,10 @@ class EveryNSteps:
                 raise
 
 
+# The first runs that write a buffer are checked. Statistics of batch normalisations, which are
+# averaged, get a message of their own, one for all layers. It is a warning under `mirror run`:
+# its scripts do not expect replicas. A program that makes a strategy has the default of
+# tf.distribute and DistributedDataParallel; there its level is INFO.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NUM_CHECKED_RUNS = 2

@@ -13,7 +13,8 @@ from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
 from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
 from mirror.execution.parallel_runs import watch_process_wide_calls
-from mirror.execution.replicas import Replicas, current
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import current
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.collectives.reduce_ops import Reducer

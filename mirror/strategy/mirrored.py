@@ -1,17 +1,13 @@
-"""Strategies of one process, which train one model on several devices, like one device.
+"""MirroredStrategy: a copy of parameters and optimizer state on every device of one process.
 
-    MirroredStrategy         a copy of parameters and optimizer state on every device
-    CentralStorageStrategy   parameters and optimizer state once, on a parameter device
-    OneDeviceStrategy        one replica, for programs that are written for any number of replicas
-
-``Strategy`` in ``strategy_base.py`` has their public members.
-
-``get_strategy`` and the other functions below ask for the current strategy and replica.
+``Strategy`` in ``strategy_base.py`` has its public members. ``OneDeviceStrategy`` is the case of
+one replica, and the default strategy of ``get_strategy`` is one, too. The functions below the
+classes ask for the current strategy and replica, and whether a variable is mirrored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, get_args
 
@@ -27,7 +23,7 @@ from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import is_simulated, resolve, resolve_places
 from mirror.errors import DeviceError, StrategyError, short_repr
 from mirror.execution.parallel_runs import is_gil_enabled
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.replica.modules.module_owner import ReplicaDict
 from mirror.replica.params.mirrored_buffer import AGGREGATIONS, MirroredBuffer
 from mirror.strategy.group import all_groups
@@ -35,10 +31,8 @@ from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
-    Fallback,
     GradientReduction,
     Guards,
-    Mode,
     OptimizerState,
     Schedule,
     check_choice,
@@ -50,6 +44,7 @@ Device = torch.device | str | int
 _SCHEDULES = get_args(Schedule)
 _GRADIENT_REDUCTIONS = get_args(GradientReduction)
 _OPTIMIZER_STATES = get_args(OptimizerState)
+
 _GIL = (
     'schedule="parallel": the replicas run at once, but this interpreter has a GIL, which they '
     "share: Python code runs in one of them at a time; use a free-threaded build (python3.14t, "
@@ -210,95 +205,6 @@ def check_single_device(name: str, device: object, several: str) -> None:
             f"{name} is one device, such as 'cpu' or 'cuda:0'; got {short_repr(device)}; several "
             f"devices go to {several}"
         )
-
-
-@call_with_hints
-class CentralStorageStrategy(MirroredStrategy):
-    """Keeps parameters and optimizer state once, on one device; replicas compute on copies.
-
-    ::
-
-        strategy = mirror.CentralStorageStrategy()   # state in the host's memory, all GPUs compute
-
-    It computes the same as ``MirroredStrategy``. Gradients are reduced between the compute devices
-    and sent once to the parameter device, where the optimizer steps; the new values go to all
-    copies. So GPUs hold no optimizer state, at the cost of one transfer of gradients and
-    parameters per step. In the cross-replica context ``p``, ``p.grad`` and state are on the
-    parameter device; inside ``run`` a replica uses the copy on its own device. Buffers stay on
-    the replicas' devices. See
-    ``mirror/replica/params/central_param.py``.
-
-    Simulated compute devices differ from the parameter device: their copies have their own memory,
-    as on GPUs.
-
-    Args:
-        compute_devices: the replicas' devices, as for ``MirroredStrategy``; ``None`` stands for
-            all visible CUDA devices, else one CPU.
-        parameter_device: the device of parameters and optimizer state. If it is the only compute
-            GPU, the strategy works like ``OneDeviceStrategy``.
-        backend, communication_options, guards, gradient_reduction, schedule: see
-            ``MirroredStrategy``.
-
-    Raises:
-        DeviceError: a device does not exist, there is no compute device, or several parameter
-            devices are given.
-        As ``MirroredStrategy``.
-    """
-
-    def __init__(
-        self,
-        compute_devices: Sequence[torch.device | str | int] | None = None,
-        parameter_device: torch.device | str | int = "cpu",
-        *,
-        backend: str | Communicator = "auto",
-        communication_options: CommunicationOptions | None = None,
-        guards: Guards | None = None,
-        gradient_reduction: GradientReduction = "mean",
-        schedule: Schedule = "auto",
-    ) -> None:
-        if compute_devices is not None and not isinstance(compute_devices, (str, int)):
-            if not tuple(compute_devices):
-                raise DeviceError(
-                    "compute_devices has one entry per replica; got none; leave it out for all "
-                    "GPUs, or pass ['cpu'] * n to simulate n"
-                )
-        check_single_device("parameter_device", parameter_device, "compute_devices")
-        (self._parameter_device,) = resolve([parameter_device])
-        super().__init__(
-            compute_devices,
-            backend,
-            communication_options=communication_options,
-            guards=guards,
-            gradient_reduction=gradient_reduction,
-            schedule=schedule,
-        )
-
-    @property
-    def parameter_device(self) -> torch.device:
-        """The device of parameters and optimizer state."""
-        return self._parameter_device
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, parameter_device='{self._parameter_device}')"
-
-    @keywords_with_hints("MirroredStrategy.compile")
-    def compile(
-        self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
-    ) -> Any:
-        """Returns a step that runs uncompiled, for ``fallback="eager"``.
-
-        Raises:
-            CompileError: ``fallback`` is "error": compiled steps run the optimizer on the
-                replicas' devices, where this strategy keeps no state.
-        """
-        return super().compile(step, fallback=fallback, mode=mode)
-
-    def _resolve_devices(self, devices: Any) -> Sequence[Sequence[torch.device]]:
-        return [(device,) for device in resolve(devices)]
-
-    def _choose_parameter_device(self, devices: Sequence[torch.device]) -> torch.device | None:
-        is_one = tuple(devices) == (self._parameter_device,) and not is_simulated(devices)
-        return None if is_one else self._parameter_device
 
 
 def get_strategy() -> MirroredStrategy:

@@ -13,7 +13,7 @@ from torch import nn
 from mirror.base.migration_hints import init_with_hints, missing
 from mirror.base.process_bound import NoCopy
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import RecordedModules
 from mirror.server.variable_placement import Partitioner, PlacementFunction, check_placement

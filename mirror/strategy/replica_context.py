@@ -11,7 +11,7 @@ import torch
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import with_hints
 from mirror.base.process_bound import NoCopy
-from mirror.execution.replicas import Replica, Run, check_current, check_weight
+from mirror.execution.run import Replica, Run, check_current, check_weight
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.collectives import all_gather, all_reduce
 from mirror.replica.collectives.reduce_ops import Op

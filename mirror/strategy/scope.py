@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Context, current, push_context, save_context
+from mirror.execution.run import Context, current, push_context, save_context
 from mirror.replica.keras.keras_call import wrap_keras
 from mirror.replica.modules.module_owner import (
     MirroredModules,

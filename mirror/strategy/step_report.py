@@ -201,7 +201,7 @@ def make_report(timeline: Timeline, *, takes_turns: bool) -> Report:
     share = 1.0 if takes_turns else 1.0 / num_replicas
     rows = [_row(step, lanes, num_replicas, share) for step, lanes in timeline.steps]
     if not rows:
-        rows = [_row(0.0, timeline.so_far()[1], num_replicas, share)]
+        rows = [_row(0.0, timeline.current_step()[1], num_replicas, share)]
     middle = {key: median(row[key] for row in rows) for key in rows[0]}
     reduced = sum(row["reduced"] for row in rows)
     hidden = sum(row["hidden"] for row in rows)

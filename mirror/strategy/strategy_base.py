@@ -24,7 +24,7 @@ from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions, ValueContext
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import CompileError, StrategyError
-from mirror.execution.replicas import Replica, current
+from mirror.execution.run import Replica, current
 from mirror.execution.runner import close_threads
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.strategy.distributed_values import (
@@ -246,7 +246,7 @@ class Strategy(NoCopy):
         first, or follow ``options.weights``. A background thread reads, splits and copies batches
         ahead; a dataset that depends on the training state (a model's own samples) needs
         ``prefetch=0``. Batches that draw random numbers in this process are read on demand, so
-        that a seed gives one result: ``mirror/data/resume_state.py`` has the rules.
+        that a seed gives one result: ``mirror/data/rng_state.py`` has the rules.
 
         Raises:
             TypeError: the dataset is not iterable.

@@ -14,10 +14,7 @@ from mirror.comm.registry import attempt, check_name, choose, create
 from mirror.data.input_options import is_int
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import BackendError, short_repr
-from mirror.replica.collectives.over_workers import (
-    PerPositionCommunicator,
-    TimeoutCommunicator,
-)
+from mirror.replica.collectives.over_workers import PerPositionCommunicator, TimeoutCommunicator
 
 # Type checkers find a typo with these; check_choice finds it at run time.
 Fallback: TypeAlias = Literal["error", "eager"]

@@ -47,7 +47,6 @@ class WatchedCall:
         self._work, self.seconds, self.abort, self.what = work, seconds, abort, what
         self.deadline = monotonic() + seconds
         self.late: str | None = None
-        self.is_given_up = False
         self._thread = threading.current_thread()
 
     def make(self) -> Any:
@@ -69,7 +68,7 @@ class WatchedCall:
             raise CollectiveTimeoutError(self.late)
         return result
 
-    def is_going_on(self) -> bool:
+    def is_active(self) -> bool:
         """Whether its thread is still in it; an interrupt may have skipped ``end``."""
         return self in active_calls_of(self._thread, WatchedCall.make)
 
@@ -125,7 +124,7 @@ class _Watchdog:
                 self._expire(call)
 
     def _expire(self, call: WatchedCall) -> None:
-        if not call.is_going_on():
+        if not call.is_active():
             self.end(call)
         elif call.late is None:
             message = (

@@ -479,11 +479,7 @@ def _table(strategy: MirroredStrategy, mirrored: Outcome, plain: Outcome) -> str
         ("loss of the last epoch", f"{mirrored.loss:.6f}", f"{plain.loss:.6f}"),
         ("test accuracy", f"{mirrored.accuracy:.2%}", f"{plain.accuracy:.2%}"),
         ("time to train", f"{mirrored.seconds:.1f} s", f"{plain.seconds:.1f} s"),
-        (
-            "images/s",
-            f"{mirrored.images_per_second:,.0f}",
-            f"{plain.images_per_second:,.0f}",
-        ),
+        ("images/s", f"{mirrored.images_per_second:,.0f}", f"{plain.images_per_second:,.0f}"),
     ]
     return "\n".join(f"{name:24}{left:>15}{right:>15}" for name, left, right in rows)
 

@@ -167,9 +167,7 @@ class LinkReport:
 
 
 def measure_links(
-    num_workers: int,
-    tell: Callable[[str], None] | None = None,
-    seconds: float | None = None,
+    num_workers: int, tell: Callable[[str], None] | None = None, seconds: float | None = None
 ) -> LinkReport:
     """Connects to the other workers, which also run ``mirror doctor``, and measures the links.
 
@@ -463,8 +461,7 @@ class Diagnosis:
 
 
 def diagnose(
-    devices: Sequence[torch.device | str] | None = None,
-    tell: Callable[[str], None] | None = None,
+    devices: Sequence[torch.device | str] | None = None, tell: Callable[[str], None] | None = None
 ) -> Diagnosis:
     """Examines devices and all backends on them.
 

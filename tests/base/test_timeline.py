@@ -59,15 +59,15 @@ def test_a_span_that_an_error_left_open_ends_with_the_one_around_it(clock):
     timeline.begin(0, BACKWARD)
     clock.now += 2
     timeline.end(0, FORWARD)
-    seconds, lanes = timeline.so_far()
+    seconds, lanes = timeline.current_step()
     assert seconds == 3
     assert (lanes[0][FORWARD], lanes[0][BACKWARD]) == (1, 2)
     timeline.end(0, BACKWARD)  # is not open
-    assert timeline.so_far()[1][0][BACKWARD] == 2
+    assert timeline.current_step()[1][0][BACKWARD] == 2
     timeline.begin(0, FORWARD)
     timeline.drop_open()
     timeline.end(0, FORWARD)
-    assert timeline.so_far()[1][0][FORWARD] == 1
+    assert timeline.current_step()[1][0][FORWARD] == 1
 
 
 def test_a_report_has_medians_shares_and_what_limits_the_step(clock):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.execution.replicas import Run
+from mirror.execution.run import Run
 from mirror.threads.lockstep import Lockstep
 from tests.pairs import pairwise
 from tests.profiled import profiled
@@ -187,7 +187,7 @@ def test_noting_that_an_evaluation_has_run(n):
         model.eval()
         model(torch.ones(24, 2, 2, 2))
         buffers = [buffer._mirrored for buffer in model.buffers()]
-        assert calls_of(lambda: [buffer.note_run((0, 1)) for buffer in buffers]) <= 2 * 159 + 5
+        assert calls_of(lambda: [buffer.record_run((0, 1)) for buffer in buffers]) <= 2 * 159 + 5
 
 
 @pytest.mark.parametrize(("n", "most"), [(2, 0.3), (8, 0.5)])

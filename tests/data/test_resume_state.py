@@ -10,13 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
-from mirror.data.resume_state import (
-    capture_rng,
-    gather_states,
-    restore_rng,
-    same_rng,
-    select_own_state,
-)
+from mirror.data.resume_state import gather_states, select_own_state
+from mirror.data.rng_state import capture_rng, restore_rng, same_rng
 from tests.data.reading import Pretended
 
 STATE = {

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from mirror.device.streams import CudaGraph, has_graphs
+from mirror.device.cuda_graph import CudaGraph, has_graphs
 from tests.gpu.fake import FakeGpus
 from tests.gpu.graphs import GraphError, graphs_on
 

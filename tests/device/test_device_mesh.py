@@ -15,13 +15,13 @@ def test_a_device_gives_its_position_and_its_peers():
     places = DeviceMesh([(A, B), (C, D)])
     assert places.is_model_parallel
     assert places.devices == (A, B, C, D)
-    assert [places.replica_at(device) for device in (A, B, C, D)] == [
+    assert [places.peers_of(device) for device in (A, B, C, D)] == [
         (A, C),
         (B, D),
         (A, C),
         (B, D),
     ]
-    assert places.replica_at(CPU) == places.replica_at(E) == (A, C)
+    assert places.peers_of(CPU) == places.peers_of(E) == (A, C)
     assert places.names(1) == {A: C, B: D}
     assert str(places) == "[cuda:0, cuda:1], [cuda:2, cuda:3]"
 
@@ -40,18 +40,18 @@ def test_lone_devices_and_simulated_ones_are_one_position(rows):
     firsts = tuple(row[0] for row in rows)
     assert not places.is_model_parallel
     assert places.positions == (firsts,)
-    assert places.replica_at(rows[1][0]) == places.replica_at(E) == firsts
-    assert places.position_of(E, "w") == rows[0][0]
+    assert places.peers_of(rows[1][0]) == places.peers_of(E) == firsts
+    assert places.home_of(E, "w") == rows[0][0]
     assert places.translate(E, rows[1][0]) == E
 
 
 def test_a_variable_has_a_device_of_the_first_replica():
     places = DeviceMesh([(A, B), (C, D)])
-    assert (places.position_of(A, "w"), places.position_of(B, "w")) == (A, B)
-    assert places.position_of(CPU, "w") == A
+    assert (places.home_of(A, "w"), places.home_of(B, "w")) == (A, B)
+    assert places.home_of(CPU, "w") == A
     for stranger in (C, D, E):
         with pytest.raises(mirror.DeviceError, match=rf"'w' is on {stranger}; move it to one of"):
-            places.position_of(stranger, "w")
+            places.home_of(stranger, "w")
 
 
 META, XPU = torch.device("meta"), torch.device("xpu", 1)  # of which there is none here

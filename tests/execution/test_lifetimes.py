@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Run
+from mirror.execution.run import Run
 from tests.profiled import profiled
 
 

@@ -250,7 +250,7 @@ def test_a_run_that_fails_leaves_no_span_open(make_strategy):
 
     assert isinstance(error_of(strategy, fails), Boom)
     timeline.end(OVERLAPPED, REDUCTION)  # is not open any more
-    assert timeline.so_far()[1][OVERLAPPED][REDUCTION] == 0
+    assert timeline.current_step()[1][OVERLAPPED][REDUCTION] == 0
 
 
 def in_threads(strategy, fn):

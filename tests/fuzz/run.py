@@ -26,16 +26,16 @@ from tests.fuzz.faults import why_refused
 from tests.fuzz.programs import program as program_of
 
 
-def kept(value):
+def copy_nested(value):
     """A copy of a nested value that later steps cannot change."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
         value = value.to_dense() if value.layout is not torch.strided else value
         return torch.Tensor(value) if type(value) is nn.Parameter else value.clone()
     if isinstance(value, Mapping):
-        return {key: kept(entry) for key, entry in value.items()}
+        return {key: copy_nested(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [kept(entry) for entry in value]
+        return [copy_nested(entry) for entry in value]
     return value
 
 
@@ -51,7 +51,7 @@ class Plain:
         self.notes = []
 
     def note(self, name, value):
-        self.notes.append((name, kept(value)))
+        self.notes.append((name, copy_nested(value)))
 
     def scope(self):
         return contextlib.nullcontext()

@@ -8,7 +8,7 @@ from time import monotonic, sleep
 
 import torch
 
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 
 MAIN = "main"
 EVENTS = ("call", "return", "c_return")  # where Python, between instructions, looks for signals

@@ -22,7 +22,7 @@ FREE_PREFIXES = ("_foreach_", "_saved_", "_raw_saved_")
 # Python's own, those of torchmetrics, and marks that mirror puts on functions.
 OTHERS = {
     "_SubParsersAction", "_actions", "_asdict", "_computed", "_current_frames", "_exit", "_fields",
-    "_getframe", "_is_watched", "_reductions", "_run_exitfuncs", "_is_serialized", "_update_count",
+    "_getframe", "_is_wrapper", "_reductions", "_run_exitfuncs", "_is_serialized", "_update_count",
 }  # fmt: skip
 TORCHS = {path.rpartition(".")[2] for path in private_names()}
 

@@ -20,7 +20,7 @@ from tests.comm.workers.test_monitored_wait import quick
 from tests.multi_worker import strategy_of
 
 
-def made():
+def make_contexts():
     strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
     contexts = strategy.distribute_values_from_function(
         lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync)
@@ -31,7 +31,7 @@ def made():
 
 
 def test_replicas_are_counted_over_all_workers(worker_pool):
-    found = worker_pool(2).run(made)
+    found = worker_pool(2).run(make_contexts)
     assert [n for n, _, _, _ in found] == [2, 2]
     assert found[1][1] == ("replica 1 of 2 (worker 1, cpu)",)
     assert [own for _, _, _, own in found] == [0, 1]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.execution.replicas import shares_of
+from mirror.execution.run import shares_of
 from tests.oracle import assert_same, in_run
 from tests.strategy.programs import Box, Pair, ids, values
 from tests.toy_models import mirrored_layer, ones_layer, replica_id

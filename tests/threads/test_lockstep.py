@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.comm.host.host_backend import NaiveCommunicator
-from mirror.execution.replicas import current
+from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.execution.run import current
 from mirror.threads import lockstep, schedule
 from mirror.threads.merge_point import MergePoint
 from tests.oracle import assert_same, finishes, in_run

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 
 
 class Backend:

@@ -114,9 +114,9 @@ def unit_source(unit: Unit) -> str:
         if match[1] in included:
             return ""
         included.add(match[1])
-        return expanded(match[1])
+        return expand(match[1])
 
-    def expanded(file: str) -> str:
+    def expand(file: str) -> str:
         text = (folder / file).read_text(encoding="ascii")
         return _INCLUDE.sub(include, text.replace("#pragma once\n", ""))
 
@@ -130,7 +130,7 @@ def unit_source(unit: Unit) -> str:
             f"MIRROR_ROUNDS {int(unit.rounds)}",
         ]
     head = "".join(f"#define {what}\n" for what in defined)
-    return head + expanded(f"{unit.source}.cu")
+    return head + expand(f"{unit.source}.cu")
 
 
 def compile_all(units: Iterable[Unit], capabilities: Collection[int]) -> None:

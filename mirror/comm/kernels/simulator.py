@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.communicator import DTYPES
-from mirror.comm.kernels.launcher import (
-    ABORTED,
-    FLAG_BYTES,
-    KernelArguments,
-    workspace_bytes,
-)
+from mirror.comm.kernels.launcher import ABORTED, FLAG_BYTES, KernelArguments, workspace_bytes
 from mirror.comm.registry import unusable_reason
 from mirror.errors import BackendError
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mirror.comm.collective_lock import cannot_wait_for
 from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator, in_place
-from mirror.comm.host.host_backend import reduce_in_order
+from mirror.comm.host.naive_backend import reduce_in_order
 from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.clique import Clique
 from mirror.comm.nccl.libnccl import (

@@ -82,7 +82,7 @@ class DistributedWorkerGroup(LocalWorkerGroup):
         self._sums: dict[tuple[torch.dtype, int], SequencedGroup] = {}
         freed = Exit(is_loss=False, words="has let go of its strategy")
         weakref.finalize(self, self._groups.drop, freed).atexit = False
-        self._main = self._guarded(lambda: self._group("main", "the start of a strategy"))
+        self._main = self._call_guarded(lambda: self._group("main", "the start of a strategy"))
         self._gather = CheckedGather(partial(self._run, self._main), where, self.size)
         counts = self.exchange("the start of a strategy", None, lambda: b"%d" % num_local)
         self._set_counts(self.rank, [int(count) for count in counts])
@@ -91,8 +91,8 @@ class DistributedWorkerGroup(LocalWorkerGroup):
         self, what: str, signature: object = None, payload: Callable[[], bytes] = bytes
     ) -> list[bytes]:
         """See ``LocalWorkerGroup``."""
-        own = payload()  # outside _guarded: its error does not end the strategy
-        return self._guarded(lambda: self._gather.exchange(what, signature, own))
+        own = payload()  # outside _call_guarded: its error does not end the strategy
+        return self._call_guarded(lambda: self._gather.exchange(what, signature, own))
 
     def exchange_tensors(
         self,
@@ -119,10 +119,10 @@ class DistributedWorkerGroup(LocalWorkerGroup):
             words = f"{what} at {self._where()}"
             return group, *group.start(words, lambda pg: pg.allgather([numbers], [own]))
 
-        group, work, op = self._guarded(start)
+        group, work, op = self._call_guarded(start)
 
         def finish() -> list[int]:
-            self._guarded(lambda: self._finish(group, work, op))
+            self._call_guarded(lambda: self._finish(group, work, op))
             return [int(tensor) for tensor in numbers]
 
         return finish
@@ -137,7 +137,7 @@ class DistributedWorkerGroup(LocalWorkerGroup):
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in on_host(own)])
             raw = flat.view(torch.uint8)
-            self._guarded(partial(self._gather.broadcast, what, raw))
+            self._call_guarded(partial(self._gather.broadcast, what, raw))
             with torch.no_grad():
                 copy_back(flat, [tensor.detach() for tensor in own])
 
@@ -175,20 +175,20 @@ class DistributedWorkerGroup(LocalWorkerGroup):
         assert sums is not None
         hashed, described = zlib.crc32(described.encode()), f"{what} of {described}"
         hashes = self._all_gather_int(_REPLICA_SUMS, described, hashed)
-        work = self._guarded(lambda: sums.start(what, buffers))
+        work = self._call_guarded(lambda: sums.start(what, buffers))
 
         def finish() -> None:
             if len(set(hashes())) > 1:  # different buffers; the exchange raises DivergenceError
-                self._guarded(lambda: self._gather.exchange(described, described, b""))
+                self._call_guarded(lambda: self._gather.exchange(described, described, b""))
             name = self._group(_REPLICA_SUMS, what).name
             op = PendingOp(name, self._heartbeats.started[name], what)
-            self._guarded(lambda: self._monitor.wait(work, lambda: op))
+            self._call_guarded(lambda: self._monitor.wait(work, lambda: op))
 
         return finish
 
     def all_reduce_sum_(self, what: str, buffer: Tensor) -> None:
         """See ``LocalWorkerGroup``."""
-        self._guarded(lambda: self._run(self._main, what, lambda pg: pg.allreduce([buffer])))
+        self._call_guarded(lambda: self._run(self._main, what, lambda pg: pg.allreduce([buffer])))
 
     def _group_for_sums(self, what: str, buffer: Tensor) -> SequencedGroup:
         """Returns the group for buffers of a new size; see [Note: One size, one group]."""
@@ -210,7 +210,7 @@ class DistributedWorkerGroup(LocalWorkerGroup):
         self._monitor.wait(work, lambda: op)
         group.finish(op.number)
 
-    def _guarded(self, call: Callable[[], T]) -> T:
+    def _call_guarded(self, call: Callable[[], T]) -> T:
         """Makes a call; an error in it leaves the workers out of step, and ends the strategy."""
         self._check_usable()
         try:

@@ -68,13 +68,7 @@ class HeartbeatStore:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        line_of: LineOf,
-        *,
-        hosts_store: bool = True,
+        self, store: Store, rank: int, size: int, line_of: LineOf, *, hosts_store: bool = True
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
         self._own = PrefixStore("mirror/at", _own_connection(store))

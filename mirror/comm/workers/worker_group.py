@@ -64,7 +64,7 @@ class LocalWorkerGroup:
         self.agreed = (-1, 0.0)
         self.reference: float | None = None
 
-    def note_run(self, weight: float) -> None:
+    def record_run(self, weight: float) -> None:
         """Records that an outermost run has ended, with this worker's weight in it."""
         self.weight, self.num_runs = weight, self.num_runs + 1
         if torch.is_grad_enabled() and len(self.run_weights) < _MAX_RUN_WEIGHTS:

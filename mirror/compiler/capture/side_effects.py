@@ -42,7 +42,8 @@ from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.compiler.step_errors import is_torchs, line_here
 from mirror.compiler.torch_internals import MODULE_HOOKS, is_fake
 from mirror.errors import CompileError
-from mirror.execution.replicas import Replicas, current
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import current
 from mirror.replica.modules.module_owner import ReplicaDict, WatchedDict
 from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
 

@@ -15,7 +15,7 @@ from mirror.base.torch_private import has_post_accumulate_hooks, hooks_of, queue
 from mirror.compiler.capture.trace_modes import SPARSE
 from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import CompileError
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.replica.gradients.ready_grads import local_grad, set_local_grad
 from mirror.replica.params.replicated_param import through_hooks
 

@@ -40,7 +40,8 @@ from mirror.compiler.step_errors import RunsUncompiled, StateMissing
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.compiler.torch_internals import compiling
 from mirror.errors import CompileError
-from mirror.execution.replicas import Replicas, Run, current, push_context, save_context
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Run, current, push_context, save_context
 from mirror.replica.collectives.reduce_ops import reduce_op
 from mirror.threads.merge_point import NullLockstep
 

@@ -31,7 +31,7 @@ from mirror.compiler.step_errors import first_line
 from mirror.compiler.step_inputs import InputKind, state_tensors
 from mirror.compiler.torch_internals import Sizes, sizes_of
 from mirror.compiler.varying_inputs import VaryingInputs
-from mirror.device.streams import CudaGraph, has_graphs
+from mirror.device.cuda_graph import CudaGraph, has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduce_ops import Reducer

@@ -34,7 +34,7 @@ from torch import Tensor
 from mirror.compiler.lowering.programs import CallableProgram
 from mirror.compiler.step_errors import first_line
 from mirror.compiler.torch_internals import DispatchMode
-from mirror.device.streams import DeviceGraph
+from mirror.device.cuda_graph import DeviceGraph
 from mirror.values import are_identical
 
 logger = logging.getLogger(__name__)

@@ -98,7 +98,7 @@ class ParamSync:
         workers = self._replicas.workers
         if workers.is_multi_process:  # to them it is an outermost run
             workers.run_weights.clear()
-            workers.note_run(weight)
+            workers.record_run(weight)
             self._runner.on_outermost_end()
         self._runner.unfinished = False
 

@@ -24,7 +24,8 @@ from mirror.compiler.runtime.worker_consensus import CallShares, ProgramCollecti
 from mirror.compiler.step_errors import ProgramFailed
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.compiler.torch_internals import Sizes
-from mirror.execution.replicas import Replicas, check_weight
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import check_weight
 from mirror.replica.collectives.collectives import all_reduce_payloads
 from mirror.replica.collectives.over_workers import Participants
 from mirror.values import ABSENT

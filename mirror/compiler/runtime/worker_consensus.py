@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.execution.replicas import shares_of
+from mirror.execution.run import shares_of
 
 _CALL = "a compiled step"
 _MESSAGE = struct.Struct("<??qd8s")

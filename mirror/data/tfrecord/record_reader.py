@@ -487,8 +487,5 @@ def _data_error(
     if masked_crc32c(data) == FOOTER.unpack(footer)[0]:
         return None
     return RecordError.at_record(
-        path,
-        record,
-        offset,
-        f"its {len(data)} bytes are damaged: their checksum does not match",
+        path, record, offset, f"its {len(data)} bytes are damaged: their checksum does not match"
     )

@@ -45,19 +45,14 @@ from mirror.base.mutex import Mutex
 from mirror.base.torch_private import current_graph_task_id, sequence_number, set_sequence_number
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replica, Replicas, replica_of
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.over_workers import Participants, weighted_sum_over_workers
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.multi_worker.pass_weights import zeros_to_differentiate
 from mirror.replica.params.torch_function import make_common
-from mirror.values import (
-    PerReplica,
-    describe_structure,
-    is_number,
-    leaves_of,
-    rebuild_structure,
-)
+from mirror.values import PerReplica, describe_structure, is_number, leaves_of, rebuild_structure
 
 
 class SequenceNumbers:

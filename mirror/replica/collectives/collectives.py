@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mirror.base.timeline import CROSS, REDUCTION
-from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica
 from mirror.replica.collectives.autograd_nodes import (
     CollectiveEnd,
     CollectiveState,

@@ -55,7 +55,7 @@ def reduce_over_workers(
 ) -> tuple[list[Tensor], Participants]:
     """Reduces the workers' results; also returns the participants of all workers."""
     numbers = (participants.num_replicas, participants.differentiable)
-    totals, numbers_by_worker = _reduced(workers, op, what, signature, own, numbers)
+    totals, numbers_by_worker = _reduce(workers, op, what, signature, own, numbers)
     return totals, _all_of(numbers_by_worker)
 
 
@@ -67,9 +67,9 @@ def weighted_sum_over_workers(
     The weights W are those of the workers' last outermost runs: the weights of gradients outside
     ``run``. Where gradients are added, they are 1, or 0 without examples.
     """
-    workers, described = replicas.workers, _described(own)
+    workers, described = replicas.workers, _describe(own)
     numbers = (workers.weight if replicas.weighted else float(workers.weight > 0),)
-    return _reduced(workers, "sum", what, described, own, numbers, is_weighted=True)[0]
+    return _reduce(workers, "sum", what, described, own, numbers, is_weighted=True)[0]
 
 
 def gather_over_workers(
@@ -94,7 +94,7 @@ def gather_over_workers(
     return whole, _all_of([message.numbers for message in messages])._replace(starts=starts)
 
 
-def _reduced(
+def _reduce(
     workers: LocalWorkerGroup,
     op: str,
     what: str,
@@ -123,10 +123,10 @@ def _reduced(
     totals = list(own)
     for position, i in enumerate(others):
         parts = [column[position] for column in columns]
-        totals[i] = _combined(op, parts, scales, own[i].device)
+        totals[i] = _combine(op, parts, scales, own[i].device)
     for dtype in dict.fromkeys(own[i].dtype for i in on_the_way):
         which = [i for i in on_the_way if own[i].dtype == dtype]
-        flat = torch.cat([_scaled(own[i], scales[workers.rank]).reshape(-1) for i in which])
+        flat = torch.cat([_scale(own[i], scales[workers.rank]).reshape(-1) for i in which])
         flat = _summed_by_all(workers, what, flat)
         for i, piece in zip(which, flat.split([own[i].numel() for i in which]), strict=True):
             totals[i] = piece.view(own[i].shape)
@@ -160,12 +160,12 @@ def _summed_by_all(workers: LocalWorkerGroup, what: str, flat: Tensor) -> Tensor
     return total.to(flat.dtype)
 
 
-def _combined(
+def _combine(
     op: str, parts: Sequence[Tensor], scales: Sequence[float], device: torch.device
 ) -> Tensor:
     """Returns the combined tensors of workers; tensors of scale 0 may be NaN and are left out."""
     dtype = parts[0].dtype
-    counted = [_scaled(part, scale) for part, scale in zip(parts, scales, strict=True) if scale]
+    counted = [_scale(part, scale) for part, scale in zip(parts, scales, strict=True) if scale]
     if not counted:
         return torch.zeros_like(parts[0], device=device)
     if dtype in _HALVES:
@@ -173,7 +173,7 @@ def _combined(
     return summed(counted, device, op)
 
 
-def _scaled(tensor: Tensor, scale: float) -> Tensor:
+def _scale(tensor: Tensor, scale: float) -> Tensor:
     if scale == 1.0:
         return tensor
     return tensor * scale if scale else torch.zeros_like(tensor)
@@ -186,7 +186,7 @@ def _all_of(numbers_by_worker: Sequence[Sequence[float]]) -> Participants:
     )
 
 
-def _described(tensors: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
+def _describe(tensors: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
     return [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Finds losses that do not join: nodes that combine the examples of a part, and contrastive terms.
+"""Finds losses that do not join: their graphs combine the examples of a part, or compare them.
 
 A mean over examples may be taken in several steps: over the examples, then over the classes. Such
 a mean can still be joined. A function of a mean, a maximum or a variance over the part cannot.
@@ -15,17 +15,6 @@ The graph is walked from the term down to the layers:
     a layer, an index, a function in Python      the walk ends
 
 A dimension is taken for the examples by its size: a multiple of each part's number of examples.
-
-A contrastive loss (CLIP's, SimCLR's) compares every example of the batch with every other one. A
-replica computes the comparisons within its part only, and no weights make up for those between
-parts. Two patterns show such a loss; in both, the numbers of rows and of columns are multiples of
-the part's number of examples, which is at least two:
-
-    a product or distance of two matrices, neither of them a parameter
-    a sum, difference or product of rows that broadcast, or are expanded, against each other
-
-A matrix without a graph (of a frozen encoder) holds examples if the parts differ in size, or if
-the matrix differs between replicas; else it may be a table of constants.
 """
 
 from __future__ import annotations
@@ -125,7 +114,9 @@ def batch_dim_uses(term: Term) -> list[BatchDimUse]:
             index = {"Select": getattr(node, "_saved_index", 0), "Unbind": number}.get(name)
             if name == "Slice" and use.rows == 1:
                 index = node._saved_start
-            found.append(use if index is None else replace(use, index=_signed(index) % use.size))
+            found.append(
+                use if index is None else replace(use, index=signed_dim(index) % use.size)
+            )
         if name not in _CONTRACTING and (use or _is_of_each_number(node, name)):
             todo += ((n, i, linear, constants) for n, i in node.next_functions if n is not None)
     return found
@@ -164,7 +155,7 @@ def _use_of_batch_dim(node: Any, name: str, linear: bool, constants: Any) -> Bat
     if dims is None:
         return None
     listed = dims if isinstance(dims, tuple) else (dims,)
-    if 0 not in [_signed(dim) % len(shape) for dim in listed]:
+    if 0 not in [signed_dim(dim) % len(shape) for dim in listed]:
         return None
     kept = shape[1] if len(shape) > 2 else None
     rows = arriving_shape(node, 0)[0] if name == "Slice" else None
@@ -243,7 +234,7 @@ def _linearity(node: Any, name: str, linear: bool, constants: Any) -> tuple[bool
     return True, constants
 
 
-def _signed(dim: int) -> int:
+def signed_dim(dim: int) -> int:
     return dim - 2**64 if dim >= 2**63 else dim
 
 
@@ -257,6 +248,17 @@ _SAVED = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Cdist": ("x1", "x2")
 
 def compare_examples(terms: Sequence[Term], counts: Sequence[float]) -> bool:
     """Returns whether the replicas' terms compare the examples of their own part.
+
+    A contrastive loss (CLIP's, SimCLR's) compares every example of the batch with every other one.
+    A replica computes the comparisons within its part only, and no weights make up for those
+    between parts. Two patterns show such a loss; in both, the numbers of rows and of columns are
+    multiples of the part's number of examples, which is at least two:
+
+        a product or distance of two matrices, neither of them a parameter
+        a sum, difference or product of rows that broadcast, or are expanded, against each other
+
+    A matrix without a graph (of a frozen encoder) holds examples if the parts differ in size, or
+    if the matrix differs between replicas; else it may be a table of constants.
 
     Args:
         counts: the replicas' numbers of examples.

@@ -114,17 +114,17 @@ def terms_of(root: Any) -> Iterator[Term]:
             # The other branch is a constant: Keras writes regularizers over no examples so.
             found += [(next_node, factors) for next_node in inputs if next_node is not None]
         elif name in ("Mul", "Div"):
-            yield from _of_product(node, name == "Div", inputs, factors, found)
+            yield from _term_of_product(node, name == "Div", inputs, factors, found)
         else:
             try:
-                term = _of_reduction(node, name, inputs)
+                term = _term_of_reduction(node, name, inputs)
             except UnknownNode:
                 term = Term("unknown", node=node)  # the other terms may be known
             inner = _inner_factors(inputs[0]) if term.kind in ("mean", "sum") else ()
             yield replace(term, factors=(*factors, *inner))
 
 
-def _of_product(
+def _term_of_product(
     node: Any, is_div: bool, inputs: list[Any], factors: Any, found: list[Any]
 ) -> Iterator[Term]:
     if len(inputs) == 1 or inputs[1] is None:
@@ -160,7 +160,7 @@ def _inner_factors(node: Any) -> Iterator[tuple[bool, Any]]:
         node = graphs[0]
 
 
-def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
+def _term_of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
     if name == ACCUMULATES:
         if _is_parameter(node.variable):
             return Term("same")

@@ -224,9 +224,9 @@ class _TermOfReplicas:
         if inner == "Mean":
             return "mean", []
         if first.kind == "mean":
-            return self._of_mean(inner == "Sum")
+            return self._weights_of_mean(inner == "Sum")
         if inner == "Sum" or self._has_batch():
-            return self._of_sum()
+            return self._weights_of_sum()
         sizes = [math.prod(term.shape) for term in self._terms]
         if len(set(sizes)) > 1 and not _are_proportional(sizes, self._counts):
             raise NotReducible(f"sums over {', '.join(map(str, sizes))} numbers")
@@ -254,9 +254,9 @@ class _TermOfReplicas:
             raise Mixed("means and sums over the examples together")
         return hows.pop() if hows else None
 
-    def _of_mean(self, is_sum: bool) -> tuple[str, list[Any]]:
+    def _weights_of_mean(self, is_sum: bool) -> tuple[str, list[Any]]:
         if is_sum:
-            return self._of_sum()
+            return self._weights_of_sum()
         self._refuse_varying_factors()
         sizes = [math.prod(term.shape) for term in self._terms]
         if _are_proportional(sizes, self._counts):
@@ -293,7 +293,7 @@ class _TermOfReplicas:
         views = self._terms[0].read(views_below)
         return any(self._counts[0] in sizes[:1] for sizes in views)
 
-    def _of_sum(self) -> tuple[str, list[Any]]:
+    def _weights_of_sum(self) -> tuple[str, list[Any]]:
         divided = multiplied = False
         weights: list[Any] | None = None
         unclear = False

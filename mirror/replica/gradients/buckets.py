@@ -39,7 +39,8 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, EXPOSED, OVERLAPPED, REDUCTION
 from mirror.comm.packing import plan_packs
 from mirror.device.streams import SideStream
-from mirror.execution.replicas import Replicas, current
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import current
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.grad_scatter import GradScatter, Scattering

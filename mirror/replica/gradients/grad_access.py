@@ -39,7 +39,8 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass, compile_context, queue_callback
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replica, Replicas, Run, current, replica_of
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.ready_grads import local_grad, plus, set_local_grad

@@ -37,7 +37,8 @@ from torch import Tensor
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replica, Replicas, Run
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.buckets import Buckets
@@ -119,10 +120,7 @@ class GradReducer:
     def part(self) -> LifecycleHooks:
         """Returns the hooks that reduce or defer gradients at the end of a run."""
         return LifecycleHooks(
-            name="gradients",
-            prepare=self._prepare,
-            finish=self._finish,
-            recover=self.discard,
+            name="gradients", prepare=self._prepare, finish=self._finish, recover=self.discard
         )
 
     def _prepare(self) -> None:

@@ -31,15 +31,11 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
 from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest
-from mirror.base.torch_private import (
-    PASS,
-    current_graph_task_id,
-    transforms_of,
-    wrap_once,
-)
+from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replicas, current, renaming
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad
@@ -237,7 +233,9 @@ class GradTracker:
     def forget(self, variable: ReplicatedParam) -> None:
         """Removes a variable that was freed. Takes no lock: a garbage collection may call it."""
         self._silent_order = None
-        self._silent = [_without(variable, silent) for silent in self._silent]
+        self._silent = [
+            [c for c in silent if c.variable is not variable] for silent in self._silent
+        ]
         for copies in self.pending:
             for i in reversed(range(len(copies))):  # hooks may append at the same time
                 if copies[i].variable is variable:
@@ -265,12 +263,6 @@ class GradTracker:
         for copy in chain(*silent):
             copy.is_silent, copy.arrival_hook = False, None
             self.add(copy)  # a frozen copy gets its hook when it is unfrozen
-
-
-def _without(
-    variable: ReplicatedParam, copies: Iterable[ReplicaParameter]
-) -> list[ReplicaParameter]:
-    return [copy for copy in copies if copy.variable is not variable]
 
 
 _lock = Mutex()

@@ -131,13 +131,13 @@ class NonFinite:
         finite: checks gradients; ``None`` for no check.
 
     Attributes:
-        is_looked_for: whether gradients are checked.
+        is_enabled: whether gradients are checked.
         found: the error that ``exchange`` will raise.
     """
 
     def __init__(self, workers: LocalWorkerGroup, finite: NonFiniteCheck | None) -> None:
         self._workers, self._finite = workers, finite
-        self.is_looked_for = finite is not None
+        self.is_enabled = finite is not None
         self.found: GradientError | None = None
 
     def are_non_finite(self, columns: Sequence[ReplicaGrads]) -> bool:

@@ -60,7 +60,7 @@ from mirror.base.torch_private import (
 )
 from mirror.base.torch_private import hooks_of as hooks_of_tensor
 from mirror.execution.replica_thread import ThreadState
-from mirror.execution.replicas import current, push_context, save_context
+from mirror.execution.run import current, push_context, save_context
 from mirror.execution.runner import Runner
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter

@@ -30,7 +30,8 @@ from mirror.base.process_bound import WeakRegistry
 from mirror.base.torch_private import ACCUMULATES
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replicas, Run, WeakReplicaMap, current
+from mirror.execution.replicas import Replicas, WeakReplicaMap
+from mirror.execution.run import Run, current
 from mirror.execution.runner import runner_of
 from mirror.replica.exactness.local_losses import LocalLosses
 from mirror.replica.modules.module_owner import PendingModules

@@ -27,7 +27,7 @@ from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import WHOLE_CALL, wrap_once
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import step_ends
-from mirror.execution.replicas import Replica, Run, current
+from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import Runner, runner_of
 from mirror.replica.gradients.grad_tracker import lane_here
 from mirror.replica.keras.keras_layers import (

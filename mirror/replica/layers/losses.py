@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.threads.merge_point import MergePoint
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import keywords_with_hints
 from mirror.base.torch_private import wrap_once
-from mirror.execution.replicas import Replica, current
+from mirror.execution.run import Replica, current
 from mirror.replica.collectives.collectives import all_reduce
 from mirror.replica.modules.module_owner import owner_of
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from mirror.base.dynamo import disable_dynamo
-from mirror.execution.replicas import Replica
+from mirror.execution.run import Replica
 from mirror.replica.collectives.collectives import all_gather
 from mirror.threads.user_frames import warn_user
 

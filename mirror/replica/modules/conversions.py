@@ -24,7 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 from mirror.base.torch_private import CONVERT, wrap_once
-from mirror.data.resume_state import SHARDED, reads_a_shard
+from mirror.data.loader_order import SHARDED, reads_a_shard
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.modules.module_owner import owner_of
@@ -90,7 +90,7 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module with the names that DDP ignores."""
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _IN_TRAINER = (
     ": transformers' Trainer does so where it sees several GPUs. Say that one is enough before "
     "the Trainer is made, arguments = TrainingArguments(...); arguments.n_gpu; "
@@ -109,7 +109,7 @@ def refuse_wrapper(module: nn.Module, path: str) -> None:
         )
 
 
-def tell_of_ignored(module: nn.Module, names: object) -> None:
+def warn_of_ignored(module: nn.Module, names: object) -> None:
     """Warns, once for each module, that the tensors that DDP would ignore are mirrored.
 
     There is no warning for a frozen parameter: ignored or not, it does not change.
@@ -121,9 +121,9 @@ def tell_of_ignored(module: nn.Module, names: object) -> None:
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     ignored = [n for n in trained if n in listed]
     ignored += [name for name, _ in module.named_buffers() if name in listed]
-    if not ignored or module in _told:
+    if not ignored or module in _warned:
         return
-    _told.add(module)
+    _warned.add(module)
     more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
     warn_user(
         f"DistributedDataParallel was told to ignore {', '.join(ignored[:3])}{more} of this "

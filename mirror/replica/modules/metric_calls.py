@@ -41,7 +41,7 @@ from mirror.base.mutex import Mutex
 from mirror.base.torch_private import wrap_once
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replica, Run, current
+from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.modules.module_owner import owner_of
@@ -53,7 +53,6 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda stack: stack.amin(0),
     "sum": lambda stack: stack.sum(0).to(stack.dtype),
 }
-
 
 _OWN = object()  # a result that makes each replica call its own object
 
@@ -165,7 +164,7 @@ class Join:
         placed = self._device
         if placed is not None and placed.type == device.type:
             return placed
-        return self._mesh.replica_at(device)[0]
+        return self._mesh.peers_of(device)[0]
 
     def _tensor(self, parts: list[Tensor]) -> Tensor:
         if parts[0].dim() == 0:
@@ -222,7 +221,7 @@ def _device_of(metric: Any) -> torch.device | None:
 def _move(result: Any, places: DeviceMesh, replica_id: int) -> Any:
     def to_replica(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.device in places.devices:
-            return leaf.to(places.replica_at(leaf.device)[replica_id])
+            return leaf.to(places.peers_of(leaf.device)[replica_id])
         return leaf
 
     return map_structure(to_replica, result)
@@ -263,8 +262,6 @@ class _After(torch.autograd.Function):
 
 
 _after: Any = _After.apply
-
-
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _WRAPPED = "_mirror_wrapped"
 _wrapping = Mutex()

@@ -31,7 +31,8 @@ from mirror.base.dynamo import disable_dynamo, is_compiled
 from mirror.base.mutex import Mutex
 from mirror.base.torch_private import SPLIT_CALL, wrap_once
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replica, Replicas, current
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, current
 from mirror.execution.runner import Runner
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.params.mirrored_buffer import MirroredBuffer

@@ -32,7 +32,8 @@ from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replica_rng import stream_of_caller
-from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica
 from mirror.execution.runner import Runner
 from mirror.replica.keras.keras_call import KerasCall
 from mirror.replica.keras.keras_layers import is_layer
@@ -41,7 +42,7 @@ from mirror.replica.layers.unsplit_layers import renormalizes
 from mirror.replica.modules.conversions import (
     IGNORED,
     refuse_wrapper,
-    tell_of_ignored,
+    warn_of_ignored,
     watch_conversions,
     watch_wrappers,
 )
@@ -158,7 +159,7 @@ class ModuleRegistry:
                     continue
                 refuse_wrapper(submodule, name)
                 if IGNORED in submodule.__dict__:
-                    tell_of_ignored(submodule, submodule.__dict__[IGNORED])
+                    warn_of_ignored(submodule, submodule.__dict__[IGNORED])
                 self.mirror_own(submodule, name)
 
     def mirror_own(self, module: nn.Module, path: str) -> None:
@@ -253,7 +254,7 @@ class ModuleRegistry:
             self.pending.retry(submodule)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not (self._registry.owns(tensor) or is_uninitialized(tensor)):
-                home = self.replicas.places.position_of(tensor.device, name)
+                home = self.replicas.places.home_of(tensor.device, name)
                 if tensor.device != home:
                     tensor.data = tensor.data.to(home)
                 self._registry.own(tensor)

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from mirror.base.mutex import Mutex
 from mirror.errors import StrategyError, StructureError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replica, Run
+from mirror.execution.run import Replica, Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.gradients.parallel_backward import mark_boundary
@@ -99,7 +99,7 @@ class PerReplicaAttribute:
 
     Attributes:
         is_set: whether a replica has set or deleted it. Until then it is an ordinary attribute,
-            whatever replicas have done with other modules of its class.
+            independent of what replicas have done with other modules of its class.
     """
 
     __slots__ = (
@@ -210,7 +210,7 @@ class PerReplicaAttribute:
                 leaf = split.rows(leaf, replica.replica_id)
             device = replica.device
             if places.is_model_parallel:
-                device = places.replica_at(leaf.device)[replica.replica_id]
+                device = places.peers_of(leaf.device)[replica.replica_id]
             own: Tensor = leaf.to(device, copy=True)
             return own
 
@@ -244,7 +244,7 @@ class PerReplicaAttribute:
             and not self._is_batched
             and all(p.shape == before.shape for p in parts)
         ):
-            home = run.replicas.places.replica_at(parts[0].device)[0]
+            home = run.replicas.places.peers_of(parts[0].device)[0]
             here = [part.to(home) for part in mark_boundary(runner, values, parts)]
             return _mean(here, [weights[r] for r in values])
         self._is_batched = False

@@ -43,8 +43,8 @@ from mirror.base.dynamo import disable_dynamo, forget_compiled
 from mirror.base.mutex import Mutex
 from mirror.base.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
 from mirror.execution.parallel_runs import ProcessState
-from mirror.execution.replicas import Replica, current
-from mirror.replica.modules.conversions import IGNORED, tell_of_ignored
+from mirror.execution.run import Replica, current
+from mirror.replica.modules.conversions import IGNORED, warn_of_ignored
 from mirror.replica.modules.module_owner import interceptor_of, owner_of
 from mirror.replica.modules.per_replica_values import MISSING, PerReplicaAttribute
 from mirror.replica.modules.split_call import CallInterceptor
@@ -136,9 +136,9 @@ def _noticing_set(original: Callable[..., None]) -> Callable[..., None]:
             elif type(value) is Tensor and not torch.compiler.is_compiling():
                 _record(self)  # so that it becomes mirrored
             elif name == IGNORED:
-                tell_of_ignored(self, value)
+                warn_of_ignored(self, value)
         elif name == "training" and current.replica is not None:
-            _note_mode(self, value)
+            _record_mode(self, value)
         elif name in _DICTS:
             _record(self)  # so that the new dict is watched
         original(self, name, value)
@@ -161,7 +161,7 @@ def _record(module: nn.Module) -> None:
         route.recorder.record(module)
 
 
-def _note_mode(module: nn.Module, mode: bool) -> None:
+def _record_mode(module: nn.Module, mode: bool) -> None:
     """Records ``train()`` or ``eval()`` of a replica: all replicas must call it."""
     replica = current.replica
     if replica is None or owner_of(module) is not replica.replicas:
@@ -252,8 +252,6 @@ def _gives_all(kind: type[nn.Module]) -> bool:
 
 _CONTAINERS = frozenset((list, dict, set, deque))
 _TORCHS = WEIGHT_LISTS | _SHARED | {"_all_weights"}
-
-
 Mirrored = Callable[[], Iterable[tuple[nn.Module, str]]]
 
 

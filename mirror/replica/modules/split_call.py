@@ -55,9 +55,9 @@ from mirror.base.torch_private import (
 )
 from mirror.data.split_batch import split_sizes
 from mirror.errors import StrategyError
-from mirror.execution.replicas import (
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import (
     Replica,
-    Replicas,
     current,
     push_context,
     recomputing,
@@ -66,7 +66,7 @@ from mirror.execution.replicas import (
     save_context,
 )
 from mirror.execution.runner import Runner
-from mirror.replica.exactness.local_losses import warn_if_mixing
+from mirror.replica.exactness.cross_example_ops import warn_if_mixing
 from mirror.replica.layers.unsplit_layers import (
     LAYERS,
     call_with_sequences,

@@ -19,7 +19,8 @@ import torch
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.execution.lifecycle import nothing
-from mirror.execution.replicas import Replicas, Run, current, replica_of
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import Reducer
 from mirror.replica.gradients.grad_reducer import GradReducer
@@ -313,7 +314,7 @@ class MultiWorkerGradients(GradReducer):
             refuse_graphs(columns)
             self.tracker.clear()
             self._non_finite.scan(arrivals.variables, columns, shares)
-            if self._non_finite.is_looked_for:
+            if self._non_finite.is_enabled:
                 self._non_finite.exchange()
             weigh(columns, self._reduction.exact_shares(shares))
             self.deferred.add(arrivals.variables, columns)

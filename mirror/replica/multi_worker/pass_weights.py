@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.execution.replicas import Replicas, WeakReplicaMap, current
+from mirror.execution.replicas import Replicas, WeakReplicaMap
+from mirror.execution.run import current
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.ready_grads import DeferredGrads
 from mirror.replica.params.replicated_param import ReplicatedParam

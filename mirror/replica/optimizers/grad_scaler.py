@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from mirror.base.mutex import Mutex
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replica, Tracing, current
+from mirror.execution.run import Replica, Tracing, current
 from mirror.replica.optimizers.param_groups import replicas_reached
 from mirror.threads.merge_point import MergePoint
 

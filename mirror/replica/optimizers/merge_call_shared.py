@@ -12,39 +12,16 @@ object that wraps an optimizer or keeps values anywhere.
                               over all workers
     anything else             the argument, which must be equal on all replicas
 
-Learning-rate schedulers step this way, and parameter groups are added this way. If every replica
-creates an optimizer inside ``run``, there are N optimizers over parameters that all replicas
-share: that raises an error when they step, because one replica may create it for all.
-
-[Note: Step dispatch]
-Which replicas make a step, if every replica calls ``optimizer.step()`` inside ``run``?
-Problem: a step may change more than parameters and ``state``: it counts on ``self``, adds to a
-tensor in a group, keeps lists, wraps another optimizer. Only torch's own classes certainly do not.
-
-    class of the optimizer            inside run                       outside
-    torch.optim's own                 every replica's, or one for      the same; with closures or
-                                      all on one device                hooks: once
-    a subclass of these that keeps    the first one's, then the        once
-    only numbers, names and lists     others', unless the first one
-                                      changed these: then once
-    any other, and LBFGS              once                             once
-    with a parameter device:          one, on that device              one, on that device; with
-    torch's own without hooks                                          closures or hooks: once
-    any other there                   once                             once
-
-"Once" is a step over the mirrored parameters, in the cross-replica context; all replicas get the
-changes. Over several GPUs that costs a broadcast of the parameters; the state stays with the first
-replica until other replicas read it.
+Learning-rate schedulers step this way, and parameter groups are added this way; which optimizers
+do, ``step_dispatch.py`` decides. If every replica creates an optimizer inside ``run``, there are N
+optimizers over parameters that all replicas share: that raises an error when they step, because
+one replica may create it for all.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -53,10 +30,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
-from mirror.base.torch_private import put_hooks_around
-from mirror.devices import random_state
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.replicas import Replica, Replicas, Run, current
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.gradients.parallel_backward import mark_boundary
@@ -74,7 +50,7 @@ def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) 
 
     def wrap_own(cls: type) -> None:
         method = cls.__dict__.get(name)
-        if callable(method) and not is_watched(method):
+        if callable(method) and not is_wrapper(method):
             setattr(cls, name, wrap(method))
 
     def init_subclass(cls: type, /, **kwargs: Any) -> None:
@@ -96,7 +72,7 @@ def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) 
             classes += type.__subclasses__(cls)
 
 
-def watched(method: Method, in_run: Callable[..., Any]) -> Method:
+def wrap_for_run(method: Method, in_run: Callable[..., Any]) -> Method:
     """Returns a method that is ``in_run(method, self, context, args, kwargs)`` inside ``run``."""
 
     @disable_and_suspend
@@ -111,20 +87,20 @@ def watched(method: Method, in_run: Callable[..., Any]) -> Method:
         finally:
             resume_dynamo(hold)
 
-    return mark_watched(wrapper)
+    return mark_wrapper(wrapper)
 
 
-def mark_watched(wrapper: Any) -> Method:
-    """Marks a wrapper, so that ``is_watched`` finds it, and returns it."""
+def mark_wrapper(wrapper: Any) -> Method:
+    """Marks a wrapper, so that ``is_wrapper`` finds it, and returns it."""
     # A decorator may copy the attributes of a function, so the mark is the function itself.
-    wrapper._is_watched = wrapper
+    wrapper._is_wrapper = wrapper
     marked: Method = wrapper
     return marked
 
 
-def is_watched(method: Any) -> bool:
-    """Whether ``mark_watched`` has marked this very function."""
-    return getattr(method, "_is_watched", None) is method
+def is_wrapper(method: Any) -> bool:
+    """Whether ``mark_wrapper`` has marked this very function."""
+    return getattr(method, "_is_wrapper", None) is method
 
 
 def merge_call_shared(
@@ -180,7 +156,7 @@ def merge_call_shared(
 
     key, name = kind, what
     if serial is not None:
-        key, name = kind if _MADE in vars(target) else f"{kind} #{serial}", "optimizer.step"
+        key, name = kind if _CREATED in vars(target) else f"{kind} #{serial}", "optimizer.step"
     point = MergePoint(name, (key,), (target, tuple(args), dict(kwargs), seen), action)
     return context.run.merge(context.replica_id, point)
 
@@ -236,15 +212,15 @@ def _mean(run: Run, *leaves: Any) -> Any:
         loss: Any = sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
     else:
         parts = mark_boundary(runner_of(run.replicas), run.active, leaves)
-        home = run.replicas.places.replica_at(parts[0].device)[0]
+        home = run.replicas.places.peers_of(parts[0].device)[0]
         scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
         loss = summed(scaled, home)
     if not run.replicas.workers.is_multi_process:
         return loss
-    return whole_loss(run.replicas, loss, sum(run.weights().values()))
+    return average_loss_over_workers(run.replicas, loss, sum(run.weights().values()))
 
 
-def whole_loss(replicas: Replicas, loss: Any, weight: float) -> Any:
+def average_loss_over_workers(replicas: Replicas, loss: Any, weight: float) -> Any:
     """Returns the loss of all workers' examples: all workers take the same decisions by it.
 
     Its gradient is the gradient of this worker's own loss.
@@ -282,11 +258,10 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
+_CREATED = "_made_in_run"  # in an optimizer's __dict__: whether its constructor has returned
 
-_MADE = "_made_in_run"  # in an optimizer's __dict__: whether its constructor has returned
 
-
-def watch_making() -> None:
+def watch_creation() -> None:
     """Marks optimizers that are created inside ``run``; makes groups added there be added once."""
     original = Optimizer.__init__
 
@@ -295,12 +270,12 @@ def watch_making() -> None:
         if current.replica is None:
             original(self, *args, **kwargs)
             return
-        vars(self)[_MADE] = False
+        vars(self)[_CREATED] = False
         original(self, *args, **kwargs)
-        vars(self)[_MADE] = True
+        vars(self)[_CREATED] = True
 
     Optimizer.__init__ = init  # type: ignore[method-assign]
-    wrap_in_subclasses(Optimizer, "add_param_group", lambda add: watched(add, _add_in_run))
+    wrap_in_subclasses(Optimizer, "add_param_group", lambda add: wrap_for_run(add, _add_in_run))
 
 
 def step_point(
@@ -312,18 +287,18 @@ def step_point(
     count.
     """
     kind = type(optimizer).__name__
-    if optimizer is None or _MADE not in vars(optimizer):
+    if optimizer is None or _CREATED not in vars(optimizer):
         return MergePoint(what, (f"{kind} #{serial}",), payload, action)
 
     def act_on_one(payloads: dict[int, Any]) -> dict[int, Any]:
         if any(other is not optimizer for other, _ in payloads.values()):
-            _refuse_own(kind)
+            _refuse_one_per_replica(kind)
         return action({r: theirs for r, (_, theirs) in payloads.items()})
 
     return MergePoint(what, (kind,), (optimizer, payload), act_on_one)
 
 
-def _refuse_own(kind: str) -> NoReturn:
+def _refuse_one_per_replica(kind: str) -> NoReturn:
     raise StrategyError(
         f"every replica has made a {kind} of its own inside strategy.run, over parameters that "
         "all share; make optimizers outside run"
@@ -333,15 +308,15 @@ def _refuse_own(kind: str) -> NoReturn:
 def _add_in_run(
     add: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
-    is_being_made = not vars(optimizer).get(_MADE, True)
+    is_being_made = not vars(optimizer).get(_CREATED, True)
     if is_being_made or replicas_reached(optimizer) is not context.replicas:
         return add(optimizer, *args, **kwargs)
-    args = tuple(map(_of_all, args))
-    kwargs = {name: _of_all(value) for name, value in kwargs.items()}
+    args = tuple(map(_with_mirrored_params, args))
+    kwargs = {name: _with_mirrored_params(value) for name, value in kwargs.items()}
     return merge_call_shared(context, add, optimizer, args, kwargs)
 
 
-def _of_all(group: Any) -> Any:
+def _with_mirrored_params(group: Any) -> Any:
     """Returns a parameter group with the mirrored parameters in place of a replica's copies."""
     if not isinstance(group, dict) or "params" not in group:
         return group
@@ -357,7 +332,7 @@ def _owner(leaf: Any) -> Any:
 
 def watch_schedulers() -> None:
     """Makes a scheduler step once if all replicas step it. Call it once."""
-    wrap_in_subclasses(LRScheduler, "step", lambda step: watched(step, _step_in_run))
+    wrap_in_subclasses(LRScheduler, "step", lambda step: wrap_for_run(step, _step_in_run))
 
 
 def _step_in_run(
@@ -367,189 +342,3 @@ def _step_in_run(
     if optimizer is None or replicas_reached(optimizer) is not context.replicas:
         return step(scheduler, *args, **kwargs)
     return merge_call_shared(context, step, scheduler, args, kwargs)
-
-
-_TORCHS = "torch.optim."
-_DECORATORS = 4  # frames that may lie between a step and the step that it calls
-_LEAVES = (
-    *(type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device),
-    *(FunctionType, BuiltinFunctionType, MethodType, range),
-)
-_NUMBERS = (type(None), bool, int, float, complex, str)
-_OPTIONS = (*_NUMBERS, tuple, Tensor)
-_MOST_VALUES = 1000  # of an optimizer are compared
-# Attributes that torch and mirror set on an optimizer. They do not matter for a step, or are
-# checked elsewhere.
-_KNOWN = frozenset(
-    "state param_groups _mirror _mirror_step_hooks _opt_called "
-    "_optimizer_step_pre_hooks _optimizer_step_post_hooks "
-    "_optimizer_state_dict_pre_hooks _optimizer_state_dict_post_hooks "
-    "_optimizer_load_state_dict_pre_hooks _optimizer_load_state_dict_post_hooks "
-    "_warned_capturable_if_run_uncaptured _need_device_dtype_check_for_fused".split()
-)
-
-
-@cache
-def hooked_code() -> Any:
-    """Returns the code of torch's function around a class's step, which calls hooks."""
-    return put_hooks_around(lambda self: None).__code__
-
-
-def is_torchs_own(kind: type) -> bool:
-    """Whether steps of a class change nothing but parameters and state."""
-    step = getattr(kind, "step", None)  # a class mixed in has none
-    return step is not None and _is_torchs_own(kind, step)
-
-
-@lru_cache(maxsize=256)
-def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
-    return (
-        f"{kind.__module__}.".startswith(_TORCHS)  # that of some is torch.optim itself
-        and kind is not Optimizer
-        and raw_step(kind).__module__.startswith(_TORCHS)
-        and not issubclass(kind, torch.optim.LBFGS)
-    )
-
-
-def raw_step(kind: type) -> Callable[..., Any]:
-    """Returns the class's step without the wrappers of mirror and of torch's hooks."""
-    return _unwrap(kind.step)  # type: ignore[attr-defined]
-
-
-@lru_cache(maxsize=256)
-def _unwrap(step: Any) -> Callable[..., Any]:
-    # Either may have come first, and ``hooked``, torch's mark, is then on the other.
-    while is_watched(step) or getattr(step, "__code__", None) is hooked_code():
-        step = step.__wrapped__
-    raw: Callable[..., Any] = step
-    return raw
-
-
-def refuse_wrappers(optimizer: Optimizer) -> None:
-    """Raises StrategyError if an object with ``param_groups`` that is no Optimizer steps one."""
-    frame: Any = sys._getframe(3)  # the caller of step
-    for _ in range(_DECORATORS):
-        if frame is None:
-            return
-        code = frame.f_code
-        if code.co_name == "step" and code.co_argcount:
-            caller = frame.f_locals.get(code.co_varnames[0])
-            looks_like_one = "param_groups" in getattr(caller, "__dict__", ()) or hasattr(
-                type(caller), "param_groups"
-            )
-            if looks_like_one and not isinstance(caller, Optimizer):
-                if any(value is optimizer for value in getattr(caller, "__dict__", {}).values()):
-                    name = type(caller).__name__
-                    raise StrategyError(
-                        f"{name}.step wraps a {type(optimizer).__name__}, but {name} is no "
-                        "torch.optim.Optimizer: inside strategy.run every replica would run its "
-                        "code, on what all share; call it outside, or derive the class from "
-                        "torch.optim.Optimizer, whose steps are made once"
-                    )
-        frame = frame.f_back
-
-
-def may_step_by_turns(optimizer: Optimizer) -> bool:
-    mirror: Any = vars(optimizer).get("_mirror")
-    return (
-        any(map(is_torchs_own, type(optimizer).__mro__[1:-2]))
-        and not (mirror is not None and mirror.steps_once)
-        and kept_by(optimizer) is not None
-    )
-
-
-def refusing_draws(step: Callable[[], Any], device: torch.device) -> Any:
-    """Calls a step inside ``run``.
-
-    Raises:
-        StrategyError: it has drawn random numbers. Torch's own optimizers draw none.
-    """
-    before = random_state(device)
-    result = step()
-    if not torch.equal(before, random_state(device)):
-        raise StrategyError(
-            "this optimizer's step draws random numbers, which inside strategy.run come from "
-            "streams that every replica has of its own; call step outside strategy.run"
-        )
-    return result
-
-
-# The values that an optimizer keeps beyond parameters and state, in a comparable form.
-
-
-def kept_by(optimizer: Optimizer, *, with_numbers: bool = True) -> tuple[Any, ...] | None:
-    """Returns the values that a step may change in addition to parameters and state.
-
-    These are attributes of the optimizer, options of its groups, attributes of its class, and the
-    free variables and globals of its step: numbers, names and containers of these.
-
-    Args:
-        with_numbers: whether attributes and options that are numbers or names are included; of
-            options also tuples and tensors.
-
-    Returns:
-        ``None`` if the optimizer or its groups hold anything else.
-    """
-    numbers = () if with_numbers else numbers_of(optimizer)
-    own = [v for n, v in vars(optimizer).items() if n not in _KNOWN and n not in numbers]
-    options = [
-        [
-            value
-            for name, value in options.items()
-            if name != "params" and (with_numbers or not isinstance(value, _OPTIONS))
-        ]
-        for options in optimizer.param_groups
-    ]
-    budget = [_MOST_VALUES]
-    names = [name for name in vars(optimizer) if name not in numbers]
-    kept = [_frozen(names, budget), _frozen((own, options), budget)]
-    if None in kept:
-        return None
-    return (*kept, *(_frozen(value, budget) for value in _around(type(optimizer))))
-
-
-def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the attributes of an optimizer that are numbers or names."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, _NUMBERS) and name not in _KNOWN
-    }
-
-
-def _around(kind: type) -> Iterator[Any]:
-    for cls in kind.__mro__:
-        if cls.__module__.startswith(("torch.", "builtins")):
-            continue
-        for value in tuple(vars(cls).values()):
-            if not callable(value):
-                yield value
-        step = vars(cls).get("step")
-        while step is not None:
-            code = getattr(step, "__code__", None)
-            if code is not None:
-                for cell in step.__closure__ or ():
-                    try:
-                        yield cell.cell_contents
-                    except ValueError:  # not set yet
-                        yield None
-                for name in code.co_names:
-                    yield step.__globals__.get(name)
-            step = getattr(step, "__wrapped__", None)
-
-
-def _frozen(value: Any, budget: list[int]) -> Any:
-    """Returns a plain value as an immutable one; ``None`` if it is not plain."""
-    budget[0] -= 1
-    if budget[0] < 0:
-        return None
-    if isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType)):
-        return id(value)
-    if isinstance(value, _LEAVES):
-        return (type(value), repr(value) if isinstance(value, float) else value)
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    elif not isinstance(value, (list, tuple, set, frozenset, deque, type({}.keys()))):
-        return None
-    items = tuple(_frozen(item, budget) for item in value)
-    return None if None in items else items

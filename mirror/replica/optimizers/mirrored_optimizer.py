@@ -16,7 +16,7 @@ swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
 Replicas that share a device, such as simulated ones, need not compute the same update N times:
 replica 0 steps, and the others copy its values. That takes a fifth of the time and keeps one state
 instead of N. The steps that were called then find no parameter groups. Torch's optimizers accept
-that, others may not: [Note: Step dispatch] in ``merge_call_shared.py``. The state of replicas
+that, others may not: [Note: Step dispatch] in ``step_dispatch.py``. The state of replicas
 1 .. N-1 is copied from the first one's when their code reads it.
 
 ``OptimizerRegistry`` has all optimizers over one strategy's parameters, and exchanges gradients
@@ -37,24 +37,14 @@ from torch.optim import Optimizer
 
 from mirror.devices import using
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import (
-    Replica,
-    Replicas,
-    Run,
-    SwappedOptimizer,
-    WeakReplicaMap,
-    replica_of,
-)
+from mirror.execution.replicas import Replicas, WeakReplicaMap
+from mirror.execution.run import Replica, Run, SwappedOptimizer, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.merge_call_shared import (
     Action,
-    is_torchs_own,
-    kept_by,
-    raw_step,
-    refusing_draws,
+    average_loss_over_workers,
     step_point,
-    whole_loss,
 )
 from mirror.replica.optimizers.optimizer_state import NO_REPLICA, ParamGroupSwap, ReplicaStates
 from mirror.replica.optimizers.param_groups import (
@@ -67,6 +57,12 @@ from mirror.replica.optimizers.param_groups import (
     refuse_different,
     refuse_what_is_not_mirrored,
     step_hooks,
+)
+from mirror.replica.optimizers.step_dispatch import (
+    extra_state_of,
+    is_torchs_own,
+    raw_step,
+    step_without_draws,
 )
 from mirror.replica.params.central_param import CentralAccess, CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
@@ -94,11 +90,11 @@ class OptimizerOfReplicas(Protocol):
     def follow_first(self) -> None:
         """Swaps out, and makes the first replica's state that of all."""
 
-    def check(self, look: ComparePair) -> None:
-        """Calls ``look`` with the state of every replica and that of the first one."""
+    def check(self, compare: ComparePair) -> None:
+        """Calls ``compare`` with the state of every replica and that of the first one."""
 
-    def show_first(self, see: VisitValue) -> None:
-        """Calls ``see`` with the first replica's state."""
+    def visit_first(self, visit: VisitValue) -> None:
+        """Calls ``visit`` with the first replica's state."""
 
 
 class OptimizerRegistry:
@@ -144,15 +140,15 @@ class OptimizerRegistry:
         held = [optimizer.bytes_of_replicas() for optimizer in self._in_use()]
         return tuple(map(sum, zip(*held, strict=True)))
 
-    def check(self, look: ComparePair) -> None:
-        """Calls ``look`` with the state of every replica and that of the first one."""
+    def check(self, compare: ComparePair) -> None:
+        """Calls ``compare`` with the state of every replica and that of the first one."""
         for optimizer in self._in_use():
-            optimizer.check(look)
+            optimizer.check(compare)
 
-    def show_first(self, see: VisitValue) -> None:
-        """Calls ``see`` with the first replica's state of all optimizers."""
+    def visit_first(self, visit: VisitValue) -> None:
+        """Calls ``visit`` with the first replica's state of all optimizers."""
         for optimizer in self._in_use():
-            optimizer.show_first(see)
+            optimizer.visit_first(visit)
 
     def _in_use(self) -> list[OptimizerOfReplicas]:
         """Returns the records of optimizers that live; without the GIL, some outlive theirs."""
@@ -388,16 +384,16 @@ class MirroredOptimizer:
         self._merge(optimizer, context, "optimizer.step", meet, options_of(optimizer))
         has_changed, result = False, None
         if context.replica_id == leader:
-            kept = kept_by(optimizer)
-            result = refusing_draws(step, context.device)
-            has_changed = kept_by(optimizer) != kept
+            kept = extra_state_of(optimizer)
+            result = step_without_draws(step, context.device)
+            has_changed = extra_state_of(optimizer) != kept
         outcome = (has_changed, result)
         has_changed, result = self._merge(optimizer, context, "the first step", follow, outcome)
         if has_changed:
             self.met.discard(context.replica_id)
             return result
         if context.replica_id != leader:
-            result = refusing_draws(step, context.device)
+            result = step_without_draws(step, context.device)
         self.met.discard(context.replica_id)
         if has_step_hooks(optimizer) or not context.run.lockstep.takes_turns:
             left = self._left.pop(context.replica_id, None) or options_of(optimizer)
@@ -490,7 +486,7 @@ class MirroredOptimizer:
         if closure is not None and workers.is_multi_process:
 
             def whole() -> Any:
-                return whole_loss(self.replicas, closure(), workers.weight)
+                return average_loss_over_workers(self.replicas, closure(), workers.weight)
 
             args, kwargs = _with_closure(args, kwargs, whole)
         loan.refresh(only_first=True, is_whole=True)
@@ -560,15 +556,15 @@ class MirroredOptimizer:
         self.loan.force_out()
         self.states.follow_first()
 
-    def check(self, look: ComparePair) -> None:
-        """Shows the state of every replica to ``look``, beside that of the first."""
+    def check(self, compare: ComparePair) -> None:
+        """Calls ``compare`` with the state of every replica and that of the first one."""
         self.loan.refresh(only_first=True)
-        self.states.check(self.loan.parameters.variables, look)
+        self.states.check(self.loan.parameters.variables, compare)
 
-    def show_first(self, see: VisitValue) -> None:
-        """Shows the first replica's state to ``see``."""
+    def visit_first(self, visit: VisitValue) -> None:
+        """Shows the first replica's state to ``visit``."""
         self.loan.refresh(only_first=True)
-        self.states.show_first(self.loan.parameters.variables, see)
+        self.states.visit_first(self.loan.parameters.variables, visit)
 
 
 def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:

@@ -34,7 +34,8 @@ from torch.optim import Optimizer
 
 from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
-from mirror.execution.replicas import Replicas, SwappedOptimizer, current, replica_of
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import SwappedOptimizer, current, replica_of
 from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, stepped_by
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
@@ -215,8 +216,8 @@ class ReplicaStates:
             self.shared.put(key if variable is None else variable.owner(), value)
         self._published = entries
 
-    def check(self, variables: Sequence[ReplicatedParam], look: ComparePair) -> None:
-        """Calls ``look`` with the state of every replica and that of the first one."""
+    def check(self, variables: Sequence[ReplicatedParam], compare: ComparePair) -> None:
+        """Calls ``compare`` with the state of every replica and that of the first one."""
         if self._are_behind:
             return
         names = self._replicas.names
@@ -233,13 +234,13 @@ class ReplicaStates:
                             f"{named_state(key, variable)} differs on {names[r]} from {names[0]}"
                         )
 
-                    look(first.get(key), other.get(key), what)
+                    compare(first.get(key), other.get(key), what)
 
-    def show_first(self, variables: Sequence[ReplicatedParam], see: VisitValue) -> None:
-        """Calls ``see`` with the first replica's state."""
+    def visit_first(self, variables: Sequence[ReplicatedParam], visit: VisitValue) -> None:
+        """Calls ``visit`` with the first replica's state."""
         for variable in variables:
             for key, value in self._by_replica[0].get(variable.home, {}).items():
-                see(value, partial(named_state, key, variable))
+                visit(value, partial(named_state, key, variable))
 
     def bytes_of_replicas(self) -> list[int]:
         """Returns the bytes of state that each replica holds; 0 for one that follows the first."""

@@ -63,14 +63,14 @@ class ParamGroupsView:
         """
         lists = self._of_replicas.get(replica_id)
         if lists is None:
-            lists = [_of_replica(parameters, replica_id) for parameters in self._lists]
+            lists = [_copies_of(parameters, replica_id) for parameters in self._lists]
             self._of_replicas[replica_id] = lists
         if replica_id:
             groups = [own_options(options) for options in groups]
         return [options | {"params": [*mine]} for options, mine in zip(groups, lists, strict=True)]
 
 
-def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
+def _copies_of(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
     return [
         stepped_by(p._mirrored, replica_id) if isinstance(p, MirroredParameter) else p
         for p in parameters

@@ -37,15 +37,15 @@ from torch.optim import Optimizer
 
 from mirror.devices import using
 from mirror.errors import StrategyError
-from mirror.execution.replicas import current
-from mirror.replica.optimizers.merge_call_shared import (
+from mirror.execution.run import current
+from mirror.replica.optimizers.param_groups import StepOnce, has_step_hooks, keep_options
+from mirror.replica.optimizers.piecewise_optimizers import describe, rebuild
+from mirror.replica.optimizers.step_dispatch import (
+    extra_state_of,
     is_torchs_own,
-    kept_by,
     numbers_of,
     raw_step,
 )
-from mirror.replica.optimizers.param_groups import StepOnce, has_step_hooks, keep_options
-from mirror.replica.optimizers.piecewise_optimizers import describe, rebuild
 
 _SIDES = ((6, 4, 3, 2, 2, 2), (5, 4, 3, 2, 2, 2))  # of the parameters of a measurement
 _NUM_STEPS = 3  # the first ones, and as many after each of:
@@ -65,13 +65,13 @@ def why_not_per_param(optimizer: Optimizer) -> str | None:
     kind: type = type(optimizer)
     if _has_arguments(kind):
         return "its step has other arguments than a closure"
-    if kept_by(optimizer, with_numbers=False) is None:
+    if extra_state_of(optimizer, with_numbers=False) is None:
         return "it has attributes or options that are neither numbers nor names"
     name = _find_global(kind)
     if name is not None:
         return f"it uses the global object {name!r}"
     dims = tuple(tuple({p.dim(): None for p in g["params"]}) for g in optimizer.param_groups)
-    kept = kept_by(optimizer)
+    kept = extra_state_of(optimizer)
     if kept is None:  # it has tensors among its options
         return _measure(optimizer, dims)
     key = (kind, dims, kept)
@@ -100,7 +100,7 @@ def step_clones(
     Raises:
         StrategyError: the steps have changed more than parameters, state and equal options.
     """
-    kept = kept_by(optimizer, with_numbers=False)
+    kept = extra_state_of(optimizer, with_numbers=False)
     used = [clone for clone in clones if any(group["params"] for group in clone.param_groups)]
     for clone, device in zip(clones, devices, strict=True):
         if clone not in used:
@@ -113,7 +113,7 @@ def step_clones(
             _refuse(optimizer, "has returned a value of its own")
         if _storages(clone) != storages:
             _refuse(optimizer, "has replaced the storage of a parameter")
-        if kept_by(clone, with_numbers=False) != kept:
+        if extra_state_of(clone, with_numbers=False) != kept:
             _refuse(optimizer, "has changed lists, globals or other attributes")
         if _has_other_state(clone):
             _refuse(optimizer, "has made state that is not of a parameter")
@@ -272,13 +272,13 @@ def _compare(
             for parameter, grad in zip(parameters, of_step, strict=True):
                 parameter.grad = grad.clone()
             for one in optimizers:
-                storages, kept = _storages(one), kept_by(one, with_numbers=False)
+                storages, kept = _storages(one), extra_state_of(one, with_numbers=False)
                 result = step_alone(one)
                 if result is not None:
                     return "its step returns a value of its own"
                 if _storages(one) != storages:
                     return "its step replaces the storage of a parameter"
-                if kept_by(one, with_numbers=False) != kept:
+                if extra_state_of(one, with_numbers=False) != kept:
                     return "its step changes lists, globals or other attributes"
         if not torch.equal(torch.get_rng_state(), state):
             return "its step draws random numbers"

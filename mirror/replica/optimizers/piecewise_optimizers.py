@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
-from mirror.replica.optimizers.merge_call_shared import raw_step
+from mirror.replica.optimizers.step_dispatch import raw_step
 
 # Attributes that ``rebuild`` sets itself, or that every optimizer creates for itself.
 _REBUILT = (

@@ -40,7 +40,7 @@ from mirror.devices import using
 from mirror.errors import StrategyError
 from mirror.replica.gradients.buckets import bucket_ends
 from mirror.replica.gradients.grad_scatter import SlicedGrads
-from mirror.replica.optimizers.merge_call_shared import is_torchs_own, raw_step, whole_loss
+from mirror.replica.optimizers.merge_call_shared import average_loss_over_workers
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, Step
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
@@ -57,6 +57,7 @@ from mirror.replica.optimizers.piecewise_optimizers import Divisible, divisible
 from mirror.replica.optimizers.sharded_states import ShardedStates
 from mirror.replica.optimizers.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
+from mirror.replica.optimizers.step_dispatch import is_torchs_own, raw_step
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.replica_checks import ComparePair, VisitValue
@@ -95,7 +96,7 @@ class ShardedOptimizer(MirroredOptimizer):
                 result = closure()
             workers = self.replicas.workers
             if workers.is_multi_process:
-                result = whole_loss(self.replicas, result, workers.weight)
+                result = average_loss_over_workers(self.replicas, result, workers.weight)
         self.runner.prepare("optimizer.step")
         self._optimizers.reduce()
         sliced = self._find_slices(optimizer)
@@ -208,21 +209,21 @@ class ShardedOptimizer(MirroredOptimizer):
 
     # Comparing
 
-    def check(self, look: ComparePair) -> None:
-        """Shows the state that replicas have in common to ``look``, and checks the slices."""
+    def check(self, compare: ComparePair) -> None:
+        """Shows the state that replicas have in common to ``compare``, and checks the slices."""
         optimizer = self.optimizer
         if optimizer is None or not self.states.is_scattered(optimizer):
-            super().check(look)
+            super().check(compare)
             return
-        self.states.check(self.loan.parameters.variables, look)
+        self.states.check(self.loan.parameters.variables, compare)
 
-    def show_first(self, see: VisitValue) -> None:
-        """Shows the state of whole parameters to ``see``."""
+    def visit_first(self, visit: VisitValue) -> None:
+        """Shows the state of whole parameters to ``visit``."""
         optimizer = self.optimizer
         if optimizer is None or not self.states.is_scattered(optimizer):
-            super().show_first(see)
+            super().visit_first(visit)
             return
-        self.states.show_first(self.loan.parameters.variables, see)
+        self.states.visit_first(self.loan.parameters.variables, visit)
 
 
 def _step_slices(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ from mirror.values import leaves_of, map_structure
 Entry = dict[Any, Any]
 
 
-class _Shown(NamedTuple):
+class _ReadEntry(NamedTuple):
     """An entry, or a tensor of it, that the program may have read before the state was scattered.
 
     Attributes:
@@ -107,7 +107,7 @@ class ShardedStates(ReplicaStates):
     def __init__(self, replicas: Replicas) -> None:
         self.sliced: SlicedParams | None = None  # while the state is scattered
         self._shards: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
-        self._shown: list[_Shown] = []  # tensors that the program may still have
+        self._reads: list[_ReadEntry] = []  # tensors that the program may still have
         super().__init__(replicas)
 
     def after_fork(self) -> None:
@@ -145,7 +145,7 @@ class ShardedStates(ReplicaStates):
                 entry = entries[r].get(key)
                 if entry is not None:
                     source = 0 if self._are_behind else r
-                    self._note_shown(entry, variable)
+                    self._record_read(entry, variable)
                     self._shards[r][sliced.stepped[i]] = self._part(entry, sliced, i, source)
             owner = variable.owner()
             if dict.__contains__(self.shared, owner):
@@ -171,7 +171,7 @@ class ShardedStates(ReplicaStates):
                 entry = self._whole(variable, sliced)
                 owner = variable.owner()
                 if entry is not None and owner is not None:
-                    # Of a plain dict there are no weak references: see ``_note_shown``.
+                    # Of a plain dict there are no weak references: see ``_record_read``.
                     self.shared.put(owner, OrderedDict(entry))
         self._by_replica[0] = defaultdict(dict)
         for key, value in dict.items(self.shared):
@@ -181,8 +181,8 @@ class ShardedStates(ReplicaStates):
         self._are_behind, self.shared.seen = True, False
         self.sliced = None
 
-    def _note_shown(self, entry: Entry, variable: ReplicatedParam) -> None:
-        """Notes an entry that is dropped and its tensors, to find later writes into them."""
+    def _record_read(self, entry: Entry, variable: ReplicatedParam) -> None:
+        """Records a dropped entry and its tensors, to find later writes into them."""
         held: list[tuple[Any, Any]] = [
             (name, leaf)
             for name, value in entry.items()
@@ -191,11 +191,13 @@ class ShardedStates(ReplicaStates):
         ]
         if isinstance(entry, OrderedDict):
             held.append((None, entry))
-        self._shown += [_Shown(weakref.ref(h), _mark_of(h), name, variable) for name, h in held]
+        self._reads += [
+            _ReadEntry(weakref.ref(h), _mark_of(h), name, variable) for name, h in held
+        ]
 
     def _refuse_late_writes(self) -> None:
-        shown, self._shown = self._shown, []
-        for one in shown:
+        reads, self._reads = self._reads, []
+        for one in reads:
             held = one.held()
             if held is None:
                 continue
@@ -210,7 +212,7 @@ class ShardedStates(ReplicaStates):
                     "that moment, so this change would be lost; read optimizer.state again after "
                     "a step, and change that"
                 )
-            self._shown.append(one)
+            self._reads.append(one)
 
     def _part(self, entry: Entry, sliced: SlicedParams, position: int, source: int) -> Entry:
         """Returns a copy of one slice's part of an entry, on the replica that holds it."""
@@ -274,11 +276,11 @@ class ShardedStates(ReplicaStates):
             self._shards = [defaultdict(dict) for _ in self._shards]
         super().read(optimizer, is_whole=is_whole)
 
-    def check(self, variables: Sequence[ReplicatedParam], look: ComparePair) -> None:
+    def check(self, variables: Sequence[ReplicatedParam], compare: ComparePair) -> None:
         """Checks that slices cover all elements once, and that their counts of steps are equal."""
         sliced, names = self.sliced, self._replicas.names
         if sliced is None:
-            super().check(variables, look)
+            super().check(variables, compare)
             return
         known = sliced.parameters.variables
         uncovered = find_uncovered(sliced.slices, [v.targets[0].numel() for v in known])
@@ -306,7 +308,7 @@ class ShardedStates(ReplicaStates):
                             f"{named_state(key, variable)} differs on {names[r]} from {names[s]}"
                         )
 
-                    look(first.get(key), other.get(key), what)
+                    compare(first.get(key), other.get(key), what)
 
     def _shared_values(self, sliced: SlicedParams, position: int) -> Mapping[Any, Any]:
         """Returns the values of a slice's entry that are equal for all slices of its parameter."""
@@ -314,22 +316,22 @@ class ShardedStates(ReplicaStates):
         entry = shard.get(sliced.stepped[position], {})
         size = sliced.stepped[position].shape
 
-        def kept(leaf: Any) -> Any:
+        def without_part(leaf: Any) -> Any:
             return "a part" if isinstance(leaf, Tensor) and leaf.shape == size else leaf
 
-        kept_entry: Mapping[Any, Any] = map_structure(kept, entry)
+        kept_entry: Mapping[Any, Any] = map_structure(without_part, entry)
         return kept_entry
 
-    def show_first(self, variables: Sequence[ReplicatedParam], see: VisitValue) -> None:
-        """Calls ``see`` with the state of whole parameters, gathered one after the other."""
+    def visit_first(self, variables: Sequence[ReplicatedParam], visit: VisitValue) -> None:
+        """Calls ``visit`` with the state of whole parameters, gathered one after the other."""
         sliced = self.sliced
         if sliced is None:
-            super().show_first(variables, see)
+            super().visit_first(variables, visit)
             return
         for variable in variables:
             entry = self._whole(variable, sliced) if variable in sliced.of_variable else None
             for key, value in ({} if entry is None else entry).items():
-                see(value, partial(named_state, key, variable))
+                visit(value, partial(named_state, key, variable))
 
     def bytes_of_replicas(self) -> list[int]:
         """Returns the bytes of state that each replica holds."""

@@ -36,21 +36,17 @@ from mirror.base.mutex import Mutex
 from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import put_hooks_around, wrap_once
 from mirror.execution.lifecycle import step_ends
-from mirror.execution.replicas import Replica, Replicas, current, refuse_within_another
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, current, refuse_within_another
 from mirror.replica.gradients.grad_tracker import lane_here
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
 from mirror.replica.optimizers.merge_call_shared import (
-    hooked_code,
-    is_torchs_own,
-    is_watched,
-    mark_watched,
-    may_step_by_turns,
+    is_wrapper,
+    mark_wrapper,
     merge_call_shared,
-    refuse_wrappers,
-    refusing_draws,
-    watch_making,
+    watch_creation,
     watch_schedulers,
     wrap_in_subclasses,
 )
@@ -65,6 +61,13 @@ from mirror.replica.optimizers.param_groups import (
     replicas_reached,
 )
 from mirror.replica.optimizers.sharded_optimizer import ShardedOptimizer
+from mirror.replica.optimizers.step_dispatch import (
+    hooked_code,
+    is_torchs_own,
+    may_step_leader_first,
+    refuse_wrappers,
+    step_without_draws,
+)
 
 Step = Callable[..., Any]
 
@@ -98,14 +101,14 @@ def _watch_steps(are_mirrored: bool) -> None:
 
         def hook_and_wrap(step: Step) -> Step:
             # Torch puts its hooks around a step when the first optimizer of a class is made.
-            return _wrap(put_hooks(step.__wrapped__ if is_watched(step) else step))  # type: ignore[attr-defined]
+            return _wrap(put_hooks(step.__wrapped__ if is_wrapper(step) else step))  # type: ignore[attr-defined]
 
         Optimizer.profile_hook_step = staticmethod(hook_and_wrap)  # type: ignore[method-assign, assignment]
         wrap_in_subclasses(Optimizer, "step", _wrap)
     if are_mirrored and not _Installed.mirroring:
         _Installed.mirroring = True
         wrap_once(Optimizer, "zero_grad", _clearing_at_once)
-        watch_making()
+        watch_creation()
         watch_schedulers()
         watch_torchs_scaler()
 
@@ -134,7 +137,7 @@ def _wrap(step: Step) -> Step:
         finally:
             current.stepping = before
 
-    return mark_watched(wrapper)
+    return mark_wrapper(wrapper)
 
 
 def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
@@ -149,7 +152,7 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
         return _step(step, optimizer, context, args, kwargs)
     if context.lent and len(current.stepping) > 1:  # a step of one replica has called this one
         return _step(step, optimizer, context, args, kwargs)
-    if not (is_apart or is_sharded or args or kwargs) and may_step_by_turns(optimizer):
+    if not (is_apart or is_sharded or args or kwargs) and may_step_leader_first(optimizer):
         own_step = partial(_step, step, optimizer, context, (), {})
         return _current_mirror(optimizer, context.replicas).step_leader_first(
             own_step, optimizer, context
@@ -198,7 +201,7 @@ def _once(step: Step, context: Replica) -> Step:
         if may_draw or is_torchs_own(type(optimizer)):
             result = own_step()
         else:
-            result = refusing_draws(own_step, context.replicas.devices[0])
+            result = step_without_draws(own_step, context.replicas.devices[0])
         mirror = vars(optimizer).get("_mirror")
         if mirror is not None:
             context.run.stepped.setdefault(mirror, {})  # its options are compared when run ends

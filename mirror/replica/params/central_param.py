@@ -38,7 +38,8 @@ import torch
 from torch import Tensor, nn
 
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replicas, current
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import current
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess, copy_without_bucket
 from mirror.replica.gradients.grad_reducer import GradReducer

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from mirror.base.dynamo import disable_dynamo
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replicas import Replicas, replica_of
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import replica_of
 from mirror.replica.collectives.reduce_ops import summed, weighted_mean
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
@@ -107,7 +108,7 @@ class ReplicatedBuffer:
         self.module: Callable[[], nn.Module | None] = weakref.ref(module)
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
-        self.devices = replicas.places.replica_at(buffer.device)
+        self.devices = replicas.places.peers_of(buffer.device)
         self.combined = buffer.detach()
         self.combined.__class__ = CombinedBuffer
         self.copies = [buffer.detach().to(d, copy=True) for d in self.devices]
@@ -161,7 +162,7 @@ class ReplicatedBuffer:
         """Whether an operation in place has written a copy since they were combined."""
         return self._versions() != self._copy_versions
 
-    def note_run(self, active: tuple[int, ...]) -> None:
+    def record_run(self, active: tuple[int, ...]) -> None:
         """Records that a run of these replicas has ended."""
         self._ran = active
         if self._aggregation != "none" and self.combined._version != self._combined_version:
@@ -438,7 +439,7 @@ class Buffers:
                 f"buffer {name!r} is a {type(buffer).__name__}, a tensor subclass with operations "
                 "of its own; mirror takes plain tensors"
             )
-        home = self._replicas.places.position_of(buffer.device, name)
+        home = self._replicas.places.home_of(buffer.device, name)
         if buffer.device != home:
             buffer.data = buffer.data.to(home)
         record = self._by_id[id(buffer)] = ReplicatedBuffer(buffer, name, module, self._replicas)
@@ -500,7 +501,7 @@ class Buffers:
         for buffer in tuple(self._by_id.values()):
             if buffer.num_checks and len(active) > 1 and buffer.is_written():
                 self._check(buffer, active)
-            buffer.note_run(active)
+            buffer.record_run(active)
 
     def _check(self, buffer: ReplicatedBuffer, active: tuple[int, ...]) -> None:
         """Logs a warning if the replicas of a run have left a buffer different."""

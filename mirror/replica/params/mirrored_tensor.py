@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import WithoutSubclass, is_jit_tracing
 from mirror.errors import StrategyError
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 
 # Replacements of functions that act on the variable as a whole; ``torch_function.py`` adds them.
 # A dict, which compares with ==, because method wrappers are never identical.

@@ -46,7 +46,8 @@ from torch.utils.hooks import RemovableHandle
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replicas, current
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import current
 from mirror.execution.runner import runner_of
 from mirror.replica.params.mirrored_tensor import (
     DATA,
@@ -275,7 +276,7 @@ class ReplicatedParam:
         mirror: Callable[[nn.Parameter, str], ReplicatedParam],
     ) -> None:
         self.replicas, self.gradients, self.mirror = replicas, gradients, mirror
-        self.name, self.devices = name, replicas.places.replica_at(parameter.device)
+        self.name, self.devices = name, replicas.places.peers_of(parameter.device)
         self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
         self.handles = StorageAliases()
         self.num_moves = 0

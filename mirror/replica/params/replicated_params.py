@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from mirror.base.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
-from mirror.execution.replicas import Replicas, Run
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Run
 from mirror.replica.params.mirrored_tensor import derived_class, refuse_operations
 from mirror.replica.params.replicated_param import (
     GradientAccess,
@@ -157,7 +158,7 @@ class ReplicatedParams:
         grad, hooks = parameter.grad, hooks_of(parameter)
         home = self._replicas.parameter_device
         if self._replicas.places.is_model_parallel:
-            home = self._replicas.places.position_of(parameter.device, name)
+            home = self._replicas.places.home_of(parameter.device, name)
         if parameter.device != home:
             parameter.data = parameter.data.to(home)
         variable = self.kind(parameter, name, self._replicas, gradients, self.mirror)

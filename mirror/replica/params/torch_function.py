@@ -30,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from mirror.base.dynamo import skip_frame
 from mirror.base.torch_private import NEW_PARAMETER, WithoutSubclass, is_jit_tracing, wrap_once
 from mirror.errors import StrategyError
-from mirror.execution.replicas import (
+from mirror.execution.run import (
     current,
     push_context,
     recomputing,

@@ -256,7 +256,7 @@ class Gatherer:
 
     def _first_device_for(self, part: Tensor) -> torch.device:
         """Returns the first replica's device at the position of a part's device."""
-        return self._first_device if self._mesh is None else self._mesh.replica_at(part.device)[0]
+        return self._first_device if self._mesh is None else self._mesh.peers_of(part.device)[0]
 
     def _join_tensors(self, parts: Sequence[Tensor]) -> Tensor | None:
         device = self._first_device if self._mesh is None else self._first_device_for(parts[0])

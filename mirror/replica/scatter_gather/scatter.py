@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import PackedSequence
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.scatter_gather.containers import (
     IMMUTABLE,
@@ -126,7 +126,7 @@ class SplitPlan:
 
     def device_for(self, tensor: Tensor, replica_id: int) -> torch.device:
         """Returns the device for a replica's part of a tensor."""
-        devices = self.devices if self._mesh is None else self._mesh.replica_at(tensor.device)
+        devices = self.devices if self._mesh is None else self._mesh.peers_of(tensor.device)
         return devices[replica_id]
 
     def to_replica(self, tensor: Tensor, replica_id: int) -> Tensor:
@@ -136,7 +136,7 @@ class SplitPlan:
         host that waited for one would wait for the GPU's earlier work too, and the other
         replicas with it.
         """
-        devices = self.devices if self._mesh is None else self._mesh.replica_at(tensor.device)
+        devices = self.devices if self._mesh is None else self._mesh.peers_of(tensor.device)
         device, is_ready = devices[replica_id], False
         if self._copies is not None:
             is_ready = id(tensor) in self._pinned

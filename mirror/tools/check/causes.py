@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mirror.replica.exactness.local_losses import GATHER_FIRST, MIXES_EXAMPLES
+from mirror.replica.exactness.cross_example_ops import GATHER_FIRST, MIXES_EXAMPLES
 from mirror.replica.replica_checks import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
-from mirror.tools.check.differences import CheckResult, Difference, aligned, nearest_of
+from mirror.tools.check.check_result import CheckResult
+from mirror.tools.check.differences import Difference, align, nearest_of
 from mirror.tools.check.fingerprint import relative
 from mirror.tools.check.record import (
     GRADIENT,
@@ -90,7 +91,7 @@ def diagnose(
     first = inside or found
     event = first.event
     if event.depth == 0 and event.kind == INPUT:
-        return _of_data(result, first, one, many)
+        return _explain_data(result, first, one, many)
     if event.kind == GRADIENT:
         first = _nearly_equal_loss(found, some, others) or first
         event = first.event
@@ -99,32 +100,32 @@ def diagnose(
     if event.kind == OP:
         result.operation = str(event.info.get("op", ""))
     if first.reason == "other" or event.info.get("op") == "branch":
-        if found.event.kind == LOSS and not _of_replicas(found.event):
-            return _of_kept_number(found, result)  # the outputs are equal all the same
-        return _of_branch(first, result)
+        if found.event.kind == LOSS and not _has_replica_values(found.event):
+            return _explain_kept_number(found, result)  # the outputs are equal all the same
+        return _explain_branch(first, result)
     if event.info.get("norm") or result.operation in _STATISTICS:
-        return _of_statistics(result)
+        return _explain_statistics(result)
     if event.info.get("dropout") or event.info.get("random"):
-        return _of_random(result, "torch")
+        return _explain_random(result, "torch")
     drawn = _drawn_in(event, some)
     if drawn and drawn != ["torch"]:
-        return _of_random(result, " and ".join(drawn))
+        return _explain_random(result, " and ".join(drawn))
     written = _written_outside(event, some, others)
     if written is not None:
-        return _of_state(result, written)
-    source, is_product = _source(first, some, others)
+        return _explain_state(result, written)
+    source, is_product = _find_source(first, some, others)
     if not is_product and event.kind == OP and first.one is not None and first.many is not None:
         numbers = first.one.info.get("numbers")
         of_replicas = first.many.info.get("numbers_of_replicas")
         if of_replicas and any(n != numbers for n in of_replicas):
-            return _of_numbers(result, first.many, numbers, of_replicas)
+            return _explain_numbers(result, first.many, numbers, of_replicas)
     if event.kind == LOSS:
-        return _of_loss_in_run(first, result)
+        return _explain_loss_in_run(first, result)
     if event.kind in (GRADIENT, PARAMETER):
-        return _of_gradient(first, result, others)
+        return _explain_gradient(first, result, others)
     if _is_loss(found, first, is_product):
-        return _of_loss_output(found, first, result, others)
-    return _of_mixing(result, source)
+        return _explain_loss_output(found, first, result, others)
+    return _explain_mixing(result, source)
 
 
 def _is_loss(found: Difference, first: Difference, is_product: bool) -> bool:
@@ -153,7 +154,7 @@ def _nearly_equal_loss(
 
     The roots of the replicas' means nearly have the mean of the whole batch, and other gradients.
     """
-    for i, a, c in aligned(some, others):
+    for i, a, c in align(some, others):
         if a is None or c is None or a.key != c.key or a is found.one:
             return None
         if a.depth == 0 or not _is_scalar(a) or "values_of_replicas" not in c.info:
@@ -252,14 +253,14 @@ def _many_of_call(
 # What it is
 
 
-def _of_statistics(result: CheckResult) -> CheckResult:
+def _explain_statistics(result: CheckResult) -> CheckResult:
     result.cause = "batch statistics per replica"
     result.why = STATISTICS_OF_PARTS.format(result.module_class or result.operation)
     result.remedy = USE_WHOLE_BATCH
     return result
 
 
-def _of_random(result: CheckResult, generator: str) -> CheckResult:
+def _explain_random(result: CheckResult, generator: str) -> CheckResult:
     result.cause = "random numbers"
     result.why = (
         f"forward draws from {generator}: each replica draws for its part, so the numbers are "
@@ -272,7 +273,7 @@ def _of_random(result: CheckResult, generator: str) -> CheckResult:
     return result
 
 
-def _of_numbers(
+def _explain_numbers(
     result: CheckResult, event: RecordedEvent, one: Any, many: Sequence[Any]
 ) -> CheckResult:
     result.values = {"one device": one, "replicas": list(many[:_SHOWN])}
@@ -308,7 +309,7 @@ def _follows_size(one: Any, many: Sequence[Any], counts: Sequence[float]) -> boo
     return is_function and all(numbers != one for numbers in many)
 
 
-def _of_state(result: CheckResult, event: RecordedEvent) -> CheckResult:
+def _explain_state(result: CheckResult, event: RecordedEvent) -> CheckResult:
     result.cause = "state kept outside the model"
     verb = "writes" if event.info.get("writes_outside") else "replaces"
     result.why = (
@@ -324,7 +325,7 @@ def _of_state(result: CheckResult, event: RecordedEvent) -> CheckResult:
     return result
 
 
-def _of_branch(first: Difference, result: CheckResult) -> CheckResult:
+def _explain_branch(first: Difference, result: CheckResult) -> CheckResult:
     one, many = first.one, first.many
     result.cause = "takes another branch"
     of_one = f"{one.info.get('op') or one.name} at {one.where}" if one else "nothing"
@@ -344,7 +345,7 @@ def _of_branch(first: Difference, result: CheckResult) -> CheckResult:
     return result
 
 
-def _of_loss_in_run(first: Difference, result: CheckResult) -> CheckResult:
+def _explain_loss_in_run(first: Difference, result: CheckResult) -> CheckResult:
     one, many = first.one, first.many
     result.cause = "a loss that is no mean over examples"
     values = many.info.get("values_of_replicas") if many else None
@@ -367,7 +368,7 @@ def _of_loss_in_run(first: Difference, result: CheckResult) -> CheckResult:
     return result
 
 
-def _of_gradient(
+def _explain_gradient(
     first: Difference, result: CheckResult, events: Sequence[RecordedEvent]
 ) -> CheckResult:
     event = first.event
@@ -376,7 +377,7 @@ def _of_gradient(
     losses = [e for e in events if e.kind == LOSS and e.info.get("values_of_replicas")]
     if losses:
         result.line = losses[0].where
-        return _of_loss_in_run(Difference(0, None, losses[0], 0.0), result)
+        return _explain_loss_in_run(Difference(0, None, losses[0], 0.0), result)
     if event.name.startswith("parameter "):
         result.cause = "a parameter that was never mirrored"
         result.why = f"{event.name} of the optimizer belongs to no module that was called"
@@ -391,13 +392,15 @@ def _of_gradient(
     return result
 
 
-def _of_loss_output(
+def _explain_loss_output(
     found: Difference, first: Difference, result: CheckResult, others: Sequence[RecordedEvent]
 ) -> CheckResult:
     result.cause = "a loss that is no mean over examples"
     name = found.event.name
     shown = [first.many, *(e for e in others if e.kind in (PART, OUTPUT) and e.name == name)]
-    values = next((e.info["values_of_replicas"] for e in shown if e and _of_replicas(e)), None)
+    values = next(
+        (e.info["values_of_replicas"] for e in shown if e and _has_replica_values(e)), None
+    )
     if _is_scalar(first.event):
         result.values["one device"] = _number(first.event.prints[0].values[0])
     if values:
@@ -413,11 +416,11 @@ def _of_loss_output(
     return result
 
 
-def _of_replicas(event: RecordedEvent) -> bool:
+def _has_replica_values(event: RecordedEvent) -> bool:
     return bool(event.info.get("values_of_replicas"))
 
 
-def _of_kept_number(found: Difference, result: CheckResult) -> CheckResult:
+def _explain_kept_number(found: Difference, result: CheckResult) -> CheckResult:
     result.cause = "a loss that is no mean over examples"
     result.operation, result.line = "", found.event.where
     result.why = (
@@ -431,7 +434,7 @@ def _of_kept_number(found: Difference, result: CheckResult) -> CheckResult:
     return result
 
 
-def _of_mixing(result: CheckResult, source: RecordedEvent | None) -> CheckResult:
+def _explain_mixing(result: CheckResult, source: RecordedEvent | None) -> CheckResult:
     if source is not None:
         result.operation = str(source.info.get("op") or result.operation)
         result.line = source.where or result.line
@@ -441,7 +444,7 @@ def _of_mixing(result: CheckResult, source: RecordedEvent | None) -> CheckResult
     return result
 
 
-def _source(
+def _find_source(
     first: Difference, some: Sequence[RecordedEvent], others: Sequence[RecordedEvent]
 ) -> tuple[RecordedEvent | None, bool]:
     """Returns an earlier operation that compares examples with each other or reduces over them.
@@ -486,7 +489,9 @@ def _until(events: Sequence[RecordedEvent], last: RecordedEvent) -> list[Recorde
     return found
 
 
-def _of_data(result: CheckResult, first: Difference, one: Record, many: Record) -> CheckResult:
+def _explain_data(
+    result: CheckResult, first: Difference, one: Record, many: Record
+) -> CheckResult:
     event = first.event
     result.cause, result.line = "different data", event.where
     result.remedy = (

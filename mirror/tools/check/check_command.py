@@ -4,16 +4,15 @@ How a check is made, from here down::
 
     check_command.py    runs the script in processes of its own, shows progress, prints the result
     recorded_run.py     one such process: seeds, opens the scope, records, ends after N steps
-    recorded_run.py    wraps module calls, backward passes and optimizer steps
-    recorder.py         notes inputs, outputs, losses, gradients, parameters and buffers
-    op_trace.py         notes the functions of tensors inside modules, with their lines
-    fingerprint.py       joins the replicas' parts of a tensor; fingerprint.py keeps it small
+    recorder.py         records inputs, outputs, losses, gradients, parameters and buffers
+    op_trace.py         records the functions of tensors inside modules, with their lines
+    fingerprint.py      joins the replicas' parts of a tensor, and keeps a small part of its values
     record.py           the events of a run, as files
     rounding_noise.py   adds rounding errors, to see how far they carry one device
     run_comparison.py   decides: equal, different, or not comparable
-    differences.py      what differs first beyond rounding
-    causes.py           the likely cause and the remedy
-    differences.py     the sentence, the table and the JSON; the exit codes
+    differences.py      finds what differs first beyond rounding
+    causes.py           finds the likely cause and the remedy
+    check_result.py     the sentence, the table and the JSON; the exit codes
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 
 from mirror.errors import MirrorError
-from mirror.tools.check.differences import (
+from mirror.tools.check.check_result import (
     FAILS,
     MISSING,
     NEEDS_ARGUMENTS,

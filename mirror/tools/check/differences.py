@@ -10,28 +10,12 @@ good as equal, on one device with rounding errors added (B).
 
 Gradients are compared relative to those of the whole optimizer as well: one that is nothing but
 rounding has no scale of its own.
-
-The result of a check: one sentence, a short table, and JSON.
-
-code    meaning
-0       equal
-1       different
-2       cannot be compared: no optimizer step, or not repeatable on one device
-3       there is no such script or module, or it is not Python
-4       the script fails by itself, on one device
-5       the script needs other arguments
-6       the script trains in processes that it starts
-7       the script took no optimizer step within ``--timeout`` seconds
 """
 
 from __future__ import annotations
 
-import json
-import math
-import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from mirror.tools.check.fingerprint import Fingerprint, relative
 from mirror.tools.check.record import (
@@ -47,6 +31,8 @@ from mirror.tools.check.record import (
 )
 
 _UNITS = {"float64": 2.0**-33, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
 # No cause makes a difference as small as 1e-8, and float64 is there to leave rounding aside.
 _TIGHT = 80.0  # units in the last place that need no explanation
 _SPREAD = 12.0  # times the spread of one device
@@ -130,7 +116,7 @@ def _gradient_scales(one: Record) -> dict[tuple[int, object], float]:
     return scales
 
 
-def aligned(
+def align(
     one: Sequence[RecordedEvent], many: Sequence[RecordedEvent]
 ) -> Iterator[tuple[int, RecordedEvent | None, RecordedEvent | None]]:
     """Yields the events that belong together, with the index of the first run's.
@@ -154,14 +140,14 @@ def aligned(
             return
 
 
-def differences(
+def find_differences(
     one: Sequence[RecordedEvent], many: Sequence[RecordedEvent], tolerances: Tolerances
 ) -> Iterator[Difference]:
     """Yields what differs by more than needs no explanation, in order.
 
     Ends after the first event that has no counterpart.
     """
-    for i, a, c in aligned(one, many):
+    for i, a, c in align(one, many):
         if a is None or c is None or a.key != c.key:
             reason = "missing" if a is None or c is None else "other"
             yield Difference(i, a, c, float("inf"), reason)
@@ -207,7 +193,7 @@ def largest_spreads(
     """
     largest: dict[tuple[str, str, str], float] = {}
     spreads: dict[int, float] = {}
-    for i, a, b in aligned(one, noisy):
+    for i, a, b in align(one, noisy):
         if a is None or b is None or a.key != b.key or a.kind not in (LOSS, OUTPUT):
             continue
         some, others = a.prints[0], b.prints[0]
@@ -219,10 +205,7 @@ def largest_spreads(
 
 
 def is_rounding(
-    difference: Difference,
-    one: RecordedEvent,
-    spread: RecordedEvent | None,
-    largest: float = 0.0,
+    difference: Difference, one: RecordedEvent, spread: RecordedEvent | None, largest: float = 0.0
 ) -> bool:
     """Whether a difference is what rounding makes of this script.
 
@@ -249,7 +232,7 @@ def first_deep(
     """Returns the first difference inside the modules of one step, and that step's events."""
     some, others = deep(one, step), deep(many, step)
     noisy = [] if spread is None else deep(spread, step)
-    for difference in differences(some, others, tolerances):
+    for difference in find_differences(some, others, tolerances):
         b = None
         if difference.index < len(noisy) and difference.one is not None:
             candidate = noisy[difference.index]
@@ -260,89 +243,3 @@ def first_deep(
             continue  # a state whose parts cannot be joined here; what follows tells
         return difference, some, others
     return None, some, others
-
-
-EQUAL, DIFFERENT, NOT_COMPARABLE, MISSING, FAILS, NEEDS_ARGUMENTS, OTHER_PROCESSES, TIMED_OUT = (
-    range(8)
-)
-_VERDICTS = (
-    *("equal", "different", "not comparable", "missing", "fails", "needs arguments"),
-    *("other processes", "timed out"),
-)
-_WIDTH = 88
-
-
-@dataclass
-class CheckResult:
-    """What a check has found.
-
-    Attributes:
-        exit_code: one of the codes above.
-        summary: one sentence.
-        steps: how many steps were compared.
-        replicas: how many replicas were compared with one device.
-        largest_difference: relative to the norm, over outputs, losses, gradients, parameters.
-        dtype: the floating dtype of lowest precision that was compared.
-        step, quantity, name: the first step and quantity that differ: its kind and its name.
-        module, module_class: the first module with another output, and its class.
-        operation, line: the function that computes it there, and the user's line.
-        cause: the kind of cause, in a few words.
-        why: what happens, in a sentence or two.
-        remedy: what to do.
-        values: what one device has, and the replicas.
-        reported: whether the strategy itself has warned of it; ``None``: it is not different.
-    """
-
-    exit_code: int
-    summary: str = ""
-    steps: int = 0
-    replicas: int = 0
-    largest_difference: float | None = None
-    dtype: str = ""
-    step: int | None = None
-    quantity: str = ""
-    name: str = ""
-    module: str = ""
-    module_class: str = ""
-    operation: str = ""
-    line: str = ""
-    cause: str = ""
-    why: str = ""
-    remedy: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    reported: bool | None = None
-
-    def to_json(self) -> str:
-        """Returns the result as JSON; ``verdict`` is the name of the exit code."""
-        row = {"verdict": _VERDICTS[self.exit_code], **asdict(self)}
-        if self.largest_difference is not None and not math.isfinite(self.largest_difference):
-            row["largest_difference"] = None
-        return json.dumps(row, indent=2) + "\n"
-
-    def __str__(self) -> str:
-        rows = {"why": self.why, "remedy": self.remedy}
-        if self.exit_code == DIFFERENT:
-            module = f"{self.module} ({self.module_class})" if self.module_class else self.module
-            rows = {
-                "step": "" if self.step is None else str(self.step),
-                "quantity": f"{self.quantity} {self.name}".strip(),
-                "module": module,
-                "operation": self.operation,
-                "line": self.line,
-                "values": "; ".join(f"{name}: {value}" for name, value in self.values.items()),
-                "cause": self.cause,
-                **rows,
-                "warned": self._describe_warning(),
-            }
-        lines = [self.summary]
-        for name, text in rows.items():
-            wrapped = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-            lines += [f"  {name if not i else '':10}{line}" for i, line in enumerate(wrapped)]
-        return "\n".join(lines)
-
-    def _describe_warning(self) -> str:
-        if self.quantity == "error":
-            return "yes: the strategy raises this error"
-        if self.reported:
-            return "yes: mirror run also warns of this"
-        return "no: the strategy does not detect this by itself"

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.record import ReplicaLog
 
 if TYPE_CHECKING:
-    from mirror.execution.replicas import Replica
+    from mirror.execution.run import Replica
 
 _RANDOM = frozenset(
     "bernoulli bernoulli_ cauchy_ dropout exponential_ geometric_ log_normal_ multinomial normal "
@@ -36,7 +36,6 @@ _UNSEEN = frozenset(
     "is_complex type __format__ __bool__ item tolist numpy "
     "empty empty_like empty_strided new_empty".split()  # the last four: memory as it was
 )
-
 
 _TORCH = f"{torch.__path__[0]}{os.sep}"
 _MIRROR = f"{Path(__file__).resolve().parents[2]}{os.sep}"

@@ -1,6 +1,6 @@
 """The record of a run: its events in order, and how it ended. Written as JSON and arrays.
 
-A ``ReplicaLog`` is what each replica notes inside a call of a module. The n-th event of one
+A ``ReplicaLog`` has the events of one replica inside a call of a module. The n-th event of one
 replica belongs to the n-th event of the others, and their tensors are joined in every way that may
 give the whole one.
 """
@@ -173,7 +173,7 @@ class ReplicaLog:
         num_numbers: how many numbers their tensors have.
         num_steps: how many optimizer steps the replica has reached, inside ``run``.
         known: the tensors that the call was given or has made, by id, while functions of tensors
-            are noted. The dict keeps them alive.
+            are recorded. The dict keeps them alive.
         is_busy: whether the recorder itself is computing.
     """
 
@@ -185,7 +185,7 @@ class ReplicaLog:
     is_busy: bool = False
 
     def add(self, event: PendingEvent, values: Any) -> None:
-        """Notes an event, with copies of the tensors in ``values``."""
+        """Records an event, with copies of the tensors in ``values``."""
         if len(self.events) >= _MAX_EVENTS:
             return
         self.is_busy = True
@@ -207,7 +207,7 @@ class ReplicaLog:
         self.events, self.num_numbers = [], 0
 
 
-def joined_events(
+def join_events(
     logs: Mapping[int, ReplicaLog], counts: Mapping[int, float], step: int
 ) -> Iterator[RecordedEvent]:
     """Yields the events of all replicas' logs, each with the replicas' tensors joined.

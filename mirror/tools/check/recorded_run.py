@@ -239,7 +239,7 @@ def _recording_losses(recorder: Recorder) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            recorder.note_loss(roots, sys._getframe(1))
+            recorder.record_loss(roots, sys._getframe(1))
             recorder.in_backward += 1
             try:
                 return original(tensors, *args, **kwargs)

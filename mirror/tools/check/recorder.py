@@ -1,8 +1,8 @@
-"""The recorder: notes what happens in a training step, on one device or under a strategy.
+"""The recorder of what happens in a training step, on one device or under a strategy.
 
 Problem: a call of a mirrored module is split, and each replica sees its part only.
-Rule:    the outermost call is noted where the script makes it, with whole inputs and outputs
-         what happens inside is noted per replica: its n-th event belongs to the n-th of the others
+Rule:    the outermost call is recorded where the script makes it, with whole inputs and outputs
+         inside it each replica records events; the n-th events of all replicas belong together
          at the end of the call the replicas' tensors are joined in every way that fits
 Consequence: both runs leave the same sequence of events, and the first one that differs names the
 module, and inside it the operation and the line.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import functions_interpreter, is_jit_tracing
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.fingerprint import fingerprint, join_parts
@@ -47,7 +47,7 @@ from mirror.tools.check.record import (
     Record,
     RecordedEvent,
     ReplicaLog,
-    joined_events,
+    join_events,
     tensors_in,
     tensors_or_parts_in,
 )
@@ -55,7 +55,6 @@ from mirror.tools.check.rounding_noise import RoundingNoise
 from mirror.values import PerReplica
 
 _LIBRARIES = (f"{torch.__path__[0]}/", f"{Path(__file__).resolve().parents[2]}/")
-
 
 DROPOUT_LAYERS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -234,7 +233,7 @@ class Recorder:
         if is_outermost:
             return self._call_outermost(log, module, forward, args, kwargs)
         if is_inside and not log.path:
-            self._note_counts(args, kwargs)
+            self._record_counts(args, kwargs)
             if self.has_ops():
                 with self._tracing(log, module, args, kwargs):
                     return self._call_inner(log, module, forward, args, kwargs)
@@ -276,7 +275,7 @@ class Recorder:
         buffers = list(module.buffers())  # and what a replica's code has in their place
         log.add_known([*tensors_in((args, kwargs)), *buffers, *map(resolve, buffers)])
         try:
-            with OpTrace(log, current.replica, self._is_noting_ops, self._note_op):
+            with OpTrace(log, current.replica, self._is_noting_ops, self._record_op):
                 yield
         finally:
             log.known = None
@@ -351,7 +350,7 @@ class Recorder:
     def _is_noting_ops(self) -> bool:
         return self.has_ops() and not self.in_backward and functions_interpreter() is None
 
-    def _note_op(self, log: ReplicaLog, result: Any, info: dict[str, Any], where: str) -> None:
+    def _record_op(self, log: ReplicaLog, result: Any, info: dict[str, Any], where: str) -> None:
         """Notes a function of tensors that a module's forward has called."""
         name = self._names.name_of(log.path[-1]) if log.path else "the function in run"
         depth = len(log.path) + 1
@@ -382,7 +381,7 @@ class Recorder:
         self.after_step(optimizer)
         return result
 
-    def note_loss(self, tensors: Sequence[Any], frame: Any) -> None:
+    def record_loss(self, tensors: Sequence[Any], frame: Any) -> None:
         """Notes where a backward pass begins."""
         log = self.log()
         if log is None:
@@ -460,7 +459,7 @@ class Recorder:
 
     # Joining what replicas have noted
 
-    def _note_counts(self, args: Any, kwargs: Any) -> None:
+    def _record_counts(self, args: Any, kwargs: Any) -> None:
         """Notes how many examples the current replica has."""
         replica = current.replica
         assert replica is not None
@@ -473,7 +472,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Joins what the replicas have noted since, and takes it into the record."""
-        for event in joined_events(self._logs, self._counts, self.step):
+        for event in join_events(self._logs, self._counts, self.step):
             self._numbers_in_step += sum(int(np.prod(f.shape)) for f in event.prints[:1])
             self.record.events.append(event)
         self._clear_logs()

@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mirror.tools.check.causes import diagnose, diagnose_error
+from mirror.tools.check.check_result import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.differences import (
-    DIFFERENT,
-    EQUAL,
-    NOT_COMPARABLE,
-    CheckResult,
     Difference,
     Tolerances,
-    aligned,
-    differences,
+    align,
+    find_differences,
     first_deep,
     is_rounding,
     largest_spreads,
@@ -62,8 +59,8 @@ class RunComparison:
         """Returns the result of the check."""
         one, many = self._one, self._many
         if many.ending == "error" and many.error is not None and one.ending != "error":
-            return self._of_error()
-        suspects = list(differences(shallow(one), shallow(many), self._tolerances))
+            return self._explain_error()
+        suspects = list(find_differences(shallow(one), shallow(many), self._tolerances))
         found = self._beyond_rounding(suspects)
         if found is None and one.num_steps == many.num_steps:
             is_chaotic = self._spread is not None and self._largest_spread(self._spread) > _CHAOTIC
@@ -125,7 +122,7 @@ class RunComparison:
         again = self._record("on one device again", replace(self._options, steps=steps))
         one = [event for event in shallow(self._one) if event.step <= steps]
         other = [event for event in shallow(again) if event.step <= steps]
-        for difference in differences(one, other, self._tolerances):
+        for difference in find_differences(one, other, self._tolerances):
             if difference.distance > 1e-2 or difference.event.kind == INPUT:
                 return difference.event.step
         return 0
@@ -186,7 +183,7 @@ class RunComparison:
             remedy="seed that generator, or delete those files before each run",
         )
 
-    def _of_error(self) -> CheckResult:
+    def _explain_error(self) -> CheckResult:
         many = self._many
         assert many.error is not None
         where = f" at {many.error['line']}" if many.error.get("line") else ""
@@ -235,7 +232,7 @@ def _distances(one: Record, other: Record) -> dict[tuple[str, int], float]:
     no scale of its own.
     """
     totals: dict[tuple[str, int], list[float]] = {}
-    for _, a, b in aligned(shallow(one), shallow(other)):
+    for _, a, b in align(shallow(one), shallow(other)):
         if a is None or b is None or a.key != b.key:
             continue
         some, others = a.prints[0], b.prints[0]

@@ -24,27 +24,6 @@ With sharded optimizer state one process reduces each bucket to the devices that
 takes half as long, and gathers the new values after the update, which takes the other half. A
 device updates 1/N of the parameters, N being the devices of the process. Several machines reduce
 all gradients to all devices. The other ways keep the state as it is.
-
-The cost of an all-reduce: links with the sources of their numbers, and closed forms.
-
-S bytes on each of n devices, on k machines of g devices. B and a are bandwidth and latency of a
-hop inside a machine, C and b those of the network between machines; c is the fixed cost of a
-collective.
-
-    ring          c + 2 (n - k) a + 2 (k - 1) b + 2 (n - 1) / n S / min(B, C)
-    tree          c + 2 (g - 1) a + 2 ceil(log2 k) b + 2 S / (0.92 min(B, C))
-    hierarchical  2 c + 2 (g - 1) a + c' + 2 (k - 1) b + 2 (g - 1) / g S / B + 2 (k - 1) / k S / C
-
-Ring: Patarasuk and Yuan (2009); it passes every machine once, so 2 (k - 1) of its hops are between
-machines. Tree: the double binary tree of NCCL, a chain inside a machine; 0.92 is its own discount.
-Both are as in ``ncclTopoTuneModel`` in ``src/graph/tuning.cc`` of NCCL; "auto" takes the faster
-one, as NCCL does. Hierarchical: reduce-scatter inside, all-reduce of the shards between machines,
-all-gather inside; c' = c if there are other machines. NCCL does not have it, so "auto" never
-takes it.
-
-Bandwidths are those that NCCL 2.30.7 plans its rings with, not nominal ones: ``src/graph/topo.h``
-has gigabytes per second of one direction of one NVLink, of PCIe 3 x16, and of a network adapter of
-100 Gbit/s; ``src/graph/tuning.cc`` has the cost of a hop (protocol "Simple").
 """
 
 from __future__ import annotations
@@ -100,6 +79,9 @@ def _pcie(generation: int) -> Bandwidth:
     )
 
 
+# Bandwidths are those that NCCL 2.30.7 plans its rings with, not nominal ones: src/graph/topo.h
+# has gigabytes per second of one direction of one NVLink, of PCIe 3 x16, and of a network adapter
+# of 100 Gbit/s; src/graph/tuning.cc has the cost of a hop (protocol "Simple").
 LINKS = {
     link.name: link
     for link in (
@@ -194,7 +176,23 @@ _SHARE_OF_TREE = 0.92  # of the bandwidth, for all-reduces: tuning.cc
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of equal devices.
+    """Machines of equal devices, and the time of an all-reduce between them.
+
+    S bytes on each of n devices, on k machines of g devices. B and a are bandwidth and latency of
+    a hop inside a machine, C and b those of the network between machines; c is the fixed cost of a
+    collective.
+
+        ring          c + 2 (n - k) a + 2 (k - 1) b + 2 (n - 1) / n S / min(B, C)
+        tree          c + 2 (g - 1) a + 2 ceil(log2 k) b + 2 S / (0.92 min(B, C))
+        hierarchical  2 c + 2 (g - 1) a + 2 (g - 1) / g S / B
+                      + c' + 2 (k - 1) b + 2 (k - 1) / k S / C
+
+    Ring: Patarasuk and Yuan (2009); it passes every machine once, so 2 (k - 1) of its hops are
+    between machines. Tree: the double binary tree of NCCL, a chain inside a machine; 0.92 is its
+    own discount. Both are as in ``ncclTopoTuneModel`` in ``src/graph/tuning.cc`` of NCCL; "auto"
+    takes the faster one, as NCCL does. Hierarchical: reduce-scatter inside, all-reduce of the
+    shards between machines, all-gather inside; c' = c if there are other machines. NCCL does not
+    have it, so "auto" never takes it.
 
     Attributes:
         link: the link between the devices of a machine.

@@ -29,11 +29,7 @@ from mirror.tools.planning.prediction import (
 )
 from mirror.tools.planning.workload import PlanError, Workload, check_choice, make_workload
 
-_WIRE_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+_WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def make_plan(given: Mapping[str, Any], case: str | None) -> Plan:

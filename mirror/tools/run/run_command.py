@@ -1,10 +1,9 @@
 """``mirror run``: makes the strategy, opens its scope, and runs the script inside.
 
-Runs a script, or a module, as ``python SCRIPT`` or ``python -m MODULE`` would.
-
-The script is the module ``__main__``; ``sys.argv``, ``sys.path[0]`` and the working directory are
-those that Python would have set. So pickles name its classes rightly, and processes that start by
-spawn or forkserver import the same file again, under the name ``__mp_main__``, without a strategy.
+A script, or a module, runs as under ``python SCRIPT`` or ``python -m MODULE``. It is the module
+``__main__``; ``sys.argv``, ``sys.path[0]`` and the working directory are those that Python would
+have set. So pickles name its classes rightly, and processes that start by spawn or forkserver
+import the same file again, under the name ``__mp_main__``, without a strategy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from mirror.devices import is_simulated, resolve
 from mirror.errors import MirrorError, StrategyError
 from mirror.replica.layers.sync_batch_norm import synchronize_all
 from mirror.replica.replica_checks import statistics_are_warnings
-from mirror.strategy.mirrored import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
+from mirror.strategy.central_storage import CentralStorageStrategy
+from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import Schedule
@@ -288,7 +288,7 @@ def make_strategy(options: RunOptions) -> Strategy:
     Raises:
         MirrorError: an option does not fit the strategy, or a device does not exist.
     """
-    kind = options.strategy or ("multi-worker" if _is_one_of_several() else "mirrored")
+    kind = options.strategy or ("multi-worker" if launchers() else "mirrored")
     devices = _devices(options)
     if kind == "one-device":
         return _one_device(options, devices)
@@ -324,10 +324,6 @@ def _devices(options: RunOptions) -> Sequence[str] | None:
     if is_simulated(found):
         found = (torch.device("cpu"),)
     return [str(found[i % len(found)]) for i in range(options.replicas)]
-
-
-def _is_one_of_several() -> bool:
-    return bool(launchers())
 
 
 @contextmanager

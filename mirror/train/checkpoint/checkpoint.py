@@ -1,15 +1,6 @@
 """Checkpoint: everything that a training run needs to continue, saved and restored together.
 
-Checkpoints of several workers: the chief writes, all restore, and all agree.
-
-Worker 0, the chief, writes the state of the one logical model. Some states may differ between
-workers: random generators, and per-replica buffers. If they do, the chief receives them, and they
-go into the same checkpoint. So every worker calls ``save`` and ``restore``, at the same place of
-the program. The calls return when the chief's file is on the disk, or raise on all workers.
-
-On restoring, each worker reads the checkpoint, and the workers compare what they have read. The
-error names a worker that sees another directory, for example because it is not shared between
-machines. With another number of workers, all continue with the chief's state.
+Of several workers the chief writes, all restore, and all agree: ``WorkerAgreement``.
 """
 
 from __future__ import annotations
@@ -30,7 +21,7 @@ from mirror.base.migration_hints import with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import CheckpointError, StrategyError
-from mirror.execution.replicas import enclosing_replica
+from mirror.execution.run import enclosing_replica
 from mirror.replica.params.mirrored_buffer import set_local_buffers
 from mirror.strategy.group import all_groups
 from mirror.threads.user_frames import add_note
@@ -61,6 +52,16 @@ _FAILED, _DONE = b"!", b"."  # the first byte of a worker's message
 
 class WorkerAgreement:
     """The workers that save and restore together.
+
+    Worker 0, the chief, writes the state of the one logical model. Some states may differ between
+    workers: random generators, and per-replica buffers. If they do, the chief receives them, and
+    they go into the same checkpoint. So every worker calls ``save`` and ``restore``, at the same
+    place of the program. The calls return when the chief's file is on the disk, or raise on all
+    workers.
+
+    On restoring, each worker reads the checkpoint, and the workers compare what they have read.
+    The error names a worker that sees another directory, for example because it is not shared
+    between machines. With another number of workers, all continue with the chief's state.
 
     Args:
         workers: the group.

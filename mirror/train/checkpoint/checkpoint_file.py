@@ -34,7 +34,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from mirror.base.tree_json import Malformed, shortened
+from mirror.base.tree_json import Malformed, shorten
 from mirror.errors import CheckpointError
 
 FORMAT = 2
@@ -163,7 +163,7 @@ class WorkerStates:
         objects = {}
         for name, (kind, type_name, state) in body["objects"].items():
             if not isinstance(kind, str) or not isinstance(type_name, str):
-                raise Malformed(f"object {shortened(name)} has no kind")
+                raise Malformed(f"object {shorten(name)} has no kind")
             objects[name] = ObjectState(kind, type_name, state)
         return cls(objects, body["random"], body["buffers"])
 
@@ -220,7 +220,7 @@ def parse_manifest(text: str) -> Manifest:
         body = json.loads(text)
         if body["format"] != FORMAT:
             raise Malformed(
-                f"it has format {shortened(str(body['format']))}, and this version of mirror "
+                f"it has format {shorten(str(body['format']))}, and this version of mirror "
                 f"reads format {FORMAT}"
             )
         if body["step"] is not None and not _is_count(body["step"]):
@@ -248,7 +248,7 @@ def _check(manifest: Manifest) -> None:
         raise Malformed("two tensors have one name")
     for name, view in manifest.views.items():
         if view.end > sizes[view.base]:
-            raise Malformed(f"view {shortened(name)} reaches beyond {shortened(view.base)}")
+            raise Malformed(f"view {shorten(name)} reaches beyond {shorten(view.base)}")
     first, *others = (states.objects.keys() for states in manifest.workers)
     if any(names - first for names in others):
         raise Malformed("a worker has other objects than worker 0")
@@ -270,7 +270,7 @@ def _parse_sizes(value: object) -> tuple[int, ...]:
     """Returns a shape that torch can count the elements of."""
     sizes = _parse_counts(value)
     if math.prod(n for n in sizes if n) >= _MAX_ELEMENTS:
-        raise Malformed(f"the shape {shortened(str(value))} is too large")
+        raise Malformed(f"the shape {shorten(str(value))} is too large")
     return sizes
 
 
@@ -280,7 +280,7 @@ def _parse_counts(value: object) -> tuple[int, ...]:
         or len(value) > _MAX_DIMENSIONS
         or not all(map(_is_count, value))
     ):
-        raise Malformed(f"{shortened(str(value)[:200])} is not a shape or strides")
+        raise Malformed(f"{shorten(str(value)[:200])} is not a shape or strides")
     return tuple(value)
 
 

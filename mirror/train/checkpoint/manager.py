@@ -1,6 +1,7 @@
 """CheckpointManager: the newest checkpoints of a run, in one directory.
 
-``mirror checkpoint`` shows what a checkpoint holds, as text, and as a file for ``torch.load``.
+``describe_checkpoint`` and ``export_checkpoint`` are the commands of ``mirror checkpoint`` for
+the checkpoints of such a directory: as text, and as a file for ``torch.load``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mirror.data.resume_state import capture_rng, restore_rng
+from mirror.data.rng_state import capture_rng, restore_rng
 from mirror.devices import cuda_devices_in_use, random_state, set_random_state
 from mirror.devices import state_of as generator_state_of
 from mirror.errors import CheckpointError, short_repr

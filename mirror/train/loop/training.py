@@ -4,7 +4,7 @@ A step begins when ``batches`` yields a batch, and ends when the loop requests t
 loop is left by ``break``, its last step ends with the next loop, or with the training. Requests to
 save or to stop are handled there, in this order: hooks, a checkpoint, the end. The workers
 exchange their requests at the end of each step, and all of them act at the same step. With
-parameter servers a step may end later: see ``hook.py``.
+parameter servers a step may end later: see ``steps_in_flight.py``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.threads.user_frames import add_note, warn_user
 from mirror.train.checkpoint.checkpoint import WorkerAgreement, worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
-from mirror.train.loop.hook import (
-    AnyStrategy,
-    Hook,
-    StepsInFlight,
-    TrainingState,
-    check_count,
-    dataset_ended,
-)
+from mirror.train.loop.hook import AnyStrategy, Hook, TrainingState, check_count
 from mirror.train.loop.hooks import SaveEvery
+from mirror.train.loop.steps_in_flight import StepsInFlight, dataset_ended
 
 T = TypeVar("T")
 

@@ -39,11 +39,11 @@ def compiles(monkeypatch):
     pieces = []
     original = build_program.compile_piece
 
-    def noted(piece, *rest):
+    def compile_and_record(piece, *rest):
         pieces.append(piece)
         return original(piece, *rest)
 
-    monkeypatch.setattr(build_program, "compile_piece", noted)
+    monkeypatch.setattr(build_program, "compile_piece", compile_and_record)
     return pieces
 
 

@@ -14,7 +14,7 @@ from mirror.compiler.lowering.programs import interpret_piece
 from mirror.compiler.lowering.step_plan import ProgramPiece
 from mirror.compiler.runtime import cuda_graphs
 from mirror.compiler.runtime.cuda_graphs import MAX_CAPTURES, CapturedPieces
-from mirror.device.streams import CudaGraph
+from mirror.device.cuda_graph import CudaGraph
 from tests.gpu.fake import FakeGpus
 from tests.gpu.graphs import GraphError, graphs_on
 from tests.gpu.order import StreamError

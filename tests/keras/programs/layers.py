@@ -21,7 +21,7 @@ from tests.keras.programs.common import (
 TOLERANCES = {"attention": 1e-4, "mixed_bfloat16": 3e-2}  # bfloat16 rounds to 1 in 256
 
 
-def _of(*inner, shape=(8,)):
+def _sequential(*inner, shape=(8,)):
     return lambda: keras.Sequential([layers.Input(shape), *(make() for make in inner)])
 
 
@@ -73,7 +73,7 @@ def made_after_the_scope(scope):
 
 
 def convolutions(scope):
-    make = _of(
+    make = _sequential(
         lambda: layers.Conv2D(4, 3, activation="relu"),
         lambda: layers.MaxPooling2D(2),
         lambda: layers.SeparableConv2D(4, 2),
@@ -86,12 +86,12 @@ def convolutions(scope):
 
 
 def gru(scope):
-    return trained(scope, _of(lambda: layers.GRU(6), _three, shape=(9, 4)), SERIES)
+    return trained(scope, _sequential(lambda: layers.GRU(6), _three, shape=(9, 4)), SERIES)
 
 
 def lstm(scope):
     bidirectional = lambda: layers.Bidirectional(layers.LSTM(4))  # noqa: E731
-    return trained(scope, _of(bidirectional, _three, shape=(9, 4)), SERIES)
+    return trained(scope, _sequential(bidirectional, _three, shape=(9, 4)), SERIES)
 
 
 def attention(scope):
@@ -105,7 +105,7 @@ def attention(scope):
 
 
 def masks(scope):
-    make = _of(
+    make = _sequential(
         lambda: layers.Embedding(20, 6, mask_zero=True),
         lambda: layers.LSTM(5, return_sequences=True),
         layers.GlobalAveragePooling1D,
@@ -116,7 +116,7 @@ def masks(scope):
 
 
 def normalizations(scope):
-    make = _of(
+    make = _sequential(
         lambda: layers.GroupNormalization(2),
         lambda: layers.LayerNormalization(rms_scaling=True),
         layers.UnitNormalization,
@@ -141,7 +141,7 @@ def torch_modules_inside(scope):
 
 def wrapped_torch_modules(scope):
     wrapped = lambda: layers.TorchModuleWrapper(torch.nn.Linear(8, 6))  # noqa: E731
-    return trained(scope, _of(wrapped, _three))
+    return trained(scope, _sequential(wrapped, _three))
 
 
 def keras_in_a_torch_module(scope):
@@ -216,7 +216,7 @@ def float64(scope):
 
 def regularizers_and_constraints(scope):
     def make():
-        return _of(
+        return _sequential(
             lambda: layers.Dense(8, kernel_regularizer="l2", bias_regularizer="l1"),
             lambda: layers.Dense(3, kernel_constraint=keras.constraints.MaxNorm(0.5)),
         )()

@@ -10,7 +10,7 @@ from tests.keras.programs.common import IMAGES, X, compiled, fitted, trained
 TOLERANCES = {"batch_normalization": 1e-4}
 
 
-def _of(*inner, shape=(8,)):
+def _sequential(*inner, shape=(8,)):
     return lambda: keras.Sequential([layers.Input(shape), *(make() for make in inner)])
 
 
@@ -25,11 +25,11 @@ def _normalization(**options):
 
 
 def batch_normalization(scope):
-    return trained(scope, _of(lambda: layers.Dense(6), _normalization, _three))
+    return trained(scope, _sequential(lambda: layers.Dense(6), _normalization, _three))
 
 
 def batch_normalization_of_images(scope):
-    make = _of(
+    make = _sequential(
         lambda: layers.Conv2D(4, 3, use_bias=False),
         lambda: _normalization(momentum=0.9, axis=-1),
         layers.ReLU,
@@ -41,7 +41,9 @@ def batch_normalization_of_images(scope):
 
 
 def frozen_batch_normalization(scope):
-    model = compiled(scope, _of(lambda: layers.Dense(6), layers.BatchNormalization, _three))
+    model = compiled(
+        scope, _sequential(lambda: layers.Dense(6), layers.BatchNormalization, _three)
+    )
     model.layers[1].moving_mean.assign(np.arange(6) / 10)
     model.layers[1].trainable = False
     return fitted(model)
@@ -66,7 +68,7 @@ def running_mean(scope):
             self.n.assign(0.9 * self.n + 0.1 * ops.mean(x))
             return x
 
-    return trained(scope, _of(State, _three))
+    return trained(scope, _sequential(State, _three))
 
 
 def counters(scope):
@@ -83,7 +85,7 @@ def counters(scope):
             self.total.assign_add(ops.sum(x))
             return x
 
-    return trained(scope, _of(Counts, _three))
+    return trained(scope, _sequential(Counts, _three))
 
 
 def metrics_of_layers(scope):
@@ -98,7 +100,7 @@ def metrics_of_layers(scope):
             self.sum.update_state(ops.abs(x))
             return x
 
-    model = compiled(scope, _of(Measured, _three))
+    model = compiled(scope, _sequential(Measured, _three))
     return fitted(model), model.layers[0].mean.result(), model.layers[0].sum.result()
 
 
@@ -108,11 +110,13 @@ def losses_of_layers(scope):
             self.add_loss(0.1 * ops.mean(x**2))
             return x
 
-    return trained(scope, _of(lambda: layers.Dense(6), AddLoss, _three))
+    return trained(scope, _sequential(lambda: layers.Dense(6), AddLoss, _three))
 
 
 def activity_regularizers(scope):
-    make = _of(lambda: layers.Dense(6, activity_regularizer="l2"), layers.ActivityRegularization)
+    make = _sequential(
+        lambda: layers.Dense(6, activity_regularizer="l2"), layers.ActivityRegularization
+    )
     inner = lambda: keras.Sequential([make(), layers.Dense(3, activity_regularizer="l1")])  # noqa: E731
     return trained(scope, inner)
 
@@ -137,7 +141,9 @@ def losses_of_a_model(scope):
 
 def dropout_of_one_seed(scope):
     """The first part is that of one device; what fit leaves of the seeds is, too."""
-    model = compiled(scope, _of(lambda: layers.Dense(6), lambda: layers.Dropout(0.5, seed=7)))
+    model = compiled(
+        scope, _sequential(lambda: layers.Dense(6), lambda: layers.Dropout(0.5, seed=7))
+    )
     with scope():
         seeds = model.layers[1].seed_generator
     outputs = [model(X[:21], training=True)[:7] for _ in range(2)]
@@ -146,7 +152,7 @@ def dropout_of_one_seed(scope):
 
 def dropout_out_of_training(scope):
     model = compiled(
-        scope, _of(lambda: layers.Dropout(0.5), lambda: layers.GaussianNoise(0.1), _three)
+        scope, _sequential(lambda: layers.Dropout(0.5), lambda: layers.GaussianNoise(0.1), _three)
     )
     return model(X, training=False), model.predict(X, verbose=0)
 

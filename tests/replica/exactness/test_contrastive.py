@@ -84,7 +84,7 @@ OTHERS = {
 }
 
 
-def made(loss):
+def make_model(loss):
     """Two encoders with a loss over what they give; a class of its own, as it is told once."""
 
     class Model(nn.Module):
@@ -105,7 +105,7 @@ def mirrored(model, replicas=2):
 @pytest.mark.parametrize(("replicas", "n"), [(2, 8), (3, 7), (3, 4)])
 @pytest.mark.parametrize("name", CONTRASTS)
 def test_comparisons_of_examples_warn(name, replicas, n):
-    plain = made(CONTRASTS[name])
+    plain = make_model(CONTRASTS[name])
     model = mirrored(copy.deepcopy(plain), replicas)
     x = torch.randn(n, 4)
     with pytest.warns(UserWarning, match="0-d output of Model is averaged"):
@@ -116,7 +116,7 @@ def test_comparisons_of_examples_warn(name, replicas, n):
 @pytest.mark.parametrize(("replicas", "n"), [(2, 8), (2, 6), (3, 7), (3, 4)])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_products_are_exact_and_do_not_warn(name, replicas, n):
-    plain = made(OTHERS[name])
+    plain = make_model(OTHERS[name])
     model = mirrored(copy.deepcopy(plain), replicas)
     x = torch.randn(n, 4)
     with warnings.catch_warnings():
@@ -125,7 +125,7 @@ def test_other_products_are_exact_and_do_not_warn(name, replicas, n):
 
 
 def test_the_loss_over_joined_outputs_is_that_of_one_device():
-    plain = made(lambda a, b: torch.cat([a, b], 1))
+    plain = make_model(lambda a, b: torch.cat([a, b], 1))
     model = mirrored(copy.deepcopy(plain), 3)
     x, values = torch.randn(7, 4), []
     for net in (plain, model):

@@ -96,7 +96,7 @@ TOLD = {
 }
 
 
-def made(loss):
+def make_model(loss):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -128,7 +128,7 @@ def compare(plain, mirrored, data):
 @pytest.mark.parametrize(("replicas", "n"), [(2, 8), (3, 8), (2, 7), (4, 3), (2, 10)])
 @pytest.mark.parametrize("name", EXACT)
 def test_value_and_gradients_are_those_of_one_device(name, replicas, n):
-    plain = made(EXACT[name])
+    plain = make_model(EXACT[name])
     strategy = mirror.MirroredStrategy(["cpu"] * replicas)
     compare(plain, strategy.mirror(copy.deepcopy(plain)), batch(n))
 
@@ -137,7 +137,7 @@ def test_value_and_gradients_are_those_of_one_device(name, replicas, n):
     "name", [n for n in EXACT if "cross entropy" in n or "chosen" in n or "masked" in n]
 )
 def test_a_part_without_any_token_counts_nothing(name):
-    plain = made(EXACT[name])
+    plain = make_model(EXACT[name])
     strategy = mirror.MirroredStrategy(["cpu"] * 3)
     x, y, mask = batch(6)
     mask[2:4] = 0
@@ -148,7 +148,7 @@ def test_a_part_without_any_token_counts_nothing(name):
 @pytest.mark.parametrize("name", TOLD)
 def test_what_no_weights_join_warns_once(name, n):
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
-    mirrored = strategy.mirror(made(TOLD[name]))
+    mirrored = strategy.mirror(make_model(TOLD[name]))
     data = batch(n)
     with pytest.warns(UserWarning, match="0-d output of Model .* num_items_in_batch") as told:
         mirrored(*data)
@@ -160,7 +160,7 @@ def test_what_no_weights_join_warns_once(name, n):
 
 @pytest.mark.parametrize("divided", [lambda s, n: s / n, lambda s, n: s * (1 / n)])
 def test_a_multiple_of_the_examples_warns_unless_parts_differ(divided):
-    plain = made(lambda m, h, y, k: divided(h.square().sum(), 3 * len(h)))
+    plain = make_model(lambda m, h, y, k: divided(h.square().sum(), 3 * len(h)))
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     mirrored = strategy.mirror(copy.deepcopy(plain))
     compare(plain, mirrored, batch(7))
@@ -197,7 +197,7 @@ def test_a_compiled_loss_without_ignored_labels_does_not_warn():
 
 def test_as_many_chosen_of_different_parts_count_equally():
     chosen = torch.tensor([1, 0, 0, 1, 0, 1, 0]).bool()  # one of 3, of 2 and of 2 examples
-    plain = made(lambda m, h, y, k: h[k].square().mean())
+    plain = make_model(lambda m, h, y, k: h[k].square().mean())
     strategy = mirror.MirroredStrategy(["cpu"] * 3)
     x, y, _ = batch(7)
     compare(plain, strategy.mirror(copy.deepcopy(plain)), (x, y, chosen))

@@ -23,10 +23,10 @@ class Watched(nn.Module):
     def forward(self, x):
         hidden = self.body(x)
         if hidden.requires_grad:
-            hidden.register_hook(self.note)
+            hidden.register_hook(self.record_thread)
         return self.head(hidden.flatten(1))
 
-    def note(self, grad):
+    def record_thread(self, grad):
         self.threads.append(threading.get_ident())
 
     def ran_at_once(self):

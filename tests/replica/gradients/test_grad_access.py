@@ -36,11 +36,11 @@ def test_a_run_that_fails_after_new_data_brings_value_and_gradient_back_together
         strategy.run(lambda: fail(mirror.get_replica_context()))
     assert strategy.check_replicas() == 2
 
-    def seen():
+    def read_grad():
         weight = layer.weight
         return weight.sum(), weight.grad.sum(), torch.tensor(weight.shape)
 
-    values, grads, shapes = strategy.run(seen)
+    values, grads, shapes = strategy.run(read_grad)
     for found in (values, grads, shapes):
         first, *others = strategy.local_results(found)
         assert all(torch.equal(first, other) for other in others)
@@ -102,12 +102,12 @@ def test_another_thread_has_no_gradients_while_a_pass_goes_on_at_once(what, stra
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     refused = []
 
-    def note(grad):
+    def record_thread(grad):
         model.threads.append(threading.get_ident())
         asked_by_another_thread(what, model, optimizer)
         refused.append(what)
 
-    model.note = note
+    model.record_thread = record_thread
     x, y = batch_of()
     for m in (model, plain):
         F.cross_entropy(m(x), y).backward()
@@ -246,15 +246,15 @@ def test_gradients_on_the_parameter_device_are_there_for_steps_and_reads(central
     optimizer.step()
     variable = layer.weight._mirrored
     assert variable.home.grad is None
-    seen = layer.weight.grad
-    assert seen is layer.weight.grad
-    assert seen.data_ptr() not in {target.grad.data_ptr() for target in variable.targets}
-    seen.mul_(0.5)  # what is changed here is what the replicas have
+    grad = layer.weight.grad
+    assert grad is layer.weight.grad
+    assert grad.data_ptr() not in {target.grad.data_ptr() for target in variable.targets}
+    grad.mul_(0.5)  # what is changed here is what the replicas have
     grads = strategy.local_results(strategy.run(lambda: layer.weight.grad.clone()))
     assert [grad.item() for grad in grads] == [2.0, 2.0]
     layer(ONES).sum().backward()
-    assert layer.weight.grad is seen
-    assert seen.item() == 6.0
+    assert layer.weight.grad is grad
+    assert grad.item() == 6.0
     optimizer.zero_grad()
     assert layer.weight.grad is None
     assert variable.home.grad is None

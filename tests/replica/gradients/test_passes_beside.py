@@ -87,8 +87,8 @@ def test_module_hooks_see_each_replicas_gradient(make_eager):
 @pytest.mark.parametrize("n", [2, 4])
 def test_hooks_that_look_at_gradients_leave_them_whole(n, make_eager):
     class Looking(Watched):
-        def note(self, grad):
-            super().note(grad)
+        def record_thread(self, grad):
+            super().record_thread(grad)
             looked.append(self.head.weight.grad)
 
     torch.manual_seed(0)
@@ -110,8 +110,8 @@ def test_hooks_that_look_at_gradients_leave_them_whole(n, make_eager):
 
 def test_hooks_that_drop_gradients_wait_for_the_others(make_eager):
     class Dropping(Watched):
-        def note(self, grad):
-            super().note(grad)
+        def record_thread(self, grad):
+            super().record_thread(grad)
             self.head.weight.grad = None
 
     torch.manual_seed(0)
@@ -131,8 +131,8 @@ def test_hooks_may_start_a_run(make_eager):
     totals = []
 
     class Running(Watched):
-        def note(self, grad):
-            super().note(grad)
+        def record_thread(self, grad):
+            super().record_thread(grad)
             add = lambda: mirror.get_replica_context().all_reduce("sum", torch.ones(()))  # noqa: E731
             totals.append(strategy.run(add).values[0])
 
@@ -155,13 +155,13 @@ def test_hooks_may_start_a_run(make_eager):
 def test_another_thread_cannot_start_a_run_meanwhile(make_eager):
     strategy, plain = make_eager(2), small()
     model = strategy.mirror(copy.deepcopy(plain))
-    errors, note = [], model.note
+    errors, record_thread = [], model.record_thread
 
     def start(grad):
-        note(grad)
+        record_thread(grad)
         errors.append(finishes(lambda: strategy.run(lambda: None))[1])
 
-    model.note = start
+    model.record_thread = start
     x, y = batch_of()
     for m in (model, plain):
         F.cross_entropy(m(x), y).backward()
@@ -279,7 +279,9 @@ def test_the_caller_keeps_its_threads_and_modes(make_eager):
     model = mirrored(strategy)
     torch.set_num_threads(6)
     seen = []
-    model.note = lambda grad: seen.append((torch.get_num_threads(), mirror.has_strategy()))
+    model.record_thread = lambda grad: seen.append(
+        (torch.get_num_threads(), mirror.has_strategy())
+    )
     loss = loss_of(strategy, model, batch_of(), 1)
     with strategy.scope(), torch.no_grad():
         loss.backward()

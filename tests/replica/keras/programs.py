@@ -37,8 +37,8 @@ def main():
     import mirror
     import mirror.keras
     from mirror.execution.lifecycle import step_ends
-    from mirror.execution.replicas import current
-    from mirror.replica.keras.keras_normalization import _whole_batch
+    from mirror.execution.run import current
+    from mirror.keras import _whole_batch
 
     generator = np.random.default_rng(0)
     x = generator.normal(size=(50, 8)).astype("float32")

@@ -32,7 +32,7 @@ class Clipped(torch.optim.SGD):
         super().step()
 
 
-def of(cls, **options):
+def describe_class(cls, **options):
     p = torch.nn.Parameter(torch.zeros(4, 4))
     return describe(cls([p], **options), lambda tensor: 0)
 
@@ -42,7 +42,7 @@ def of(cls, **options):
     "SGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta ASGD SparseAdam".split(),
 )
 def test_what_looks_at_every_element_alone_is_right(name):
-    check_piecewise(of(getattr(torch.optim, name), lr=0.1), cuts=True, spreads=True)
+    check_piecewise(describe_class(getattr(torch.optim, name), lr=0.1), cuts=True, spreads=True)
 
 
 @pytest.mark.parametrize(
@@ -50,23 +50,23 @@ def test_what_looks_at_every_element_alone_is_right(name):
     [(Lars, True, False), (Clipped, False, True), (torch.optim.Adafactor, True, False)],
 )
 def test_an_optimizer_that_reads_other_parameters_is_refused_with_pieces(cls, cuts, spreads):
-    check_piecewise(of(cls, lr=0.1), cuts=False, spreads=False)
+    check_piecewise(describe_class(cls, lr=0.1), cuts=False, spreads=False)
     with pytest.raises(StrategyError, match=cls.__name__):
-        check_piecewise(of(cls, lr=0.1), cuts=cuts, spreads=spreads)
+        check_piecewise(describe_class(cls, lr=0.1), cuts=cuts, spreads=spreads)
 
 
 def test_norms_of_variables_are_right_where_variables_are_whole():
-    check_piecewise(of(Lars, lr=0.1), cuts=False, spreads=True)
+    check_piecewise(describe_class(Lars, lr=0.1), cuts=False, spreads=True)
 
 
 def test_what_needs_a_closure_is_refused():
     with pytest.raises(StrategyError, match="LBFGS cannot be stepped"):
-        check_piecewise(of(torch.optim.LBFGS), cuts=False, spreads=False)
+        check_piecewise(describe_class(torch.optim.LBFGS), cuts=False, spreads=False)
 
 
 def test_trying_leaves_the_global_generator_alone():
     state = torch.get_rng_state()
-    check_piecewise(of(torch.optim.Adam), cuts=True, spreads=True)
+    check_piecewise(describe_class(torch.optim.Adam), cuts=True, spreads=True)
     assert torch.equal(state, torch.get_rng_state())
 
 

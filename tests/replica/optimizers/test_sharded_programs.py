@@ -81,7 +81,7 @@ class Place:
             after(i)
 
 
-def left(model, *optimizers):
+def states_of(model, *optimizers):
     return [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
 
 
@@ -97,7 +97,7 @@ def freezing(place):
             model[2].bias.requires_grad_(True)
 
     place.train(model, optimizer, after=toggle)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def a_group_that_is_added(place):
@@ -109,7 +109,7 @@ def a_group_that_is_added(place):
             optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
 
     place.train(model, optimizer, after=add)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def parameters_that_are_removed(place):
@@ -125,7 +125,7 @@ def parameters_that_are_removed(place):
                 del optimizer.state[parameter]
 
     place.train(model, optimizer, after=remove)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def a_layer_that_is_replaced(place):
@@ -152,7 +152,7 @@ def state_of_one_device_that_is_loaded(place):
     for _ in range(2):
         optimizer.load_state_dict(copy.deepcopy(on_one.state_dict()))
         place.train(model, optimizer, 3)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def a_file_of_torch_save(place):
@@ -160,14 +160,14 @@ def a_file_of_torch_save(place):
     optimizer = adamw(model.parameters())
     place.train(model, optimizer, 3)
     file = io.BytesIO()
-    torch.save(left(model, optimizer), file)
+    torch.save(states_of(model, optimizer), file)
     place.train(model, optimizer, 2)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     place.train(model, optimizer, 3)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def gradients_that_are_set_to_zeros(place):
@@ -181,7 +181,7 @@ def gradients_that_are_set_to_zeros(place):
             optimizer.step()
 
         place.call(step, x)
-    return left(model, optimizer), [p.grad for p in model.parameters()]
+    return states_of(model, optimizer), [p.grad for p in model.parameters()]
 
 
 def steps_without_gradients(place):
@@ -194,7 +194,7 @@ def steps_without_gradients(place):
         optimizer.step()
 
     place.train(model, optimizer, after=again)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def each_parameter_clipped_by_itself(place):
@@ -207,7 +207,7 @@ def each_parameter_clipped_by_itself(place):
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
     place.train(model, optimizer, before=clip)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def averages_of_the_model(place):
@@ -230,7 +230,7 @@ def averages_of_the_model(place):
 
     place.train(model, optimizer, after=average)
     return (
-        left(model, optimizer),
+        states_of(model, optimizer),
         shadow,
         [(one.state_dict(), one(batches()[0])) for one in averaged],
     )
@@ -249,14 +249,14 @@ def two_optimizers_in_turn(place):
                 both[0].step()
 
         place.call(step, x)
-    return left(model, *both)
+    return states_of(model, *both)
 
 
 def a_parameter_in_two_optimizers(place):
     model = place.net()
     optimizer, other = adamw(model.parameters()), sgd(model[2].parameters())
     place.train(model, optimizer, before=other.step)
-    return left(model, optimizer, other)
+    return states_of(model, optimizer, other)
 
 
 def another_optimizer_after_the_first(place):
@@ -264,7 +264,7 @@ def another_optimizer_after_the_first(place):
     for make in (adamw, sgd, torch.optim.Adafactor, torch.optim.RMSprop):
         optimizer = make(model.parameters(), lr=0.01)
         place.train(model, optimizer, 2)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def an_optimizer_for_each_parameter(place):
@@ -279,7 +279,7 @@ def an_optimizer_for_each_parameter(place):
 
     for x in batches():
         place.call(step, x)
-    return left(model, *optimizers)
+    return states_of(model, *optimizers)
 
 
 def copies_that_train_on(place):
@@ -290,9 +290,9 @@ def copies_that_train_on(place):
     for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
         other, own = copied((model, optimizer))
         Place().train(other, own, 2)
-        results.append(left(other, own))
+        results.append(states_of(other, own))
     place.train(model, optimizer)
-    return left(model, optimizer), results
+    return states_of(model, optimizer), results
 
 
 def a_rate_in_a_tensor(place):
@@ -300,7 +300,7 @@ def a_rate_in_a_tensor(place):
     optimizer = adamw(model.parameters(), lr=rate, foreach=False)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
     place.train(model, optimizer, after=lambda i: scheduler.step())
-    return left(model, optimizer), rate, optimizer.param_groups[0]["lr"] is rate
+    return states_of(model, optimizer), rate, optimizer.param_groups[0]["lr"] is rate
 
 
 def options_of_every_parameter(place):
@@ -311,14 +311,14 @@ def options_of_every_parameter(place):
     ]
     optimizer = adamw(groups)
     place.train(model, optimizer)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def names_of_parameters(place):
     model = place.net()
     optimizer = adamw(model.named_parameters())
     place.train(model, optimizer)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def values_that_are_clamped_and_loaded(place):
@@ -333,7 +333,7 @@ def values_that_are_clamped_and_loaded(place):
             model.load_state_dict(other)
 
     place.train(model, optimizer, after=change)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def reads_in_inference_mode(place):
@@ -346,7 +346,7 @@ def reads_in_inference_mode(place):
             optimizer.state_dict()
 
     place.train(model, optimizer, after=read)
-    return left(model, optimizer), outputs
+    return states_of(model, optimizer), outputs
 
 
 def hooks_of_state_dicts(place):
@@ -363,7 +363,7 @@ def hooks_of_state_dicts(place):
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     place.train(model, optimizer, after=load)
-    return left(model, optimizer), seen
+    return states_of(model, optimizer), seen
 
 
 def state_before_the_first_step(place):
@@ -374,7 +374,7 @@ def state_before_the_first_step(place):
             step=torch.tensor(5.0), exp_avg=torch.ones_like(p), exp_avg_sq=torch.ones_like(p)
         )
     place.train(model, optimizer)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 def the_state_object_kept(place):
@@ -383,7 +383,7 @@ def the_state_object_kept(place):
     place.train(model, optimizer, 1)
     state = optimizer.state
     place.train(model, optimizer, after=lambda i: state[model[0].weight]["exp_avg"].mul_(0.5))
-    return left(model, optimizer), state is optimizer.state
+    return states_of(model, optimizer), state is optimizer.state
 
 
 def sparse_and_dense_parameters(place):
@@ -399,7 +399,7 @@ def sparse_and_dense_parameters(place):
 
     for i in range(4):
         place.call(step, torch.arange(i, i + 8) % 10)
-    return left(model, optimizer)
+    return states_of(model, optimizer)
 
 
 PROGRAMS = [
@@ -472,7 +472,7 @@ def test_what_a_program_writes_into_the_state_counts(write, place):
         optimizer = adamw(model.parameters())
         weights = (model[0].weight, model[2].bias)
         place.train(model, optimizer, after=lambda i: write(optimizer, weights[i % 2]))
-        return left(model, optimizer)
+        return states_of(model, optimizer)
 
     compared(program, place)
 
@@ -490,6 +490,6 @@ def test_a_schedule_of_rates_is_that_of_one_device(make, place):
             rates.append([group["lr"] for group in optimizer.param_groups])
 
         place.train(model, optimizer, after=after)
-        return left(model, optimizer), rates, scheduler.get_last_lr()
+        return states_of(model, optimizer), rates, scheduler.get_last_lr()
 
     compared(program, place)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.comm.host.host_backend import NaiveCommunicator
+from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.replica.optimizers.slice_plan import ParamSlice
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.replica.optimizers.kinds import Plain

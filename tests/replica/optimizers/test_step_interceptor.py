@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 
 import mirror
 from mirror.execution.lifecycle import step_ends
-from mirror.execution.replicas import current
+from mirror.execution.run import current
 from mirror.replica.optimizers.param_groups import step_hooks
 from tests.oracle import assert_same
 from tests.pairs import pairwise

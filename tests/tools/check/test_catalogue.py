@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from mirror.testing import compare_with_one_device
-from mirror.tools.check.differences import DIFFERENT, EQUAL
+from mirror.tools.check.check_result import DIFFERENT, EQUAL
 from tests.tools.check import different_programs, equal_programs
 
 
