@@ -49,22 +49,27 @@ class CollectiveLock:
 
     def call(self, collective: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
         """Calls a collective; on each GPU it is enqueued behind the previous one."""
-        return self._mutex.call(self._call, collective, devices)
-
-    def _call(self, collective: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
-        if self._is_held:
-            return collective()
-        gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+        lock = self._mutex.lock
         try:
-            self._is_held = True
-            for gpu in gpus:
-                self._wait_for_previous(gpu)
-            return collective()
+            lock.acquire()
+            if self._is_held:
+                return collective()
+            gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+            try:
+                self._is_held = True
+                for gpu in gpus:
+                    self._wait_for_previous(gpu)
+                return collective()
+            finally:
+                self._is_held = False
+                # After an error as well: part of the collective may be enqueued.
+                for gpu in gpus:
+                    self._record(gpu)
         finally:
-            self._is_held = False
-            # After an error as well: part of the collective may be enqueued.
-            for gpu in gpus:
-                self._record(gpu)
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:  # see Mutex
+                pass
 
     def is_over(self) -> bool:
         """Returns whether the last collective is done on every GPU; does not wait."""

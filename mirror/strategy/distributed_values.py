@@ -37,7 +37,7 @@ def check_call(fn: Any, args: Any, kwargs: Any, caller: str = "run") -> None:
     """Raises TypeError if the caller cannot call ``fn`` once per replica with these arguments."""
     if not callable(fn):
         raise TypeError(
-            f"{caller} takes a function, which it calls itself, got a {type(fn).__name__}; pass "
+            f"{caller} takes the function itself, which it calls, got a {type(fn).__name__}; pass "
             f"the function and its arguments: {caller}(step, args=(batch,))"
         )
     if type(args) is not tuple and not isinstance(args, (tuple, list)):

@@ -9,6 +9,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import monotonic, sleep
 from types import FrameType
 from typing import Any
@@ -24,8 +25,19 @@ _STARTING_SECONDS = 0.1  # how long a thread may take to start another one
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
-    """Returns the current frame of another thread."""
-    return _frames().get(thread.ident or -1)
+    """Returns the current frame of another thread, whose callers have their frame objects, too.
+
+    CPython 3.11 creates a frame object when it is first asked for. A garbage collection at that
+    point lets the thread go on, and ``f_back`` may then return memory that is used otherwise.
+    """
+    return call_without_collection(partial(_frame_of, thread.ident or -1))
+
+
+def _frame_of(ident: int) -> FrameType | None:
+    frame = caller = sys._current_frames().get(ident)
+    while caller is not None:
+        caller = caller.f_back
+    return frame
 
 
 def positions(threads: Iterable[threading.Thread]) -> list[tuple[int, int]]:

@@ -235,8 +235,10 @@ def test_a_planted_bug_is_flagged(name, monkeypatch):
     bug, program = BUGS[name]
     bug(monkeypatch)
     flagged = pytest.raises(StreamError, match=r"unordered with|freed and given out again")
-    with flagged, FakeGpus(2):
-        program()
+    with flagged:
+        for _ in range(5):  # the allocator chooses whether memory is given out again
+            with FakeGpus(2):
+                program()
 
 
 @pytest.mark.parametrize("program", SOUND)

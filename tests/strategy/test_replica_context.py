@@ -268,7 +268,7 @@ def test_merge_call_works_in_loops_and_conditionals(make_strategy):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((None,), "merge_call takes a function, which it calls itself, got a NoneType"),
+        ((None,), "merge_call takes the function itself, which it calls, got a NoneType"),
         ((print, "ab"), "args must be a tuple or a list, got a str"),
         ((print, torch.ones(2)), "args must be a tuple or a list, got a Tensor"),
         ((print, (), [1]), "kwargs must be a mapping of names, got a list"),

@@ -168,12 +168,17 @@ class MultiWorkerGradients(GradReducer):
     @disable_dynamo
     def _arrived(self, order: BucketOrder, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
-        self.tracker.mutex.call(self._launch_if_due, order, index)
-
-    def _launch_if_due(self, order: BucketOrder, index: int) -> None:
-        if order is self._order and index == len(self._launched) and self._may_launch():
-            with torch.inference_mode(False), torch.no_grad():
-                self._launch_in_pass(order.buckets[index])
+        lock = self.tracker.mutex.lock
+        try:
+            lock.acquire()
+            if order is self._order and index == len(self._launched) and self._may_launch():
+                with torch.inference_mode(False), torch.no_grad():
+                    self._launch_in_pass(order.buckets[index])
+        finally:
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:  # see Mutex
+                pass
 
     def _may_launch(self) -> bool:
         assert self._order is not None
