@@ -185,7 +185,7 @@ def main(seconds, seed):
             thread.join()
     assert not errors, errors
     for trainer in trainers:
-        print("TURNS", trainer.strategy._group.runner.parallel_runs._takes_turns)
+        assert not trainer.strategy._group.runner.parallel_runs._takes_turns
     for trainer in (*trainers, reference):
         trainer.strategy.close()
     print(" ".join(f"{dict(trainer.counts)}" for trainer in trainers), "done", flush=True)
