@@ -5,7 +5,6 @@ A CPU device is a simulated one: ``["cpu"] * 4`` are four devices, distinguished
 
 from __future__ import annotations
 
-import gc
 import numbers
 import re
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mirror.base.mutex import collecting
+from mirror.base.mutex import call_without_collection
 from mirror.errors import DeviceError, short_repr
 
 _CPU = torch.device("cpu")
@@ -185,21 +184,7 @@ def state_of(generator: torch.Generator) -> torch.Tensor:
     point may release the GIL, and a thread that takes it and waits for the mutex causes a
     deadlock. So collection is disabled.
     """
-    # As call_without_collection does it, without a call in every run.
-    try:
-        collecting.acquire()
-        if not gc.isenabled():
-            return generator.get_state()
-        gc.disable()
-        try:
-            return generator.get_state()
-        finally:
-            gc.enable()
-    finally:
-        try:  # noqa: SIM105
-            collecting.release()
-        except RuntimeError:
-            pass
+    return call_without_collection(generator.get_state)
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mirror.errors import StrategyError
 from mirror.execution.run import Replica, current
-from mirror.replica.collectives.collectives import all_reduce
+from mirror.replica.layers.sync_batch_norm import gather_rows
 from mirror.replica.modules.module_owner import owner_of
 
 try:
@@ -77,10 +76,7 @@ def _whole_batch(replica: Replica, x: Tensor, mask: Tensor | None) -> tuple[Tens
     count = rows.new_full((1,), rows.shape[0])
     mean = rows.sum(0) / max(1, rows.shape[0])
     row = torch.cat([mean, (rows - mean).square().sum(0), count]).unsqueeze(0)
-    workers = replica.replicas.workers
-    above = workers.replica_offset + replica.replica_id
-    table = F.pad(row, (0, 0, above, workers.num_replicas - 1 - above))
-    table = all_reduce(replica, "sum", table)
+    table = gather_rows(replica, row)
     means, squares, counts = table.split([channels, channels, 1], dim=1)
     counts = counts.detach()
     # With a mask Keras adds epsilon to the divisor.

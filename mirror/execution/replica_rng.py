@@ -22,6 +22,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -29,12 +30,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mirror.base.mutex import call_without_collection
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.devices import state_of, stream_seed
+from mirror.devices import stream_seed
 
 T = TypeVar("T")
 
 _generator = torch.default_generator
+# As ``devices.state_of``, one call less in every run.
+_get_state = partial(call_without_collection, _generator.get_state)
 
 
 class SeededStates:
@@ -56,7 +60,7 @@ class SeededStates:
             _generator.set_state(self.states[replica_id])
             return
         _generator.manual_seed(stream_seed(zlib.crc32(self.base), replica_id))
-        state = self.states[replica_id] = state_of(_generator)
+        state = self.states[replica_id] = _get_state()
         self.known[replica_id] = state.numpy().tobytes()
 
 
@@ -68,7 +72,7 @@ class RngPool:
 
     def begin(self, first: int) -> ReplicaRng:
         """Returns the streams for a new run of several replicas."""
-        base = state_of(_generator).numpy().tobytes()
+        base = _get_state().numpy().tobytes()
         if self._seeded.base != base:
             self._seeded = SeededStates(base)
         return ReplicaRng(self._seeded, first)
@@ -91,7 +95,7 @@ class ReplicaRng:
     def enter(self, replica_id: int) -> None:
         """Replaces the stream in the generator by a replica's stream."""
         states = self._states
-        states[self.inside] = state_of(_generator)
+        states[self.inside] = _get_state()
         self.inside = replica_id
         if replica_id in states:
             _generator.set_state(states[replica_id])
@@ -111,7 +115,7 @@ class ReplicaRng:
         for replica_id, begun in self._seeded.known.items():
             if replica_id in states and states[replica_id].numpy().tobytes() != begun:
                 # Another replica has drawn.
-                if state_of(_generator).numpy().tobytes() == self._seeded.base:
+                if _get_state().numpy().tobytes() == self._seeded.base:
                     torch.empty((), device="cpu").random_()
                 break
 
@@ -121,7 +125,7 @@ _states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary(
 
 def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
     """Calls a run that draws from its worker's stream."""
-    before = _states_before[workers] = state_of(_generator)
+    before = _states_before[workers] = _get_state()
     _generator.manual_seed(stream_seed(zlib.crc32(before.numpy().tobytes()), 1 + workers.rank))
     try:
         return call()
@@ -137,7 +141,7 @@ def stream_of_caller(workers: LocalWorkerGroup) -> Iterator[None]:
     if not workers.is_multi_process:
         yield
         return
-    within = state_of(_generator)
+    within = _get_state()
     own = _states_before.get(workers, within).numpy().tobytes()
     states = workers.exchange("the first values of a lazy module", None, lambda: own)
     _generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
@@ -145,5 +149,5 @@ def stream_of_caller(workers: LocalWorkerGroup) -> Iterator[None]:
         yield
     finally:
         if workers in _states_before and states[0] == own:  # not of workers seeded differently
-            _states_before[workers] = state_of(_generator)
+            _states_before[workers] = _get_state()
         _generator.set_state(within)

@@ -214,19 +214,29 @@ def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Ten
     mean, squares = _deviations(wide, x)
     count = mean.new_full((1,), _num_values(x))
     row = torch.cat([mean, squares, count]).unsqueeze(0)
-    if replica.tracing is not None:
-        table = replica.tracing.own_row(row)
-    else:
-        workers = replica.replicas.workers
-        above = workers.replica_offset + replica.replica_id
-        table = F.pad(row, (0, 0, above, workers.num_replicas - 1 - above))
-    table = all_reduce(replica, "sum", table)
+    table = gather_rows(replica, row)
     means, squares, counts = table.split([channels, channels, 1], dim=1)
     counts = counts.detach()
     total = counts.sum()
     mean = (means * counts).sum(0) / total
     var = (squares + counts * (means - mean).square()).sum(0) / total
     return mean, var, total
+
+
+def gather_rows(replica: Replica, row: Tensor) -> Tensor:
+    """Returns the rows of all replicas of all workers, in their order; differentiable.
+
+    Args:
+        row: of this replica, of shape (1, n), and of equal n on all.
+    """
+    if replica.tracing is not None:
+        table = replica.tracing.own_row(row)
+    else:
+        workers = replica.replicas.workers
+        above = workers.replica_offset + replica.replica_id
+        table = F.pad(row, (0, 0, above, workers.num_replicas - 1 - above))
+    rows: Tensor = all_reduce(replica, "sum", table)
+    return rows
 
 
 class Deviations(torch.autograd.Function):
