@@ -5,6 +5,8 @@ that torch or Python has once per process is shared. Runs that could touch it ta
 
     shared state                            runs that take turns
     what a first call installs and makes    the first run
+    an ordinary copy of a mirrored model    the first ten that can reach one, in which
+                                            mirror/strategy/shared_copies.py looks for changes
     the CPU's generator, which simulated    all after the first run that has drawn from it
     devices share
     the generators of Python and of numpy   the same; compared after every 16th run
@@ -14,7 +16,7 @@ that torch or Python has once per process is shared. Runs that could touch it ta
     Dynamo's and inductor's flags, set      all after the first run in which torch.compile has
     for the process while they compile      compiled a function
 
-All but the first warn once per strategy. If a run draws while its replicas run at once, its
+All but the first two warn once per strategy. If a run draws while its replicas run at once, its
 numbers are random, but the clock decides which replica draws which.
 
 Saving the generator's state, and entering that cache, are calls of functions of torch; they are
@@ -70,6 +72,7 @@ class ParallelRuns:
         _parallel_runs.put(replicas, self)
         self._num_runs = 0
         self._takes_turns = False  # for good
+        self._takes_turns_once = False
         self._before: list[tuple[ProcessState, object]] = []
         self._reasons: list[str] = []  # of this run, for later ones to take turns
 
@@ -84,7 +87,12 @@ class ParallelRuns:
         is_look = self._num_runs % LOOK_EVERY == 0
         self._before = [(s, s.read()) for s in self._shared if is_look or s.is_cheap]
         self._num_runs += 1
-        return self._num_runs > 1
+        takes_turns, self._takes_turns_once = self._takes_turns_once, False
+        return self._num_runs > 1 and not takes_turns
+
+    def take_turns_once(self) -> None:
+        """Makes the next run take turns."""
+        self._takes_turns_once = True
 
     def keep_turns(self, reason: str) -> None:
         """Makes later runs take turns, as a replica has found out; ``end`` warns of it."""

@@ -65,6 +65,13 @@ class SteppedOptimizer(Protocol):
         """Raises StrategyError if the replicas' options differ at the end of a run."""
 
 
+class SharedTensors(Protocol):
+    """Ordinary tensors, one for all replicas, that the code of a run may change."""
+
+    def note(self, replica_id: int) -> None:
+        """Records which of them a replica has changed, after a piece of its code."""
+
+
 class Tracing(Protocol):
     """The tracer of a compiled step: one trace stands for all replicas.
 
@@ -157,13 +164,14 @@ class Run:
             that has returned.
         stopwatches: one per replica during a measurement, else none.
         streams: the replicas' random streams, if each has its own.
+        shared: the ordinary tensors whose changes are noted, one for all replicas.
     """
 
     __slots__ = (
         *("__weakref__", "_on_streams", "active", "assigned", "checks", "counts", "depth"),
         *("has_stepped", "is_default", "is_given", "is_left", "is_split", "is_weighted"),
         *("lockstep", "members", "modes", "outer", "replicas", "results", "stepped"),
-        *("stopwatches", "streams"),
+        *("shared", "stopwatches", "streams"),
     )
 
     def __init__(
@@ -199,6 +207,7 @@ class Run:
         self.stepped: dict[SteppedOptimizer, dict[int, object]] = {}
         self.stopwatches = stopwatches
         self.streams = streams
+        self.shared: Sequence[SharedTensors] = ()
         self._on_streams = (
             None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
         )
@@ -258,6 +267,8 @@ class Run:
                     "call it before the step"
                 )
             replica.give_back()
+        for tensors in self.shared:
+            tensors.note(replica_id)
         if self._on_streams is not None:
             self._on_streams.record(replica_id)
         watch = self.stopwatches[replica_id] if self.stopwatches else None

@@ -39,6 +39,7 @@ from mirror.strategy.distributed_values import (
 from mirror.strategy.group import Group
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.scope import Scope
+from mirror.strategy.shared_copies import SharedCopies, key_of
 from mirror.strategy.step_report import Report, make_report
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
@@ -91,6 +92,7 @@ class Strategy(NoCopy):
             parameter_device=parameter_device,
             shards_state=shards_state,
         )
+        self._copies = SharedCopies(self._group.modules, self._group.runner.parallel_runs)
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         weakref.finalize(self, close_threads, self._group.runner.locksteps)
 
@@ -175,6 +177,13 @@ class Strategy(NoCopy):
         active, weights = find_active(num_replicas, args, kwargs)
         with limits_for(num_replicas):
             call = make_call(fn, args, kwargs)
+            if active[1:]:
+                try:
+                    key = fn.__code__
+                except AttributeError:  # a partial, an object with __call__
+                    key = key_of(fn)
+                if key not in self._copies.settled:
+                    call = self._copies.watch(key, fn, args, kwargs, call)
             run = self._group.runner.run(call, active, weights=weights)
         return regroup(run.results, num_replicas, run.all_weights())
 

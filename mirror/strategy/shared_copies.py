@@ -1,0 +1,254 @@
+"""Shared copies: ordinary tensors beside a mirrored model that every replica of a step changes.
+
+A step in ``run`` is called once per replica, so what it does to an ordinary tensor happens N
+times. For an average of the weights (EMA), or for momenta that a program updates by hand, that is
+a decay of ``d ** N``: other numbers than one device's, without an error. In the first runs of a
+step, the tensors that its code can reach are searched for lists that have the shapes of a mirrored
+module, and versions are compared after each replica. If a second replica changes a tensor again,
+and to other values, a warning names it. Copying the same values into a target network is fine.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.compiler.free_variables import PLAIN, FreeVariables
+from mirror.execution.parallel_runs import ParallelRuns
+from mirror.execution.run import current
+from mirror.replica.modules.module_registry import ModuleRegistry
+from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.replica.params.replicated_param import ReplicaParameter
+from mirror.threads.user_frames import warn_user
+
+_MAX_SEARCHES = 3  # of the values that one function can reach
+_MAX_COMPARISONS = 10  # runs of one function in which a copy changed
+_MAX_TENSORS = 10_000
+
+Shapes = tuple[torch.Size, ...]
+
+
+class SharedCopies:
+    """Finds the ordinary copies that the replicas of one strategy change, each once more.
+
+    Args:
+        modules: the mirrored modules.
+        parallel_runs: under ``schedule="parallel"``, decides which runs take turns.
+
+    Attributes:
+        settled: the code of functions that are not examined any more.
+    """
+
+    def __init__(self, modules: ModuleRegistry, parallel_runs: ParallelRuns | None) -> None:
+        self.settled: set[Any] = set()
+        self._modules, self._parallel_runs = modules, parallel_runs
+        self._searches: dict[Any, int] = {}
+        self._copies: dict[Any, list[_Copy]] = {}
+
+    def watch(
+        self,
+        key: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        call: Callable[[int], Any],
+    ) -> Callable[[int], Any]:
+        """Returns ``call``, or a function that also watches the copies that ``fn`` may change.
+
+        Args:
+            key: stands for ``fn`` and for functions with the same code.
+            call: calls ``fn`` as a replica.
+        """
+        searches = self._searches.get(key, 0)
+        copies = self._copies.setdefault(key, [])
+        if searches < _MAX_SEARCHES:
+            self._searches[key] = searches + 1
+            for name, tensors in _find_copies(fn, args, kwargs, self._modules):
+                if not any(copy.has_any_of(tensors) for copy in copies):
+                    copies.append(_Copy(name, tensors))
+        begun = [_Changes(copy) for copy in copies if copy.comparisons < _MAX_COMPARISONS]
+        if not begun:
+            if searches >= _MAX_SEARCHES:
+                self.settled.add(key)
+                self._searches.pop(key, None)
+                self._copies.pop(key, None)
+            return call
+        if self._parallel_runs is not None and any(copy.use_turn() for copy in copies):
+            self._parallel_runs.take_turns_once()
+
+        def call_and_note(replica_id: int) -> Any:
+            replica = current.replica
+            if replica is not None:
+                replica.run.shared = begun
+            result = call(replica_id)
+            for changes in begun:
+                changes.note(replica_id)
+            return result
+
+        return call_and_note
+
+
+def key_of(fn: Callable[..., Any]) -> Any:
+    """Returns what stands for a function without code: the code of a partial's, or a class."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return getattr(fn, "__code__", type(fn))
+
+
+class _Copy:
+    """The tensors of one copy.
+
+    Attributes:
+        name: the place in which the program holds it.
+        comparisons: the number of runs in which two replicas have changed it.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self.name, self.comparisons, self._num_turns = name, 0, 0
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns those tensors that exist."""
+        return [tensor for reference in self._tensors if (tensor := reference()) is not None]
+
+    def use_turn(self) -> bool:
+        """Whether one more run has to take turns, to show which replica changes it."""
+        self._num_turns += 1
+        return self._num_turns <= _MAX_COMPARISONS
+
+    def has_any_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it has one of these tensors."""
+        return not {id(tensor) for tensor in self.tensors()}.isdisjoint(map(id, tensors))
+
+
+class _Changes:
+    """The changes of a copy in one run."""
+
+    def __init__(self, copy: _Copy) -> None:
+        self._copy, self._tensors = copy, copy.tensors()
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._first: dict[int, tuple[int, Tensor]] = {}
+        self._mutex = threading.Lock()
+
+    def note(self, replica_id: int) -> None:
+        """Compares the tensors after a piece of a replica's code, and warns.
+
+        While replicas run at once, one may be taken for the other, but only for one tensor, in the
+        middle of its change; so one tensor among several is not enough for a warning.
+        """
+        with self._mutex:
+            former, num_different = None, 0
+            for index, tensor in enumerate(self._tensors):
+                version = tensor._version
+                if version == self._versions[index]:
+                    continue
+                self._versions[index] = version
+                first, values = self._first.get(index, (replica_id, None))
+                if first == replica_id:
+                    self._first[index] = (replica_id, tensor.detach().clone())
+                else:
+                    former = first
+                    num_different += values is None or not _are_equal(tensor, values)
+            if former is None:
+                return
+            self._copy.comparisons += 1
+            if num_different > 1 or (num_different and len(self._tensors) == 1):
+                self._copy.comparisons = _MAX_COMPARISONS
+                self._warn(former, replica_id)
+            self._tensors = []
+
+    def _warn(self, first: int, second: int) -> None:
+        warn_user(
+            f"replicas {first} and {second} of one run have both changed {self._copy.name}, "
+            "ordinary tensors with the shapes of a mirrored model (an average of its weights?). "
+            "There is one such copy for all replicas, so it changes once per replica instead of "
+            "once per step, and differs from one device's. Mirror it with strategy.mirror(copy), "
+            "change it in mirror.get_replica_context().merge_call(fn), or outside run"
+        )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _find_copies(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    modules: ModuleRegistry,
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yields the lists of ordinary tensors that have the shapes of a mirrored module."""
+    try:
+        found = list(_find_lists(fn, args, kwargs))
+    except Exception:  # values of any class: a proxy that cannot load, say
+        return
+    if not found:
+        return
+    known = _shapes_of_modules(modules)
+    for name, tensors in found:
+        if tuple(tensor.shape for tensor in tensors) in known:
+            yield name, tensors
+
+
+def _find_lists(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, list[Tensor]]]:
+    seen: set[int] = set()
+    for entry in FreeVariables([partial(fn, *args, **kwargs)]).entries:
+        value = entry.value()
+        name = entry.name.replace("the arguments of a partial", "the arguments")
+        values = {name: value}
+        if not isinstance(value, (*PLAIN, type, Tensor, nn.Module, dict, list, tuple)):
+            fields = getattr(value, "__dict__", None)
+            if isinstance(fields, dict):  # of a library's object, say
+                values = {f"{name}.{key}": field for key, field in list(fields.items())}
+        for name, inner in values.items():
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                yield from ((name, found) for found in _lists_in(inner) if found)
+
+
+def _lists_in(value: Any) -> Iterator[list[Tensor]]:
+    if isinstance(value, nn.Module):
+        parameters: list[Tensor] = [p for p in value.parameters() if _is_ordinary(p)]
+        yield parameters
+        yield [*parameters, *(b for b in value.buffers() if _is_ordinary(b))]
+    elif isinstance(value, (dict, list, tuple)) and len(value) < _MAX_TENSORS:
+        entries = list(value.values()) if isinstance(value, dict) else value
+        yield [entry for entry in entries if _is_ordinary(entry)]
+
+
+def _is_ordinary(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, (MirroredTensor, ReplicaParameter))
+        and value.is_floating_point()
+        and not value.is_inference()
+    )
+
+
+def _shapes_of_modules(modules: ModuleRegistry) -> set[Shapes]:
+    """Returns the shapes of each mirrored module: of parameters, trained ones, and all state.
+
+    Only a whole model may have nothing but vectors: of such shapes are counters, too.
+    """
+    mirrored = [module for module, _ in modules.mirrored()]
+    within = {id(child) for module in mirrored for child in module.children()}
+    known: set[Shapes] = set()
+    for module in mirrored:
+        parameters = list(module.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        buffers = [b for b in module.buffers() if b.is_floating_point()]
+        in_order = [t for t in module.state_dict().values() if isinstance(t, Tensor)]
+        in_order = [t for t in in_order if t.is_floating_point()]
+        for tensors in (parameters, trained, [*parameters, *buffers], in_order):
+            shapes = tuple(t.shape for t in tensors)
+            if shapes and (id(module) not in within or any(len(shape) > 1 for shape in shapes)):
+                known.add(shapes)
+    return known
