@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import signal
 import sys
 from importlib.util import find_spec
@@ -22,6 +23,9 @@ pytest.register_assert_rewrite("tests.oracle")
 # A shell starts background jobs with SIGINT ignored, and the processes of tests inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Processes of tests write whole lines into a pipe that they share; unbuffered ones write pieces.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # At its first use torch records for good which functions create tensors. Some tests replace those
 # functions, so the first use must come earlier.

@@ -221,6 +221,25 @@ def test_who_is_lost_is_known_however_late_looks_are(monkeypatch, every, who):
     assert board.now < 8
 
 
+@pytest.mark.parametrize(
+    ("every", "lost"),
+    [(0.01, "worker 1 of 3"), (0.9, "worker 1 of 3"), (20.0, "worker 0 of 3")],
+)
+def test_a_late_read_is_no_loss_of_the_store(monkeypatch, every, lost):
+    board = _LateBoard(every)
+    monkeypatch.setattr("mirror.comm.workers.monitored_wait.monotonic", board.monotonic)
+
+    class Pending:
+        def wait(self, timeout):
+            board.sleep(timeout.total_seconds())
+            raise RuntimeError("Operation timed out!")
+
+    board.sleep(30.7)  # in the middle between two reads
+    with pytest.raises(WorkerLostError, match=f"^{lost} is lost") as caught:
+        MonitoredWait(board, 1.0).wait(Pending(), lambda: PendingOp("1/main", 1, "a step"))
+    assert ("does not answer" in str(caught.value)) == (every > 2.5)
+
+
 def test_an_errand_returns_or_raises_what_its_call_does():
     from datetime import timedelta
 

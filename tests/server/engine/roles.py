@@ -77,7 +77,7 @@ class Echo:
         }, []
 
     def says(self, header, buffers):
-        print(header["out"], end=header.get("end", "\n"))
+        print(header["out"], end=header.get("end", "\n"), flush=True)
         print(header["err"], file=sys.stderr)
 
     def raises(self, header, buffers):
