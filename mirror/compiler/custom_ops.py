@@ -1,4 +1,4 @@
-"""The operations that mirror adds to a trace: collective points and random draws.
+"""The operations that mirror adds to a trace: collective points, random draws, and the fused LSTM.
 
 A draw is a function of a seed and a position, in torch's integer arithmetic. It needs no generator
 and nothing from the host. So a GPU draws inside a CUDA graph, where the seed is memory, and all
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from mirror.compiler import fused_lstm
 
 # Their names in a graph.
 COLLECTIVE, DRAW = "mirror.collective.default", "mirror.draw.default"
@@ -34,6 +36,7 @@ def define() -> None:
     library.define("draw(SymInt[] size, Tensor seed, int number, str mode) -> Tensor")
     library.impl("draw", _draw, "CompositeExplicitAutograd")
     library.impl("draw", _drawn, "Meta")
+    fused_lstm.define(library)
     _kept.append(library)
 
 

@@ -1,7 +1,7 @@
-"""Recurrent networks of several layers in a trace: a call for each, with the dropout between them.
+"""Recurrent networks in a trace: a call for each layer, with the dropout between them.
 
 A trace sees ``torch.lstm``, ``torch.gru`` and the like as torch's decomposition in Python, which
-leaves out the dropout between layers.
+leaves out the dropout between layers. The LSTMs of the CPU call their kernel instead.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from mirror.compiler.fused_lstm import call_lstm, can_fuse
 
 RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _NAMES = (
@@ -23,20 +26,46 @@ def call_layers(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(options.get("has_biases"), bool):
         return func(*args, **kwargs)  # of a packed sequence, which cannot be traced
     probability, num_layers = options["dropout"], options["num_layers"]
-    if num_layers == 1 or probability == 0 or not options["train"]:
-        return func(*args, **kwargs)
     is_pair = isinstance(options["hx"], (tuple, list))  # an LSTM's
     states = options["hx"] if is_pair else [options["hx"]]
+    has_dropout = probability > 0 and options["train"]
+    is_fused = is_pair and can_fuse(
+        options["input"], states, options["params"], options["has_biases"]
+    )
+    if not is_fused and (num_layers == 1 or not has_dropout):
+        return func(*args, **kwargs)
     rows = 1 + options["bidirectional"]
     weights = len(options["params"]) // num_layers
-    options |= {"num_layers": 1, "dropout": 0.0}
-    values, params, last = options["input"], options["params"], []
+    values, last = options["input"], []
+    if is_fused and options["batch_first"]:
+        values = values.transpose(0, 1)
     for layer in range(num_layers):
-        if layer > 0:
+        if layer > 0 and has_dropout:
             values = torch.dropout(values, probability, train=True)
         first = [state[layer * rows : (layer + 1) * rows] for state in states]
-        options |= {"input": values, "hx": first if is_pair else first[0]}
-        options["params"] = params[layer * weights : (layer + 1) * weights]
-        values, *after = func(*(options[name] for name in _NAMES))
+        params = options["params"][layer * weights : (layer + 1) * weights]
+        call = _call_fused if is_fused else _call_layer
+        values, *after = call(func, {**options, "input": values, "hx": first, "params": params})
         last.append(after)
+    if is_fused and options["batch_first"]:
+        values = values.transpose(0, 1)
     return values, *map(torch.cat, zip(*last, strict=True))
+
+
+def _call_layer(func: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    first = options["hx"]
+    options |= {"num_layers": 1, "dropout": 0.0, "hx": first if len(first) > 1 else first[0]}
+    found: tuple[Tensor, ...] = func(*(options[name] for name in _NAMES))
+    return found
+
+
+def _call_fused(func: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    hx, cx = options["hx"]
+    return call_lstm(
+        options["input"],
+        hx,
+        cx,
+        options["params"],
+        has_biases=options["has_biases"],
+        bidirectional=options["bidirectional"],
+    )
