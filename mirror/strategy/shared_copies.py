@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.execution.parallel_runs import ParallelRuns
@@ -69,6 +70,7 @@ class SharedCopies:
         copies = self._copies.setdefault(key, [])
         if searches < _MAX_SEARCHES:
             self._searches[key] = searches + 1
+            self._modules.mirror_recorded()  # as the run will: they are no copies
             for name, tensors in _find_copies(fn, args, kwargs, self._modules):
                 if not any(copy.has_any_of(tensors) for copy in copies):
                     copies.append(_Copy(name, tensors))
@@ -185,7 +187,7 @@ def _find_copies(
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """Yields the lists of ordinary tensors that have the shapes of a mirrored module."""
     try:
-        found = list(_find_lists(fn, args, kwargs))
+        found = list(_find_lists(fn, args, kwargs, modules))
     except Exception:  # values of any class: a proxy that cannot load, say
         return
     if not found:
@@ -197,7 +199,10 @@ def _find_copies(
 
 
 def _find_lists(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    modules: ModuleRegistry,
 ) -> Iterator[tuple[str, list[Tensor]]]:
     seen: set[int] = set()
     for entry in FreeVariables([partial(fn, *args, **kwargs)]).entries:
@@ -205,23 +210,35 @@ def _find_lists(
         name = entry.name.replace("the arguments of a partial", "the arguments")
         values = {name: value}
         if not isinstance(value, (*PLAIN, type, Tensor, nn.Module, dict, list, tuple)):
-            fields = getattr(value, "__dict__", None)
-            if isinstance(fields, dict):  # of a library's object, say
-                values = {f"{name}.{key}": field for key, field in list(fields.items())}
+            for key, field in _fields_of(value):
+                values[f"{name}.{key}"] = field
         for name, inner in values.items():
             if id(inner) not in seen:
                 seen.add(id(inner))
-                yield from ((name, found) for found in _lists_in(inner) if found)
+                yield from ((name, found) for found in _lists_in(inner, modules) if found)
 
 
-def _lists_in(value: Any) -> Iterator[list[Tensor]]:
+def _fields_of(value: Any) -> list[tuple[str, Any]]:
+    """Returns the attributes of an object, but not of torch's: to read some has effects."""
+    fields = getattr(value, "__dict__", None)
+    is_ours = type(value).__module__.partition(".")[0] in ("torch", "mirror")
+    if is_ours or isinstance(value, Optimizer) or not isinstance(fields, dict):
+        return []
+    return list(fields.items())
+
+
+def _lists_in(value: Any, modules: ModuleRegistry) -> Iterator[list[Tensor]]:
     if isinstance(value, nn.Module):
-        parameters: list[Tensor] = [p for p in value.parameters() if _is_ordinary(p)]
+        others = [module for module in value.modules() if not modules.has(module)]
+        parameters = _ordinary_of(p for m in others for p in m.parameters(recurse=False))
         yield parameters
-        yield [*parameters, *(b for b in value.buffers() if _is_ordinary(b))]
+        yield [*parameters, *_ordinary_of(b for m in others for b in m.buffers(recurse=False))]
     elif isinstance(value, (dict, list, tuple)) and len(value) < _MAX_TENSORS:
-        entries = list(value.values()) if isinstance(value, dict) else value
-        yield [entry for entry in entries if _is_ordinary(entry)]
+        yield _ordinary_of(list(value.values()) if isinstance(value, dict) else value)
+
+
+def _ordinary_of(values: Iterable[Any]) -> list[Tensor]:
+    return [value for value in values if _is_ordinary(value)]
 
 
 def _is_ordinary(value: Any) -> bool:

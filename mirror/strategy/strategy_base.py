@@ -173,18 +173,19 @@ class Strategy(NoCopy):
         """
         check_call(fn, args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
-        num_replicas = len(self._devices)
+        runner, num_replicas = self._group.runner, len(self._devices)
         active, weights = find_active(num_replicas, args, kwargs)
         with limits_for(num_replicas):
             call = make_call(fn, args, kwargs)
-            if active[1:]:
+            is_outermost = runner.running is None and current.replica is None
+            if active[1:] and is_outermost and runner.is_usable:
                 try:
                     key = fn.__code__
                 except AttributeError:  # a partial, an object with __call__
                     key = key_of(fn)
                 if key not in self._copies.settled:
                     call = self._copies.watch(key, fn, args, kwargs, call)
-            run = self._group.runner.run(call, active, weights=weights)
+            run = runner.run(call, active, weights=weights)
         return regroup(run.results, num_replicas, run.all_weights())
 
     def compile(

@@ -117,6 +117,11 @@ class ModuleRegistry:
             else:
                 yield module, path
 
+    def has(self, module: nn.Module) -> bool:
+        """Whether a module itself is mirrored."""
+        reference, _ = self._mirrored.get(id(module), (None, ""))
+        return reference is not None and reference() is module
+
     def part(self) -> LifecycleHooks:
         """Returns the hooks of the modules. See [Note: Parts]."""
         return LifecycleHooks(
