@@ -232,24 +232,6 @@ def test_counters_of_each_replica_are_right():
     assert warnings_of(mirror.MirroredStrategy(["cpu"] * 3), as_method, counters, count) == []
 
 
-def test_modules_that_are_mirrored_at_the_next_use_are_no_copies():
-    strategy = mirror.MirroredStrategy(["cpu"] * 3)
-    with strategy.scope():
-        model = nn.Sequential(make_model())
-    strategy.run(nothing)
-
-    def step():
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.5)
-                mirror.get_replica_context().all_reduce("sum", p[0].detach())
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model[0] = make_model()  # a new one, which is recorded
-        strategy.run(step)
-
-
 def test_the_examined_function_and_its_values_are_not_kept():
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     with strategy.scope():
