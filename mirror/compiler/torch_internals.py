@@ -8,6 +8,7 @@ are missing, programs run by torch's own kernels.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
 import os
@@ -217,15 +218,20 @@ def compiling() -> Iterator[None]:
         names._is_compiling_flag = before
 
 
-def decompositions() -> Mapping[Any, Any]:
+def kernel_decompositions() -> Mapping[Any, Any]:
+    """Returns the decompositions that torch's own kernels need in a graph without writes."""
+    return {torch.ops.aten.view.default: _view_or_copy}
+
+
+def inductor_decompositions() -> Mapping[Any, Any]:
     """Returns inductor's decompositions of operations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import torch._inductor.lowering
+        importlib.import_module("torch._inductor.lowering")  # adds to the table
         from torch._inductor.decomposition import select_decomp_table
 
     table: Mapping[Any, Any] = select_decomp_table()
-    return {**table, torch.ops.aten.view.default: _view_or_copy}
+    return {**table, **kernel_decompositions()}
 
 
 def _view_or_copy(tensor: Tensor, size: Sequence[Any]) -> Any:

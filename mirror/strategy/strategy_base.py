@@ -198,7 +198,8 @@ class Strategy(NoCopy):
             fallback: the reaction to a step that cannot be traced: ``"error"`` raises, ``"eager"``
                 calls ``run``.
             mode: ``"inductor"``; ``"trace"`` for torch's own kernels; ``"auto"`` for inductor if
-                it is available.
+                it is available, but on the CPU for torch's kernels if most of the step's time
+                goes into large convolutions.
         """
         return make_compiled_step(self._group, self.run, step, fallback=fallback, mode=mode)
 

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from mirror.compiler.step_inputs import InputKind, StepInput
-from mirror.compiler.torch_internals import decompositions, faked, is_fake, traced
+from mirror.compiler.torch_internals import (
+    faked,
+    inductor_decompositions,
+    is_fake,
+    kernel_decompositions,
+    traced,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -77,17 +83,24 @@ def trace_functional(
     return graph, [*known, *found]
 
 
-def functional(graph: fx.GraphModule, inputs: list[StepInput], mode: Any) -> FunctionalGraph:
-    """Returns a traced graph without writes but at its end."""
+def functional(
+    graph: fx.GraphModule, inputs: list[StepInput], mode: Any, *, for_inductor: bool
+) -> FunctionalGraph:
+    """Returns a traced graph without writes but at its end.
+
+    Args:
+        for_inductor: whether operations are decomposed as inductor needs it. Torch's kernels are
+            faster whole: a batch norm, say, would become twenty passes over its input.
+    """
 
     def function(*args: Tensor) -> Any:
         with torch.no_grad():
             return graph(*args)
 
     fakes = [one.fake for one in inputs]
-    pure = traced(
-        torch.func.functionalize(function, remove="mutations"), mode, fakes, decompositions()
-    )
+    without_writes = torch.func.functionalize(function, remove="mutations")
+    decompositions = inductor_decompositions() if for_inductor else kernel_decompositions()
+    pure = traced(without_writes, mode, fakes, decompositions)
     nodes = pure.graph
     holders = [node for node in nodes.nodes if node.op == "placeholder"]
     by_holder = dict(zip(holders, inputs, strict=True))

@@ -48,14 +48,19 @@ def pieces_of(
     mode: Any,
     collectives: Sequence[CollectivePoint],
     num_replicas: int,
+    *,
+    for_inductor: bool,
 ) -> StepPlan:
     """Returns the pieces of a traced step: its functional graph, with packed gradients, cut.
+
+    Args:
+        for_inductor: whether inductor compiles them, or torch's kernels run them.
 
     Raises:
         CompileError: the step writes different values to a parameter on the replicas, or changes
             an option of an optimizer in place.
     """
-    pure = functional(graph, inputs, mode)
+    pure = functional(graph, inputs, mode, for_inductor=for_inductor)
     for one in pure.writes:
         if one.kind in _NUMBERS:
             raise CompileError(

@@ -67,6 +67,8 @@ class StepPlan:
 # The cost of an output element of any operation other than a product, in multiplications: 0.3 ns
 # of one core.
 _PER_ELEMENT = 12.0
+# 5 ms of one core: more than the host's share of a step that launches hundreds of kernels.
+_MUCH_WORK = 2e8
 
 
 def estimate_work(nodes: Iterable[fx.Node]) -> float:
@@ -79,6 +81,18 @@ def estimate_work(nodes: Iterable[fx.Node]) -> float:
         elif node.op == "call_function":
             total += _PER_ELEMENT * math.prod(_shape(node))
     return total
+
+
+def is_mostly_convolutions(nodes: Iterable[fx.Node]) -> bool:
+    """Whether a step spends most of its time in large convolutions.
+
+    On the CPU inductor gains nothing there: it calls the same kernels for them, with copies to
+    other layouts, and compiles the rest of such a network for minutes.
+    """
+    nodes = list(nodes)
+    total = estimate_work(nodes)
+    convolutions = estimate_work(node for node in nodes if "convolution" in str(node.target))
+    return total >= _MUCH_WORK and convolutions > total / 2
 
 
 def _shape(value: Any) -> list[int]:

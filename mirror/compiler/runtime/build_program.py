@@ -17,7 +17,7 @@ from mirror.compiler.lowering.programs import (
     interpret_piece,
     scatters_into_images,
 )
-from mirror.compiler.lowering.step_plan import ProgramPiece, StepPlan
+from mirror.compiler.lowering.step_plan import ProgramPiece, StepPlan, is_mostly_convolutions
 from mirror.compiler.lowering.step_trace import StepTrace, trace_step
 from mirror.compiler.runtime.bindings import Bindings
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
@@ -48,7 +48,8 @@ class ProgramBuilder:
     """Builds the programs of one strategy's steps.
 
     Args:
-        mode: ``"inductor"``, ``"trace"``, or ``"auto"``: the former where there is a compiler.
+        mode: ``"inductor"``, ``"trace"``, or ``"auto"``: the former where there is a compiler,
+            except for large convolutions on the CPU.
     """
 
     def __init__(
@@ -139,15 +140,17 @@ class ProgramBuilder:
             num_replicas,
         )
         key = None
-        if self._mode != "trace" and set(self._replicas.devices) == {torch.device("cpu")}:
+        is_interpreted = self._is_interpreted(trace_step)
+        if not is_interpreted and set(self._replicas.devices) == {torch.device("cpu")}:
             key = program_key(*step, trace_step.device)
         kept = None if key is None else load_program(key)
         if kept is not None:
             logger.info("the programs of a compiled step come from the disk: %s", key)
             return kept
-        pieces = pieces_of(*step)
+        pieces = pieces_of(*step, for_inductor=not is_interpreted)
+        make = self._interpret if is_interpreted else self._compile
         levels = [
-            (self._ready(level.shared, trace_step), self._ready(level.own, trace_step))
+            (make(level.shared, trace_step), make(level.own, trace_step))
             for level in pieces.levels
         ]
         sizes = sizes_of(trace_step.mode, trace_step.fakes)
@@ -155,13 +158,27 @@ class ProgramBuilder:
             store_program(key, pieces, levels, sizes)
         return pieces, levels, sizes
 
-    def _ready(self, piece: ProgramPiece | None, trace_step: StepTrace) -> CallableProgram | None:
+    def _is_interpreted(self, trace_step: StepTrace) -> bool:
+        """Whether torch's own kernels run the step, without a compiler."""
+        if self._mode != "auto" or not _has_compiler():
+            return self._mode != "inductor"
+        on_cpu = self._replicas.devices[0].type == "cpu"
+        return on_cpu and is_mostly_convolutions(trace_step.graph.graph.nodes)
+
+    def _interpret(
+        self, piece: ProgramPiece | None, trace_step: StepTrace
+    ) -> CallableProgram | None:
         if piece is None:
             return None
         devices = tuple(dict.fromkeys(self._replicas.devices))
-        is_uncompiled = self._mode == "trace" or (self._mode == "auto" and not _has_compiler())
-        if is_uncompiled or scatters_into_images(piece):
-            return interpret_piece(piece, trace_step.device, devices)
+        return interpret_piece(piece, trace_step.device, devices)
+
+    def _compile(
+        self, piece: ProgramPiece | None, trace_step: StepTrace
+    ) -> CallableProgram | None:
+        if piece is None or scatters_into_images(piece):
+            return self._interpret(piece, trace_step)
+        devices = tuple(dict.fromkeys(self._replicas.devices))
         # TraceGuards compares the strides of parameters once; own programs run on every replica.
         inputs = enumerate(trace_step.inputs if piece.is_own else ())
         guarded = {i for i, one in inputs if one.kind is InputKind.PARAMETER}
@@ -175,7 +192,7 @@ class ProgramBuilder:
                 type(error).__name__,
                 first_line(error),
             )
-            return interpret_piece(piece, trace_step.device, devices)
+            return self._interpret(piece, trace_step)
 
     def _launcher(self, trace_step: StepTrace) -> ParallelLaunch | CapturedPieces:
         """Returns the launcher of the programs: CUDA graphs where the device has them."""

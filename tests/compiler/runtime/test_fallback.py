@@ -25,7 +25,7 @@ def fail_to_trace(monkeypatch):
 
 
 def fail_to_cut(monkeypatch):
-    def failing(*args):
+    def failing(*args, **kwargs):
         raise RuntimeError("a fake kernel's message")
 
     monkeypatch.setattr(build_program, "pieces_of", failing)
