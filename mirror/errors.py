@@ -178,6 +178,10 @@ class WireError(MirrorError, RuntimeError):
     """Bytes of a connection violate the protocol, or a value cannot be sent."""
 
 
+class ListenError(MirrorError, OSError):
+    """A process cannot listen at an address; ``errno`` is that of the system's error."""
+
+
 class ClusterError(MirrorError, ValueError, RuntimeError):
     """The description of the cluster, by a launcher or the program, is wrong or incomplete.
 

@@ -22,14 +22,19 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from mirror.base.argument_types import is_int, is_real
+from mirror.errors import short_repr
 from mirror.tools.check.check_result import EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.recorded_run import describe_error, recording, seed_all
 from mirror.tools.check.run_comparison import RunComparison
+from mirror.values import PerReplica
 
 __all__ = ["SimulatedDeviceNames", "assert_equal_to_one_device", "compare_with_one_device"]
 
@@ -89,7 +94,8 @@ def assert_equal_to_one_device(
         ValueError: a number of replicas or steps is below 1, or the tolerance is no number.
         Exception: what the program raises on one device.
     """
-    numbers = [replicas] if isinstance(replicas, int) else list(replicas)
+    several = isinstance(replicas, Iterable) and not isinstance(replicas, _SCALARS)
+    numbers = list(cast("Iterable[int]", replicas)) if several else [cast("int", replicas)]
     options = _options(numbers, steps, tolerance, no_dropout, double)
     one = _record(program, options)
     for number in numbers:
@@ -120,14 +126,21 @@ def compare_with_one_device(
     return _compare(program, one, options, replicas, tolerance)
 
 
+# Values that have elements, and are one argument all the same.
+_SCALARS = (str, bytes, Tensor, PerReplica)
+
+
 def _options(
     replicas: list[int], steps: int, tolerance: float | str, no_dropout: bool, double: bool
 ) -> RecordOptions:
     for name, numbers in (("replicas", replicas), ("steps", [steps])):
-        if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers):
-            raise ValueError(f"{name} must be at least 1, got {numbers}")
-    if tolerance != "auto" and not (isinstance(tolerance, (int, float)) and tolerance > 0):
-        raise ValueError(f"tolerance is 'auto' or a number above 0, got {tolerance!r}")
+        if not numbers or not all(is_int(n) and n >= 1 for n in numbers):
+            raise ValueError(
+                f"{name} must be at least 1, got {', '.join(map(short_repr, numbers)) or 'none'}"
+            )
+    is_auto = isinstance(tolerance, str) and tolerance == "auto"
+    if not is_auto and not (is_real(tolerance) and float(tolerance) > 0):
+        raise ValueError(f"tolerance is 'auto' or a number above 0, got {short_repr(tolerance)}")
     return RecordOptions(steps=steps, no_dropout=no_dropout, double=double)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from mirror.errors import StructureError
+from mirror.errors import StructureError, short_repr
 
 __all__ = ["PerReplica"]
 
@@ -61,7 +61,16 @@ class PerReplica(Generic[T]):
     __hash__ = object.__hash__
 
     def __init__(self, values: Iterable[T], *, weights: Sequence[float] | None = None) -> None:
-        self.values: tuple[T, ...] = tuple(values)
+        try:
+            self.values: tuple[T, ...] = tuple(values)
+        except TypeError:
+            if isinstance(values, Iterable):
+                raise
+            raise TypeError(
+                "the values of a PerReplica are a sequence, one per replica; got "
+                f"{short_repr(values)}; pass [value] * strategy.num_replicas_in_sync for one "
+                "value everywhere"
+            ) from None
         self.weights = weights if weights is None or isinstance(weights, tuple) else tuple(weights)
         self._is_output = False  # a split call has returned it, since it could not join the parts
         if self.weights is not None and len(self.weights) != len(self.values):

@@ -3,6 +3,8 @@
 Problem: CPython 3.14 may raise KeyboardInterrupt between ``__enter__`` of a lock and the body of
 its ``with`` statement, so that the lock stays held forever (python/cpython#148874).
 Rule: a lock that outlives a run is taken inside ``try``, and released by the thread that owns it.
+Where calls count, it is an RLock in a ``with`` statement, and the handler of the exception calls
+``release_if_owned``.
 """
 
 from __future__ import annotations
@@ -39,6 +41,14 @@ class Mutex:
                 self.lock.release()
             except RuntimeError:  # the exception came before this thread had the lock
                 pass
+
+
+def release_if_owned(lock: threading.RLock) -> None:
+    """Releases a lock that this thread still holds after the ``with`` statement."""
+    try:  # noqa: SIM105
+        lock.release()
+    except RuntimeError:  # it has released it, as it should
+        pass
 
 
 collecting = threading.RLock()  # held while a thread has turned off the collector

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mirror.base.argument_types import is_int
 from mirror.errors import ClusterError, ClusterTypeError, short_repr
 
 MAX_TASKS = 2**20
@@ -75,7 +76,7 @@ class ClusterSpec:
     def task_address(self, job_name: str, task_index: int) -> str:
         """Returns the address of a task; raises ValueError for an unknown job or index."""
         tasks = self._tasks_of(job_name)
-        if task_index not in tasks:
+        if not is_int(task_index) or task_index not in tasks:
             raise ClusterError(
                 f"job {job_name!r} has no task {short_repr(task_index)}; "
                 f"it has {_index_text(tasks)}"

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mirror.base.argument_types import is_int, is_real
 from mirror.base.process_bound import NoCopy
 from mirror.comm.collective_lock import serialized
 from mirror.comm.packing import copy_back, flatten, in_memory_order, plan_packs
@@ -129,7 +130,8 @@ class Communicator(NoCopy, ABC):
             ShapeError: the tensors differ in number, shape or dtype, share memory, or are not
                 contiguous.
             DeviceError: a tensor is not on its replica's device.
-            TypeError: the dtype is not supported (bool), or ``scale`` is given for integers.
+            TypeError: the dtype is not supported (bool), or ``scale`` is no number, or is given
+                for integers.
             ValueError: the op is unknown.
             BackendError: the communicator is closed.
         """
@@ -139,6 +141,7 @@ class Communicator(NoCopy, ABC):
         """Copies the tensor of replica ``root`` into all other tensors.
 
         Raises:
+            TypeError: ``root`` is no integer.
             ValueError: ``root`` is not a replica. The rest as for ``all_reduce``.
         """
 
@@ -177,8 +180,14 @@ class Communicator(NoCopy, ABC):
         Raises:
             ShapeError: the lists differ in length, or their tensors in shape or dtype, or two
                 tensors share memory.
+            TypeError: ``bytes_per_pack`` is no integer.
             ValueError: ``bytes_per_pack`` is negative. The rest as for ``all_reduce``.
         """
+        if not is_int(bytes_per_pack):
+            raise TypeError(
+                f"bytes_per_pack must be a number of bytes, an int; got "
+                f"{short_repr(bytes_per_pack)}; pass 0 to reduce tensor by tensor"
+            )
         if bytes_per_pack < 0:
             raise ValueError(
                 f"bytes_per_pack must be at least 0; got {bytes_per_pack}; pass 0 to reduce "
@@ -318,6 +327,11 @@ class Communicator(NoCopy, ABC):
                 f"a collective over {num_replicas} replicas needs one entry per replica; got "
                 f"{len(tensors)}; pass the entry of replica i at position i"
             )
+        if type(root) is not int and not is_int(root):
+            raise TypeError(
+                f"root must be the id of a replica, an int from 0 to {num_replicas - 1}; got "
+                f"{short_repr(root)}; pass the id of the replica whose tensor the others get"
+            )
         if not 0 <= root < num_replicas:
             raise ValueError(
                 f"root must be a replica, 0 to {num_replicas - 1}; got {root}; pass the id of "
@@ -407,6 +421,11 @@ def check_dtype(tensor: Tensor, scale: float) -> None:
         raise TypeError(
             f"a collective takes the dtypes {names}; got {tensor.dtype}; convert it, bool to "
             "uint8 for instance"
+        )
+    if type(scale) is not float and not is_real(scale):
+        raise TypeError(
+            f"scale must be a number, got {short_repr(scale)}; pass 1 / N to leave the mean of N "
+            "replicas"
         )
     if scale != 1 and not tensor.is_floating_point():
         raise TypeError(

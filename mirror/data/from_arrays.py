@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from mirror.data.input_options import is_int
+from mirror.base.argument_types import is_int
 from mirror.data.split_batch import batch_size as num_examples_of
 from mirror.data.split_batch import is_batched
 from mirror.errors import short_repr

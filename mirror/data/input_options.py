@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mirror.base.argument_types import is_int
 from mirror.base.migration_hints import call_with_hints
 from mirror.errors import short_repr
 
@@ -99,11 +99,26 @@ class InputContext:
         num_input_pipelines: the number of calls of the function: one per process.
         input_pipeline_id: the index of this call.
         num_replicas_in_sync: the number of replicas over which the batches are distributed.
+
+    Raises:
+        ValueError: a number is not an int >= 1, or the index not one of the calls.
     """
 
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_input_pipelines", "num_replicas_in_sync"):
+            number = getattr(self, name)
+            if not is_int(number) or number < 1:
+                raise ValueError(f"{name} must be an int >= 1, got {short_repr(number)}")
+        index = self.input_pipeline_id
+        if not is_int(index) or not 0 <= index < self.num_input_pipelines:
+            raise ValueError(
+                f"input_pipeline_id must be an int from 0 to {self.num_input_pipelines - 1}, one "
+                f"of the {self.num_input_pipelines} pipelines; got {short_repr(index)}"
+            )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns the number of examples of a global batch for each replica.
@@ -141,11 +156,6 @@ def or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
     return options
 
 
-def is_int(value: object) -> bool:
-    """Returns whether a value is an integer, also one of NumPy, and not a bool."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
 def _check_weights(weights: Sequence[float] | str) -> tuple[float, ...]:
     rule = "weights must be one finite number >= 0 per replica, not all zero, or 'auto'"
     try:
@@ -153,7 +163,7 @@ def _check_weights(weights: Sequence[float] | str) -> tuple[float, ...]:
     except (TypeError, ValueError):
         checked = ()
     valid = all(math.isfinite(weight) and weight >= 0 for weight in checked)
-    if isinstance(weights, str) or not valid or not any(checked):
+    if isinstance(weights, (str, bytes)) or not valid or not any(checked):
         raise ValueError(f"{rule}; got {short_repr(weights)}")
     return checked
 

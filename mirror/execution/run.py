@@ -348,7 +348,8 @@ class Run:
 def check_weight(value: Any) -> float:
     """Returns a weight as a number; raises ValueError unless it is one, finite, and >= 0."""
     try:
-        weight = float(value)
+        # float() would also read a string.
+        weight = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, RuntimeError):
         weight = math.nan
     if not math.isfinite(weight) or weight < 0:

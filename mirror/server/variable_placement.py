@@ -27,6 +27,7 @@ from itertools import pairwise
 
 import torch
 
+from mirror.base.argument_types import is_int
 from mirror.errors import short_repr
 
 Partitioner = Callable[[Sequence[int], torch.dtype], "Sequence[int] | int"]
@@ -109,7 +110,7 @@ def num_pieces(
         return 1
     result = partitioner(torch.Size(shape), dtype)
     counts = [result, *[1] * (len(shape) - 1)] if isinstance(result, int) else result
-    if not isinstance(counts, Sequence) or not all(_is_int(n) and int(n) >= 1 for n in counts):
+    if not isinstance(counts, Sequence) or not all(is_int(n) and int(n) >= 1 for n in counts):
         raise ValueError(
             f"a partitioner returns the number of pieces along every axis, integers from 1 on; "
             f"for {name} of shape {tuple(shape)} it has returned {short_repr(result)}"
@@ -129,12 +130,8 @@ def _along_rows(shape: Sequence[int], shards: int) -> list[int]:
     return [max(1, min(shards, shape[0])), *[1] * (len(shape) - 1)]
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_int(value) or value < 1:
         raise ValueError(f"{name} must be an integer from 1 on, got {short_repr(value)}")
 
 

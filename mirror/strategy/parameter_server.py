@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from mirror.base.argument_types import is_int, is_real
 from mirror.base.migration_hints import init_with_hints, missing
 from mirror.base.process_bound import NoCopy
 from mirror.errors import StrategyError, short_repr
@@ -148,10 +149,7 @@ class ParameterServerStrategy(NoCopy):
                 f" or a function of shape and dtype; got {short_repr(partitioner)}"
             )
         check_placement(placement)
-        is_number = isinstance(timeout_seconds, (int, float)) and not isinstance(
-            timeout_seconds, bool
-        )
-        if not is_number or not 0 < timeout_seconds < float("inf"):
+        if not is_real(timeout_seconds) or not 0 < timeout_seconds < float("inf"):
             raise ValueError(
                 f"timeout_seconds must be a positive number, got {short_repr(timeout_seconds)}"
             )
@@ -371,7 +369,7 @@ def _make_engine(cluster_tasks: Tasks) -> Engine:
 
 def _check_at_least(name: str, value: object, least: int = 1) -> int:
     """Returns the value; raises ValueError if it is no integer, or too small."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_int(value) or value < least:
         raise ValueError(f"{name} must be an integer from {least} on, got {short_repr(value)}")
     return value
 

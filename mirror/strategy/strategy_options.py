@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
+from mirror.base.argument_types import check_timeout, is_int
 from mirror.base.migration_hints import call_with_hints
 from mirror.comm.communicator import Communicator
 from mirror.comm.registry import attempt, check_name, choose, create
-from mirror.data.input_options import is_int
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import BackendError, short_repr
 from mirror.replica.collectives.over_workers import PerPositionCommunicator, TimeoutCommunicator
@@ -57,13 +56,9 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         pack = self.bytes_per_pack
-        timeout: Any = self.timeout_seconds
         if not is_int(pack) or pack < 0:
             raise ValueError(f"bytes_per_pack must be an integer >= 0, got {short_repr(pack)}")
-        if timeout is not None and not (isinstance(timeout, numbers.Real) and float(timeout) >= 0):
-            raise ValueError(
-                f"timeout_seconds must be a number >= 0 or None, got {short_repr(timeout)}"
-            )
+        check_timeout(self.timeout_seconds)
         _check_bool("deterministic", self.deterministic)
         if self.wire_dtype not in (None, *_WIRE_DTYPES):
             names = ", ".join(map(str, _WIRE_DTYPES))

@@ -39,6 +39,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
+from mirror.base.mutex import release_if_owned
 from mirror.device.host import release_thread_pool
 from mirror.errors import CollectiveTimeoutError, StrategyError
 from mirror.threads.merge_point import (
@@ -54,10 +55,10 @@ from mirror.threads.merge_point import (
     just_act,
     timeout,
 )
-from mirror.threads.replica_threads import SIGNAL_SECONDS, Baton, ReplicaThreads
+from mirror.threads.replica_threads import SIGNAL_SECONDS, Baton, ReplicaThreads, cancel_thread
 from mirror.threads.schedule import TurnTimer
 from mirror.threads.stall_detector import StallDetector
-from mirror.threads.user_frames import active_calls_of, call_noted, frame_of, throw_into_thread
+from mirror.threads.user_frames import active_calls_of, call_noted, frame_of
 
 # How long a run waits for its threads before it abandons them: after an interrupt, and after a
 # timeout.
@@ -97,7 +98,7 @@ class Lockstep:
         self.usable, self._is_broken = True, False
         self.is_busy = self._is_forked = False
         self._threads = ReplicaThreads(names, self._work)
-        self._mutex, self._finished = threading.Lock(), Baton(is_of_caller=True)
+        self._mutex, self._finished = threading.RLock(), Baton(is_of_caller=True)
         self._finish: Callable[[], object] = bool  # posts it, in this run only
         self._begin_run({})
 
@@ -152,6 +153,7 @@ class Lockstep:
             if self._is_broken:
                 self._cancel(self._failure.error)
         except BaseException as interrupt:  # it hit our own code
+            release_if_owned(self._mutex)
             self._cancel(interrupt)
             self._begin_run({})
             raise
@@ -178,6 +180,7 @@ class Lockstep:
                 meeting, self._meeting = self._meeting, ()
                 self._meet(replica_id, meeting)
         except BaseException as error:  # an interrupt: this replica will not take its turn
+            release_if_owned(self._mutex)
             self._is_broken, self.usable = True, False
             self._failure.record(error, replica_id)
             raise
@@ -337,8 +340,10 @@ class Lockstep:
                     run = None
                 return
             except RunCancelled:  # thrown by _cancel_and_join; it may arrive at any line
+                release_if_owned(self._mutex)
                 return
             except BaseException as error:
+                release_if_owned(self._mutex)
                 if run is None or not run[0].is_over:
                     # This thread ends, with or without the turn.
                     self._is_broken, self.usable = True, False
@@ -356,8 +361,10 @@ class Lockstep:
         try:
             self._results[replica_id] = self._tasks[replica_id]()
         except RunCancelled as released:
+            release_if_owned(self._mutex)
             self._failure.blame(released.__context__, replica_id)
         except BaseException as error:
+            release_if_owned(self._mutex)
             self._failure.record(error, replica_id)
 
     def _end_team(self) -> None:
@@ -471,7 +478,7 @@ def _cancel_and_join(run: Lockstep, failure: BaseException, seconds: float) -> b
                     if thread is not threading.current_thread():
                         # It may wait for a run inside, and gets no exception until that one ends.
                         runs += (r for r in active_calls_of(thread, Lockstep.run) if r not in runs)
-                        throw_into_thread(thread, RunCancelled)
+                        cancel_thread(thread)
             sent, again = True, again + AGAIN_SECONDS
         alive = [t for t in threads if t.is_alive() and t is not threading.current_thread()]
         if not alive:

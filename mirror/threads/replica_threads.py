@@ -17,6 +17,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from mirror.base.mutex import Mutex, release_if_owned
+from mirror.threads.merge_point import RunCancelled
+from mirror.threads.user_frames import throw_into_thread
+
 # A signal that arrives just before a thread sleeps does not wake it. That moment lasts up to a
 # second without the GIL on a busy machine. So the caller of a run, which may be the main thread,
 # wakes up this often: Python then handles the signal.
@@ -106,7 +110,9 @@ class ReplicaThreads:
 
     def _start(self, replica_id: int) -> None:
         name = f"mirror {self._names[replica_id]}"
-        thread = threading.Thread(target=self._work, args=(replica_id,), name=name, daemon=True)
+        thread = threading.Thread(
+            target=_serve, args=(self._work, replica_id), name=name, daemon=True
+        )
         self._threads[replica_id] = thread
         try:
             thread.start()
@@ -115,6 +121,48 @@ class ReplicaThreads:
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             raise
+
+
+_cancellable = set[int]()  # the ids of the threads whose work can be cancelled
+_cancelling = Mutex()
+
+
+def _serve(work: Callable[[int], None], replica_id: int) -> None:
+    """Does the work of a replica's thread, which may be cancelled."""
+    ident, is_begun = threading.get_ident(), False
+    while True:
+        try:
+            if not is_begun:
+                is_begun = True
+                _cancellable.add(ident)
+                work(replica_id)
+            _cancelling.call(_end_work, ident)
+            return
+        except RunCancelled:  # again, until it has left: no other exception comes then
+            pass
+        except BaseException:
+            _cancellable.discard(ident)
+            raise
+
+
+def _end_work(ident: int) -> None:
+    _cancellable.discard(ident)
+    for _ in range(2):  # an exception that is on its way arrives here, where a loop jumps back
+        pass
+
+
+def cancel_thread(thread: threading.Thread) -> None:
+    """Raises RunCancelled in the work of a replica's thread.
+
+    Outside its work, where Python's own code begins and ends the thread, an exception would only
+    be printed.
+    """
+    _cancelling.call(_cancel_work, thread)
+
+
+def _cancel_work(thread: threading.Thread) -> None:
+    if thread.ident in _cancellable:
+        throw_into_thread(thread, RunCancelled)
 
 
 class Baton:
@@ -128,7 +176,7 @@ class Baton:
 
     def __init__(self, *, is_of_caller: bool = False) -> None:
         self._longest = SIGNAL_SECONDS if is_of_caller else -1.0  # seconds of one sleep
-        self._lock, self._pinning = threading.Lock(), threading.Lock()
+        self._lock, self._pinning = threading.Lock(), threading.RLock()
         self._lock.acquire()
         self._sleeper: int | None = None  # the native id of the waiting thread
         self._affinities: tuple[set[int], set[int]] | None = None  # pinned, original
@@ -148,8 +196,12 @@ class Baton:
                 pass
             return True
         finally:
-            with self._pinning:  # from here on no other thread changes this thread's affinity
-                self._sleeper = None
+            try:
+                with self._pinning:  # from here on no other thread changes this thread's affinity
+                    self._sleeper = None
+            except BaseException:
+                release_if_owned(self._pinning)
+                raise
             if self._affinities is not None:
                 self.move_back()
 
@@ -174,12 +226,18 @@ class Baton:
             RuntimeError: the baton is posted already.
         """
         if same_cpu and _current_cpu is not None:
-            with self._pinning, suppress(OSError):  # the thread has ended
-                if self._sleeper is not None:
-                    own_cpu, allowed = {_current_cpu()}, os.sched_getaffinity(self._sleeper)
-                    if own_cpu < allowed:
-                        self._affinities = own_cpu, allowed
-                        os.sched_setaffinity(self._sleeper, own_cpu)
+            try:
+                with self._pinning:
+                    if self._sleeper is not None:
+                        own_cpu, allowed = {_current_cpu()}, os.sched_getaffinity(self._sleeper)
+                        if own_cpu < allowed:
+                            self._affinities = own_cpu, allowed
+                            os.sched_setaffinity(self._sleeper, own_cpu)
+            except OSError:  # the thread has ended
+                pass
+            except BaseException:
+                release_if_owned(self._pinning)
+                raise
         self._lock.release()
 
     def move_back(self) -> None:

@@ -325,7 +325,7 @@ class HostCommunicator(Communicator):
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         self.check_tensors(tensors, root=root)
         first = tensors[0]
-        self._library.broadcast(_addresses(tensors), first.numel(), first.dtype, root)
+        self._library.broadcast(_addresses(tensors), first.numel(), first.dtype, int(root))
         increment_version(tensors)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:

@@ -68,4 +68,4 @@ def reduce_in_order(tensors: Sequence[Tensor], op: str, scale: float = 1.0) -> T
     total = first.to(dtype)
     for tensor in tensors[1:]:
         total = _COMBINE[op](total, tensor.to(first.device, dtype))
-    return (total if scale == 1 else total * scale).to(first.dtype)
+    return (total if scale == 1 else total * float(scale)).to(first.dtype)

@@ -13,12 +13,13 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from mirror.base.argument_types import check_timeout, is_int
 from mirror.comm.collective_lock import cannot_wait_for, lock_of
 from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
 from mirror.comm.kernels import cuda_kernels, simulator
 from mirror.comm.kernels.launcher import ABORTED, MAX_REPLICAS, KernelArguments
 from mirror.devices import is_simulated, parse
-from mirror.errors import BackendError, CollectiveTimeoutError
+from mirror.errors import BackendError, CollectiveTimeoutError, short_repr
 
 # An error word has the number of a call; names of this many calls are kept for messages.
 _REMEMBERED_CALLS = 1024
@@ -103,8 +104,12 @@ class KernelCommunicator(Communicator):
             ValueError: the timeout is negative, or ``max_blocks`` is not positive or too large.
         """
         super().__init__(devices)
-        if timeout_seconds is not None and not timeout_seconds >= 0:
-            raise ValueError(f"timeout_seconds must be at least 0 or None; got {timeout_seconds}")
+        check_timeout(timeout_seconds)
+        if max_blocks is not None and not is_int(max_blocks):
+            raise ValueError(
+                f"max_blocks must be a number of thread blocks, an int, or None; got "
+                f"{short_repr(max_blocks)}; leave it out for the default"
+            )
         reason = self.unavailable_reason(self.devices)
         if reason is not None:
             raise BackendError(f"the backend {self.name!r} cannot be used: {reason}")
@@ -185,7 +190,7 @@ class KernelCommunicator(Communicator):
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         self.check_tensors(tensors, root=root)
-        self._launch("broadcast", tensors, torch.uint8, root=root)
+        self._launch("broadcast", tensors, torch.uint8, root=int(root))
 
     def share(self, collective: str, num_bytes: int) -> int:
         """Returns the bytes of a message that one replica processes: by default a chunk."""

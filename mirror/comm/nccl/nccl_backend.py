@@ -23,6 +23,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mirror.base.argument_types import check_timeout
 from mirror.comm.collective_lock import cannot_wait_for
 from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator, in_place
 from mirror.comm.host.naive_backend import reduce_in_order
@@ -92,8 +93,7 @@ class NcclCommunicator(Communicator):
             ValueError: the timeout is negative.
         """
         super().__init__(devices)
-        if timeout_seconds is not None and not timeout_seconds >= 0:
-            raise ValueError(f"timeout_seconds must be at least 0 or None; got {timeout_seconds}")
+        check_timeout(timeout_seconds)
         if library is None:
             reason = self.unavailable_reason(self.devices)
             if reason is not None:
@@ -175,7 +175,7 @@ class NcclCommunicator(Communicator):
         self.check_tensors(tensors, root=root)
         if tensors[0].numel() == 0:
             return
-        self._run("broadcast", tensors, broadcast_calls(tensors, root))
+        self._run("broadcast", tensors, broadcast_calls(tensors, int(root)))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
         self.check_tensors(tensors, op)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from mirror.data.input_options import is_int
+from mirror.base.argument_types import is_int
 from mirror.data.tfrecord.example import FixedLenFeature, VarLenFeature, parse_example
 from mirror.data.tfrecord.record_index import (
     MAX_DAMAGE,

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from mirror.base.argument_types import is_int
 from mirror.comm.host.host_backend import HostCommunicator, missing_reason
 from mirror.comm.packing import move_into_flats
-from mirror.data.input_options import is_int
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import short_repr
 from mirror.execution.replicas import Replicas

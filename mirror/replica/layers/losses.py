@@ -133,8 +133,7 @@ def _fit_weight(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
 def _check_batch_size(global_batch_size: Any) -> int:
     if isinstance(global_batch_size, Tensor) and global_batch_size.dim():
         raise ValueError(
-            "global_batch_size must be a scalar, got a tensor of shape "
-            f"{tuple(global_batch_size.shape)}"
+            f"global_batch_size must be a scalar, got {short_repr(global_batch_size)}"
         )
     try:
         if isinstance(global_batch_size, bool):
@@ -144,6 +143,6 @@ def _check_batch_size(global_batch_size: Any) -> int:
         raise TypeError(
             f"global_batch_size must be an integer, got {short_repr(global_batch_size)}"
         ) from None
-    if size <= 0:
-        raise ValueError(f"global_batch_size must be positive, got {size}")
+    if not 0 < size < 2**63:
+        raise ValueError(f"global_batch_size must be positive, and an int of 64 bits; got {size}")
     return size

@@ -15,13 +15,14 @@ its own. When the lifeline closes, the actor ends and the agent is free again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import sys
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
-from mirror.errors import ActorDied, RemoteError, WireError
+from mirror.errors import ActorDied, ListenError, RemoteError, WireError
 from mirror.server.engine.actor_process import failure_message, receive_message, send_message
 from mirror.server.engine.channels import Channel
 from mirror.server.engine.fork_server import fork_server
@@ -41,13 +42,12 @@ class NodeAgent:
         roles: the roles that a program may start.
 
     Raises:
-        OSError: the process cannot listen at the address, since another one does, for example.
+        ListenError: the process cannot listen at the address, since another one does, for example.
     """
 
     def __init__(self, host: str, port: int, key: bytes, roles: Collection[str]) -> None:
         self._host, self._key, self._roles = host, key, frozenset(roles)
-        self._sock = bind(host, port)
-        listen(self._sock)
+        self._sock = _listen_at(host, port)
         self.port: int = self._sock.getsockname()[1]
         self._listener: Listener | None = None
         self._owner: Channel | None = None
@@ -165,3 +165,28 @@ def _start(actor: ProcessActor, send: Callable[[dict[str, Any]], None]) -> dict[
     except (ActorDied, OSError) as error:
         return {"died": str(error)}
     return {"ready": actor.pid}
+
+
+_REMEDIES = {
+    errno.EADDRINUSE: "end the process that listens there, or serve at another port",
+    errno.EACCES: "ports below 1024 need privileges; serve at another port",
+}
+_OTHER_MACHINE = (
+    "serve at an address of this machine, or listen on all networks with host='0.0.0.0' "
+    "(--host 0.0.0.0)"
+)
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at an address; raises ListenError if that cannot be."""
+    try:
+        sock = bind(host, port)
+        listen(sock)
+    except (OSError, UnicodeError) as error:  # the encoding of host names
+        number: Any = getattr(error, "errno", None)
+        remedy = _REMEDIES.get(number, _OTHER_MACHINE)
+        reason = getattr(error, "strerror", None) or error
+        raised = ListenError(f"cannot listen at {host}:{port}: {reason}; {remedy}")
+        raised.errno = number
+        raise raised from error
+    return sock

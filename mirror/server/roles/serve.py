@@ -39,7 +39,7 @@ class Server(NoCopy):
     Raises:
         ClusterError: there is no such task, or its address is invalid.
         WireError: there is no key.
-        OSError: the process cannot listen at the address.
+        ListenError: the process cannot listen at the address; an OSError, too.
     """
 
     _instead = "create one in every process"

@@ -19,6 +19,7 @@ from typing import SupportsIndex
 
 import torch
 
+from mirror.base.argument_types import is_int
 from mirror.base.migration_hints import call_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.errors import CheckpointError, short_repr
@@ -125,9 +126,7 @@ class CheckpointManager(NoCopy):
                 f"a manager takes a mirror.Checkpoint, got {short_repr(checkpoint)}; pass "
                 "mirror.Checkpoint(model=model, optimizer=optimizer)"
             )
-        if max_to_keep is not None and (
-            isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 1
-        ):
+        if max_to_keep is not None and (not is_int(max_to_keep) or max_to_keep < 1):
             raise ValueError(
                 "max_to_keep must be the number of checkpoints to keep, at least 1, or None for "
                 f"all; got {short_repr(max_to_keep)}"
@@ -164,10 +163,16 @@ class CheckpointManager(NoCopy):
             CheckpointError: see ``Checkpoint.save``.
             TypeError, ValueError: the step is not a whole number, or is negative.
         """
-        number = operator.index(step)
+        try:
+            number = operator.index(step)
+        except TypeError:
+            raise TypeError(
+                "a checkpoint is saved under the number of steps done, an int from 0; got step "
+                f"{short_repr(step)}; pass int(step) for a count that is a float"
+            ) from None
         if isinstance(step, bool) or not 0 <= number < 10**18:
             raise ValueError(
-                "a checkpoint is saved under the number of steps done, from 0; got "
+                "a checkpoint is saved under the number of steps done, from 0; got step "
                 f"{short_repr(step)}"
             )
         path = self._path(number)

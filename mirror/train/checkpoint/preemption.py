@@ -41,6 +41,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from mirror.base.argument_types import is_int, is_real
 from mirror.base.migration_hints import call_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.data.distributed_dataset import DistributedDataset
@@ -107,7 +108,7 @@ class TerminationConfig:
         seconds = self.grace_period
         if seconds is None:
             return
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        if not is_real(seconds):
             raise TypeError(
                 f"grace_period must be a number of seconds, got {short_repr(seconds)}; pass 30 or "
                 "0.5, or 0 to exit after the first save"
@@ -443,11 +444,12 @@ def _checked_signals(signals: Iterable[int]) -> tuple[int, ...]:
         raise TypeError(f"signals must be a sequence, got {short_repr(signals)}; pass (signals,)")
     numbers = tuple(signals)
     fixed = {signal.SIGKILL, signal.SIGSTOP}
-    if wrong := [n for n in numbers if n not in signal.valid_signals() or n in fixed]:
-        raise ValueError(
-            f"{short_repr(wrong[0])} is no signal that a program can handle; pass "
-            "signal.SIGTERM or signal.SIGUSR1"
-        )
+    for number in numbers:
+        if not is_int(number) or number not in signal.valid_signals() or number in fixed:
+            raise ValueError(
+                f"signals are those that a program can handle; got {short_repr(number)}; pass "
+                "signal.SIGTERM or signal.SIGUSR1"
+            )
     if numbers and threading.current_thread() is not threading.main_thread():
         raise StrategyError(
             "signals are handled in the main thread; create the PreemptionCheckpointHandler "

@@ -15,14 +15,17 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError
+from mirror.train.elastic.coordinator_calls import call_or_give_up
 from mirror.train.elastic.member import connect_store
 from mirror.train.elastic.membership import (
     ADDRESS_VARIABLE,
@@ -32,6 +35,8 @@ from mirror.train.elastic.membership import (
     View,
 )
 from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
+
+T = TypeVar("T")
 
 _log = logging.getLogger("mirror")
 
@@ -62,7 +67,11 @@ class AgentOptions:
 
 
 class WorkerProcess(Protocol):
-    """A process that an agent has started, with the methods of ``subprocess.Popen``."""
+    """A process that an agent has started, with the members of ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
 
     def poll(self) -> int | None:
         """Returns the exit code, negative for a signal; None while the process runs."""
@@ -95,12 +104,14 @@ class _Slot:
 
     Attributes:
         process: None once the worker has exited and is not started again.
+        stopped_since: when an agent without a coordinator saw first that it is stopped.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.name = ""
         self.process: WorkerProcess | None = None
+        self.stopped_since: float | None = None
 
 
 class ElasticAgent:
@@ -120,6 +131,7 @@ class ElasticAgent:
         self._signal: int | None = None
         self._exit_code = 0  # the highest, of workers that have ended when they should
         self._coordinator: MembershipCoordinator | None = None
+        self._is_alone = False  # the training is over, and the coordinator is gone
         if options.join is not None:
             self._address = options.join
             self._store = MembershipStore(connect_store(options.join))
@@ -171,9 +183,19 @@ class ElasticAgent:
     def _view(self) -> View:
         if self._coordinator is not None:
             return self._coordinator.step()
+        return self._ask(self._store.read_view) or View()
+
+    def _ask(self, call: Callable[[], T]) -> T | None:
+        """Returns what a call of the store returns; None after a signal.
+
+        Raises:
+            ClusterError: the coordinator is gone.
+        """
+        if self._coordinator is not None:
+            return call()
         try:
-            return self._store.read_view() or View()
-        except RuntimeError as error:
+            return call_or_give_up(call, lambda: self._signal is not None)
+        except (RuntimeError, TimeoutError) as error:
             raise ClusterError(
                 f"the coordinator at {self._address} is gone: {error}; start the training again"
             ) from error
@@ -183,7 +205,7 @@ class ElasticAgent:
         for slot in self._slots:
             if slot.process is None:
                 continue
-            if self._store.is_lost(slot.name):
+            if self._ask(partial(self._store.is_lost, slot.name)):
                 slot.process.kill()  # a stopped process must not continue
             code = slot.process.poll()
             if code is None:
@@ -191,7 +213,8 @@ class ElasticAgent:
             if self._view().phase is Phase.ENDED:
                 return
             slot.process = None
-            self._store.write_death(slot.name, f"its process has ended with {_describe(code)}")
+            why = f"its process has ended with {_describe(code)}"
+            self._ask(partial(self._store.write_death, slot.name, why))
             if code and self._num_restarts < self._options.max_restarts:
                 self._num_restarts += 1
                 self._start(slot)
@@ -269,7 +292,7 @@ class ElasticAgent:
             for slot in running:
                 assert slot.process is not None
                 if slot.name in view.members:
-                    if self._is_lost(slot.name):
+                    if self._is_lost(slot):
                         slot.process.kill()
                 elif monotonic() > deadline:  # it has trained nothing that it could save
                     slot.process.kill()
@@ -278,11 +301,25 @@ class ElasticAgent:
             sleep(_POLL_SECONDS)
         self._end_workers()
 
-    def _is_lost(self, name: str) -> bool:
-        try:
-            return self._store.is_lost(name)
-        except RuntimeError:  # the coordinator has ended, and its store with it
+    def _is_lost(self, slot: _Slot) -> bool:
+        """Returns whether a worker stands still after the training.
+
+        Without a coordinator, which detects that, a worker counts as lost that has been stopped
+        for the timeout; the others may still save.
+        """
+        assert slot.process is not None
+        if not self._is_alone:
+            try:
+                return bool(self._ask(partial(self._store.is_lost, slot.name)))
+            except ClusterError as error:
+                _log.warning("%s; the workers of this machine may end their programs", error)
+                self._is_alone = True
+        if not _is_stopped(slot.process.pid):
+            slot.stopped_since = None
             return False
+        if slot.stopped_since is None:
+            slot.stopped_since = monotonic()
+        return monotonic() - slot.stopped_since > self._options.membership.timeout_seconds
 
     def _kill(self) -> None:
         for slot in self._slots:
@@ -327,3 +364,13 @@ def _share_of_gpus(number: int, count: int) -> dict[str, str]:
 
 def _describe(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped by a signal or a debugger, where that can be read."""
+    try:
+        # The name of the program, in parentheses, may contain anything.
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return False
+    return status.split()[0] in ("T", "t")

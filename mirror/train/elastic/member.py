@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from mirror.base.process_bound import reinit_after_fork
 from mirror.cluster.rendezvous import split_address
 from mirror.errors import ClusterError, WorkerLostError
+from mirror.train.elastic.coordinator_calls import SilenceTimer, silence_text
 from mirror.train.elastic.membership import (
     ADDRESS_VARIABLE,
     NAME_VARIABLE,
@@ -53,6 +54,7 @@ class Member:
         self._record = MemberRecord()
         self._view = View()
         self._broken: Exception | None = None
+        self._num_beats = 0  # that the coordinator has answered
         self._changed = threading.Condition()
         self._is_forked = False
         # An agent that is killed must leave no workers behind.
@@ -166,8 +168,15 @@ class Member:
         return is_later or view.phase in (Phase.FORMING, Phase.ENDED)
 
     def _wait(self, is_due: Callable[[View], bool]) -> View:
+        num_beats, timer = self._num_beats, SilenceTimer()
         with self._changed:
             while not is_due(self._view):
+                self._exit_without_agent()  # the thread may wait for an answer
+                if num_beats != self._num_beats:
+                    num_beats = self._num_beats
+                    timer.restart()
+                elif timer.is_over() and self._broken is None:
+                    self._broken = TimeoutError(silence_text())
                 self.check_coordinator()
                 self._changed.wait(_BEAT_SECONDS)  # short, so that Ctrl-C arrives
             return self._view
@@ -206,6 +215,7 @@ class Member:
         if record.state.is_end:
             return True
         view = self._store.read_view()
+        self._num_beats += 1
         if view is not None:
             self._take(view)
         with self._changed:

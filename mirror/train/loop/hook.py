@@ -13,6 +13,7 @@ import time
 import torch
 from torch import Tensor
 
+from mirror.base.argument_types import is_int, is_real
 from mirror.errors import StrategyError, short_repr
 from mirror.server.roles.closure_queue import RemoteValue
 from mirror.strategy.mirrored import MirroredStrategy
@@ -262,11 +263,11 @@ class Interval:
 
 def check_count(owner: str, name: str, count: object) -> None:
     """Raises ValueError unless a value is a whole number above 0."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not is_int(count) or count < 1:
         raise ValueError(f"{owner}({name}=) is a whole number above 0; got {short_repr(count)}")
 
 
 def check_seconds(owner: str, seconds: object) -> None:
     """Raises ValueError unless a value is a number above 0."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+    if not is_real(seconds) or not seconds > 0:
         raise ValueError(f"{owner}(seconds=) is a number above 0; got {short_repr(seconds)}")

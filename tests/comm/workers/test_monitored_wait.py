@@ -16,16 +16,15 @@ from mirror.comm.workers.heartbeat import HeartbeatSnapshot, HeartbeatStore, sum
 from mirror.comm.workers.monitored_wait import BackgroundCall, MonitoredWait
 from mirror.comm.workers.worker_status import PendingOp, WorkerStatus
 from mirror.errors import StrategyError, WorkerLostError
-from tests.comm.workers.programs import Program, run
-
-# What a worker's wait may take until it is told, but for how long a loaded machine takes.
-SOON = 30.0  # 10 where nothing else runs
+from tests.comm.workers.programs import LONG, Program, run
 
 
 def _check(ended, kind, *words, code=1):
-    """Checks how a worker has ended: by an error with these words, and soon."""
+    """Checks how a worker has ended: by an error with these words.
+
+    Only a worker that was told ends: the timeout is longer than the test waits.
+    """
     assert ended.code == code, ended
-    assert ended.seconds < SOON, ended
     message = ended.err[ended.err.rindex(f"mirror.errors.{kind}: ") :]
     for word in words:
         assert re.search(word, message), message
@@ -46,7 +45,7 @@ while True:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_worker_is_named_and_where_it_was_last(lost):
-    with Program(STEPS.replace("SECONDS", "60.0")) as program:
+    with Program(STEPS.replace("SECONDS", "LONG")) as program:
         program.ready()
         program.signal(lost, signal.SIGKILL)
         (ended,) = program.ended(1 - lost)
@@ -62,7 +61,7 @@ def test_a_killed_worker_is_named_and_where_it_was_last(lost):
 
 @pytest.mark.slow
 def test_all_others_know_which_of_three_was_killed():
-    with Program(STEPS.replace("SECONDS", "60.0"), size=3) as program:
+    with Program(STEPS.replace("SECONDS", "LONG"), size=3) as program:
         program.ready()
         program.signal(1, signal.SIGKILL)
         for ended in program.ended(0, 2):
@@ -81,8 +80,7 @@ def test_a_stopped_worker_is_told_after_the_timeout(lost):
         if lost == 0
         else "(nothing was heard|it has not come)"
     )
-    _check(ended._replace(seconds=0.0), "WorkerLostError", f"worker {lost} of 2 is lost: {why}")
-    assert ended.seconds < 3.0 + 2 * SOON
+    _check(ended, "WorkerLostError", f"worker {lost} of 2 is lost: {why}")
 
 
 PARTS = """
@@ -122,7 +120,6 @@ def test_ctrl_c_ends_a_wait():
         (ended,) = program.ended(1)
     assert "KeyboardInterrupt" in ended.err
     assert ended.code == -signal.SIGINT
-    assert ended.seconds < SOON
 
 
 QUIET = """
@@ -142,7 +139,6 @@ OWN
 def test_a_program_without_errors_ends_without_a_word(own):
     for ended in run(QUIET.replace("OWN", own)):
         assert (ended.code, ended.err) == (0, "")
-        assert ended.seconds < SOON
 
 
 class _Never:
@@ -310,9 +306,8 @@ def part(seeds):
     gc.freeze()  # what there is already: or every collection takes long
     told = []
     for seed in seeds:
-        workers = DistributedWorkerGroup(1, lambda: "train.py:1", 30.0, lambda error: "train.py:1")
+        workers = DistributedWorkerGroup(1, lambda: "train.py:1", LONG, lambda error: "train.py:1")
         program = _two_programs(seed)[workers.rank]
-        begun = time.monotonic()
         try:
             for operation, size in program:
                 if operation in ("close", "let go"):
@@ -320,9 +315,9 @@ def part(seeds):
                 _do(workers, operation, size)
             if ("let go", 0) not in program:
                 workers.close()
-            told.append(("ended", "", time.monotonic() - begun))
+            told.append(("ended", ""))
         except (ValueError, RuntimeError) as error:
-            told.append((type(error).__name__, str(error), time.monotonic() - begun))
+            told.append((type(error).__name__, str(error)))
             if not isinstance(error, ValueError):
                 with pytest.raises(StrategyError, match="came to its end with"):
                     workers.exchange("once more")
@@ -336,11 +331,10 @@ def part(seeds):
 def _check_parting(seeds, told_by_both):
     for seed, *told in zip(seeds, *told_by_both, strict=True):
         one, other = _two_programs(seed)
-        errors = [kind for kind, _, _ in told if kind in ("DivergenceError", "WorkerLostError")]
+        errors = [kind for kind, _ in told if kind in ("DivergenceError", "WorkerLostError")]
         assert bool(errors) == (one != other), (seed, told)
-        for kind, message, seconds in told:
+        for kind, message in told:
             assert kind in ("DivergenceError", "WorkerLostError", "ValueError", "ended")
-            assert seconds < 30, (seed, told)  # 10 where nothing else runs
             if kind in ("DivergenceError", "WorkerLostError"):
                 assert "worker 0 of 2: " in message, (seed, message)
                 assert "worker 1 of 2: " in message, (seed, message)

@@ -1,7 +1,10 @@
 """Servers at given addresses, and training on digits that converges."""
 
 import os
+import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 
@@ -11,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from mirror import cli
 from mirror.cluster import ClusterSpec, SimpleResolver
-from mirror.errors import WireError
+from mirror.errors import ListenError, WireError
 from mirror.server import Server
 from tests.ports import HeldPort
 
@@ -48,6 +52,37 @@ def test_without_a_key_nobody_serves_and_nobody_connects(monkeypatch, key, text)
         Server(JOBS, "ps", 0)
     with pytest.raises(WireError, match=text):
         mirror.ClusterCoordinator(mirror.ParameterServerStrategy(cluster=JOBS))
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (
+            "127.0.0.1",
+            ["already in use", "end the process that listens there"],
+        ),
+        ("192.0.2.1", ["an address of this machine", "--host 0.0.0.0"]),  # RFC 5737: of no machine
+        ("a..b", ["an address of this machine", "--host 0.0.0.0"]),  # no name of a host
+    ],
+)
+def test_an_address_where_it_cannot_listen_ends_a_server_with_one_line(
+    monkeypatch, capsys, host, words
+):
+    monkeypatch.setenv("MIRROR_ENGINE_KEY", secrets.token_hex(32))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"{host}:{taken.getsockname()[1]}"
+        with pytest.raises(ListenError, match=re.escape(address)) as caught:
+            Server(address)
+        assert isinstance(caught.value, OSError)
+        assert caught.value.errno == getattr(caught.value.__cause__, "errno", None)
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            assert cli.main(["serve", address]) == 1
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert all(word in lines[0] for word in ["mirror: cannot listen at", address, *words])
 
 
 def test_addresses_and_an_engine_exclude_each_other():

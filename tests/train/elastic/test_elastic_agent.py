@@ -1,22 +1,26 @@
 """The agent: exit codes, signals, restarts, and mirror elastic on one machine and on two."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from mirror.cli import main
-from mirror.errors import ClusterError
+from mirror.errors import ClusterError, WorkerLostError
 from mirror.train import elastic
+from mirror.train.elastic import coordinator_calls, elastic_agent
 from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent
-from mirror.train.elastic.membership import Phase
-from mirror.train.elastic.membership_coordinator import MembershipOptions
+from mirror.train.elastic.membership import ADDRESS_VARIABLE, MembershipStore, Phase
+from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
 from tests.ports import HeldPort
-from tests.train.elastic.elastic_workers import agent_of, train
+from tests.train.elastic.elastic_workers import ForkedWorker, agent_of, train
 
 _ROOT = Path(__file__).parents[3]
 
@@ -67,6 +71,125 @@ def test_lost_workers_are_started_again_as_often_as_allowed():
         with pytest.raises(ClusterError, match="0 workers are left after 2 restarts"):
             agent.run()
         assert len(workers) == 3
+
+
+def coordinates(port, number):
+    """Coordinates a training of one worker; once it trains, this process sends itself a signal."""
+    store = MembershipStore(elastic_agent._serve(port))
+    coordinator = MembershipCoordinator(store, MembershipOptions(1, 1))
+    while coordinator.step().phase is not Phase.TRAINING or number is None:
+        threading.Event().wait(0.01)
+    os.kill(os.getpid(), number)
+
+
+def fork(variables, function, *args):
+    return ForkedWorker(variables, pickle.dumps((__file__, function.__qualname__, args, {})))
+
+
+@contextmanager
+def joined(program, number=None):
+    """Gives an agent with one worker that joins a coordinator, and both processes."""
+    processes = []
+
+    def start(variables):
+        processes.append(fork(variables, program))
+        return processes[-1]
+
+    with HeldPort() as held:
+        processes.append(fork({}, coordinates, held.number, number))
+        try:
+            membership = MembershipOptions(1, 1, timeout_seconds=0.5)
+            options = AgentOptions(1, 0, membership, join=f"127.0.0.1:{held.number}")
+            yield ElasticAgent(start, options), processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def trains_forever():
+    elastic.run(signal.pause)
+
+
+def stops_while_it_trains():
+    elastic.run(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@pytest.mark.parametrize("program", [trains_forever, stops_while_it_trains])
+@pytest.mark.parametrize(
+    ("number", "text"), [(signal.SIGSTOP, "it has not answered for 0.5 s"), (signal.SIGKILL, "")]
+)
+def test_an_agent_ends_if_its_coordinator_is_gone_or_silent(monkeypatch, program, number, text):
+    monkeypatch.setattr(coordinator_calls, "SILENCE_SECONDS", 0.5)
+    with joined(program, number) as (agent, processes):
+        with pytest.raises(ClusterError, match=f"the coordinator at .* is gone: .*{text}"):
+            agent.run()
+        assert processes[1].wait() in (1, -signal.SIGKILL)  # it may have noticed, too
+
+
+def test_a_signal_ends_an_agent_whose_coordinator_is_silent(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    with joined(trains_forever, signal.SIGSTOP) as (agent, _):
+        is_over = coordinator_calls.SilenceTimer.is_over
+
+        def interrupt(timer):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return is_over(timer)
+
+        monkeypatch.setattr(coordinator_calls.SilenceTimer, "is_over", interrupt)
+        assert agent.run() == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def gives_up():
+    coordinator_calls.SILENCE_SECONDS = 0.5
+    elastic.run(lambda: None)
+
+
+def test_a_worker_ends_if_its_coordinator_is_silent():
+    with HeldPort() as held:
+        coordinator = fork({}, coordinates, held.number, signal.SIGSTOP)
+        worker = fork({ADDRESS_VARIABLE: f"127.0.0.1:{held.number}"}, gives_up)
+        assert worker.wait() == 1
+        coordinator.kill()
+        coordinator.wait()
+    assert isinstance(worker.outcome[0], WorkerLostError)
+    assert "it has not answered for 0.5 s; start the training again" in str(worker.outcome[0])
+
+
+def stops_after_the_training():
+    elastic.run(lambda: None)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_stops_after_the_training_is_killed_without_a_coordinator(
+    monkeypatch, number
+):
+    monkeypatch.setattr(coordinator_calls, "SILENCE_SECONDS", 0.5)
+    with joined(stops_after_the_training) as (agent, (coordinator, *_)):
+        wait_for_workers = agent._wait_after_success
+
+        def lose_coordinator(view):
+            while not elastic_agent._is_stopped(agent._slots[0].process.pid):
+                threading.Event().wait(0.01)
+            coordinator.send_signal(number)
+            wait_for_workers(view)
+
+        agent._wait_after_success = lose_coordinator
+        assert agent.run() == 128 + signal.SIGKILL
+
+
+def test_the_time_in_which_a_process_was_stopped_is_no_silence():
+    now = 0.0
+    timer = coordinator_calls.SilenceTimer(lambda: now)
+    now = 10_000.0
+    assert not timer.is_over()
+    for _ in range(round(coordinator_calls.SILENCE_SECONDS)):
+        now += 1.0
+        over = timer.is_over()
+    assert over
 
 
 def test_a_port_in_use_is_an_error():
