@@ -135,14 +135,14 @@ class Timeline:
     @contextmanager
     def counting_once(self, kind: str) -> Iterator[None]:
         """Counts concurrent work of replicas inside by its duration, not once per replica."""
-        before, began = self._of_replicas(kind), perf_counter()
+        before, began = self._sum_replicas(kind), perf_counter()
         try:
             yield
         finally:
-            counted = self._of_replicas(kind) - before
+            counted = self._sum_replicas(kind) - before
             self._sums[CROSS][kind] += perf_counter() - began - counted
 
-    def _of_replicas(self, kind: str) -> float:
+    def _sum_replicas(self, kind: str) -> float:
         return sum(sums[kind] for sums in self._sums[: self.num_replicas])
 
     @contextmanager
@@ -179,7 +179,7 @@ class Timeline:
     # Traces
 
     @contextmanager
-    def recorded(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    def recording(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         """Records the block as a trace in ``path``; yields a dict that gets the trace at the end.
 
         See ``start_recording``.

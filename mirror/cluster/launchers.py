@@ -75,8 +75,8 @@ class TorchrunResolver(ClusterResolver):
         if not self._is_started_by_torchrun:
             return single_process()
         env = self._variables
-        size = env.needed_integer("WORLD_SIZE", least=1, why=_WHY)
-        rank = env.needed_integer("RANK", why=_WHY)
+        size = env.require_integer("WORLD_SIZE", least=1, why=_WHY)
+        rank = env.require_integer("RANK", why=_WHY)
         if rank >= size:
             raise ClusterError(f"RANK={rank}, but WORLD_SIZE={size} has ranks 0 to {size - 1}")
         if size == 1 and env.first("MASTER_ADDR", "MASTER_PORT") is None:
@@ -84,8 +84,8 @@ class TorchrunResolver(ClusterResolver):
         return Rendezvous(
             rank,
             size,
-            env.needed("MASTER_ADDR", why=_WHY),
-            env.needed_integer("MASTER_PORT", why=_WHY, least=int(size > 1), most=MAX_PORT),
+            env.require_text("MASTER_ADDR", why=_WHY),
+            env.require_integer("MASTER_PORT", why=_WHY, least=int(size > 1), most=MAX_PORT),
             env.integer("LOCAL_RANK"),
             env.integer("LOCAL_WORLD_SIZE", least=1),
         )

@@ -231,11 +231,11 @@ def read_step(
     Raises:
         ClusterError: variables are missing, damaged, or contradict each other.
     """
-    rank = env.needed_integer("SLURM_PROCID", why=_WHY)
+    rank = env.require_integer("SLURM_PROCID", why=_WHY)
     if isinstance(tasks_per_node, Mapping):
         nodes, counts = list(tasks_per_node), list(tasks_per_node.values())
     else:
-        nodes = expand_hostlist(env.needed(*_NODES, why=_WHY))
+        nodes = expand_hostlist(env.require_text(*_NODES, why=_WHY))
         counts = _counts(env, len(nodes), tasks_per_node)
     wrong = [count for count in counts if not isinstance(count, int) or count < 1]
     if wrong or not counts:

@@ -98,7 +98,7 @@ class Indices:
         skip(self._iterator, num_skipped)
         num_cut, self.num_cut = self.num_cut, 0
         index = next(self._iterator)
-        return _without_first(index, num_cut) if num_cut else index
+        return _drop_first(index, num_cut) if num_cut else index
 
     def prime(self) -> None:
         """Reads the first index now, since samplers draw their seed when they begin."""
@@ -108,7 +108,7 @@ class Indices:
             self._iterator = iter(())
 
 
-def _without_first(index: Any, count: int) -> Any:
+def _drop_first(index: Any, count: int) -> Any:
     """Returns the index of a batch, a slice or a sequence, without its first examples."""
     return slice(index.start + count, index.stop) if isinstance(index, slice) else index[count:]
 

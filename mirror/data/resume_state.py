@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mirror.base.tree_json import decode, encode
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.data.rng_state import capture_rng, replayed_rng
+from mirror.data.rng_state import capture_rng, replaying_rng
 from mirror.errors import CheckpointError, short_repr
 
 VERSION = 1
@@ -144,7 +144,7 @@ def _check_streams(streams: object, template: Mapping[str, Any]) -> None:
         )
     if fits and isinstance(streams, Mapping):
         try:
-            with replayed_rng(streams):  # the generators check the values
+            with replaying_rng(streams):  # the generators check the values
                 return
         except (TypeError, ValueError, OverflowError, RuntimeError):
             pass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from mirror.base.migration_hints import init_with_hints, missing
+from mirror.base.migration_hints import attribute_error, init_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.errors import StrategyError, short_repr
 from mirror.execution.run import current
@@ -334,7 +334,7 @@ class ParameterServerStrategy(NoCopy):
             raise StrategyError(
                 f"a {kind} has no {name}, which concerns replicas; {_REMEDIES[name]}"
             )
-        raise missing(self, name)
+        raise attribute_error(self, name)
 
 
 def _resolve_tasks(cluster: Any, engine: object, counts: Sequence[object]) -> Tasks:

@@ -364,7 +364,7 @@ class Strategy(NoCopy):
             OSError: the file cannot be written; raised before the block runs.
         """
         self._check_cross("trace")
-        with self._group.replicas.timeline.recorded(path) as content:
+        with self._group.replicas.timeline.recording(path) as content:
             yield Trace(content)
 
     def close(self) -> None:

@@ -177,7 +177,7 @@ BUGS = {
         batches_on_demand,
     ),
     "a batch's events are those of before its copies": (
-        fault(CopyStreams, "departed", "stream.record_event()", "torch.cuda.Event()"),
+        fault(CopyStreams, "record_events", "stream.record_event()", "torch.cuda.Event()"),
         batches_on_demand,
     ),
     "a part is used before it has arrived": (
@@ -203,7 +203,7 @@ BUGS = {
         collectives_in_backward,
     ),
     "replicas are not on the caller's streams": (
-        fault(CallerStreams, "entered",
+        fault(CallerStreams, "entering",
            "stack.enter_context(torch.cuda.stream(self._streams[device]))", "pass"),
         training("callers"),
     ),

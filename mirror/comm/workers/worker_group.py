@@ -146,7 +146,7 @@ class LocalWorkerGroup:
         """Closes the connections; idempotent."""
 
 
-def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def move_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns tensors that can be sent: detached, contiguous, on the CPU."""
     with torch.no_grad():
         return [tensor.detach().cpu().contiguous() for tensor in tensors]

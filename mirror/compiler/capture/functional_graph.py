@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from mirror.compiler.step_inputs import InputKind, StepInput
-from mirror.compiler.torch_internals import decompositions, faked, is_fake, traced
+from mirror.compiler.torch_internals import decompositions, is_fake, make_fake, trace_graph
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +49,7 @@ def trace_functional(
     def function(*_: Tensor) -> Sequence[Tensor]:
         return list(call())
 
-    graph = traced(function, mode, [one.fake for one in known])
+    graph = trace_graph(function, mode, [one.fake for one in known])
     by_fake = {id(one.fake): one for one in inputs}
     found: list[StepInput] = []
     holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -64,7 +64,7 @@ def trace_functional(
             continue
         one = by_fake.get(id(value))
         if one is None:
-            fake = value if isinstance(value, is_fake) else faked(mode, value)
+            fake = value if isinstance(value, is_fake) else make_fake(mode, value)
             one = StepInput(InputKind.SHARED, fake, value=value)
         found.append(one)
         with graph.graph.inserting_after(holders[-1]):
@@ -85,7 +85,7 @@ def functional(graph: fx.GraphModule, inputs: list[StepInput], mode: Any) -> Fun
             return graph(*args)
 
     fakes = [one.fake for one in inputs]
-    pure = traced(
+    pure = trace_graph(
         torch.func.functionalize(function, remove="mutations"), mode, fakes, decompositions()
     )
     nodes = pure.graph

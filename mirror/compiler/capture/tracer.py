@@ -130,9 +130,9 @@ class Tracer:
         """
         leaves = self._placeholders.make_leaves()
         self.gradients = TracedGradients(
-            leaves, self._placeholders.entering, self._reduced, refusal
+            leaves, self._placeholders.add_entering, self._reduce, refusal
         )
-        self._by_id = self._placeholders.by_id()
+        self._by_id = self._placeholders.index_by_id()
         functions = Functions(
             self._by_id,
             self.gradients.read_leaf,
@@ -145,7 +145,7 @@ class Tracer:
         before = save_context()
         with ExitStack() as stack:
             stack.callback(self.gradients.remove_hooks)
-            stack.enter_context(self._placeholders.in_place(self.gradients))
+            stack.enter_context(self._placeholders.substituting(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(compiling())
             stack.enter_context(zero_grad_unconditionally(self, self._clear))
@@ -159,7 +159,7 @@ class Tracer:
             stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
             stack.enter_context(Operations(self.draws, self._placeholders.only(InputKind.WEIGHT)))
-            stack.enter_context(functions.everywhere(self._is_followed))
+            stack.enter_context(functions.intercepting(self._is_followed))
             stack.enter_context(functions)
             try:
                 push_context(self._replicas.strategy, replica)
@@ -263,7 +263,7 @@ class Tracer:
         """The number of replicas that take part, a 0-d tensor in double precision."""
         return self._placeholders.only(InputKind.COUNT)
 
-    def _reduced(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
+    def _reduce(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
         if not self._replicas.mirrors and not self._reduces_alone:
             return local
         if self._share is None:

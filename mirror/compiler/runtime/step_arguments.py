@@ -61,7 +61,7 @@ class StepArguments:
             return [[leaf] * len(self.active)]
         parts = [leaf.values[r] for r in self.active]
         if isinstance(parts[0], Tensor):
-            return [[t if t.is_contiguous() else _laid_out(t) for t in parts]]
+            return [[t if t.is_contiguous() else _fix_layout(t) for t in parts]]
         if children_of(parts[0]) is not None:
             self._structures += map(describe_structure, parts)
         return [list(column) for column in zip(*map(leaves_of, parts), strict=True)]
@@ -137,7 +137,7 @@ def _take(leaf: Any, found: Iterator[Any]) -> Any:
     return next(found)
 
 
-def _laid_out(tensor: Tensor) -> Tensor:
+def _fix_layout(tensor: Tensor) -> Tensor:
     """Returns a tensor in a layout that programs take: contiguous, or channels last."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor

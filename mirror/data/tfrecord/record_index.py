@@ -99,7 +99,7 @@ def scan(path: str, *, verify: bool) -> RecordIndex:
                     raise
                 damage.append(error.with_traceback(None))  # frames of a traceback hold data
                 if len(damage) > MAX_DAMAGE:
-                    raise too_damaged(path) from error
+                    raise damage_error(path) from error
                 more = True
                 if reader.record > record:
                     damaged.append(record)
@@ -195,7 +195,7 @@ def _save(
         file.write(fields.tobytes() + offsets.tobytes())
 
 
-def too_damaged(path: str) -> RecordError:
+def damage_error(path: str) -> RecordError:
     """Returns the error for a file with too many damaged records."""
     return RecordError(
         f"on_damage='skip' skips at most {MAX_DAMAGE} damaged records; {path} has more: it is no "

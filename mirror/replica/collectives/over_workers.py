@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
-from mirror.device.device_mesh import without_remap
+from mirror.device.device_mesh import disabling_remap
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.threads.watchdog import WatchedCall
@@ -237,19 +237,19 @@ class PerPositionCommunicator(Communicator):
         vars(self)["waits"] = any(inner.waits for inner in inners)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
-        with without_remap():
+        with disabling_remap():
             self._at_position(tensors).all_reduce(tensors, op, scale)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        with without_remap():
+        with disabling_remap():
             self._at_position(tensors).broadcast(tensors, root)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
-        with without_remap():
+        with disabling_remap():
             self._at_position(tensors).reduce_scatter(tensors, op)
 
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
-        with without_remap():
+        with disabling_remap():
             self._at_position(tensors).all_gather(tensors)
 
     def all_reduce_lists(
@@ -263,7 +263,7 @@ class PerPositionCommunicator(Communicator):
             # This call raises the error that names the mistake.
             self._inners[0].all_reduce_lists(lists, op, scale, bytes_per_pack)
             return
-        with without_remap():
+        with disabling_remap():
             for inner, columns in self._apart(lists):
                 inner.all_reduce_lists(columns, op, scale, bytes_per_pack)
 
@@ -275,7 +275,7 @@ class PerPositionCommunicator(Communicator):
         bytes_per_pack: int,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        with without_remap():  # the last replica to arrive reduces a bucket for all
+        with disabling_remap():  # the last replica to arrive reduces a bucket for all
             for inner, mine in self._apart(columns):
                 inner.all_reduce_checked(mine, op, scale, bytes_per_pack, wire_dtype)
 
@@ -285,10 +285,10 @@ class PerPositionCommunicator(Communicator):
             inner.prepare(wanted)
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def setting_timeout(self, seconds: float) -> Iterator[None]:
         with ExitStack() as stack:
             for inner in self._inners:
-                stack.enter_context(inner.within(seconds))
+                stack.enter_context(inner.setting_timeout(seconds))
             yield
 
     def abort(self) -> None:
@@ -380,10 +380,10 @@ class TimeoutCommunicator(Communicator):
         self._inner.prepare(reductions)
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def setting_timeout(self, seconds: float) -> Iterator[None]:
         before, self._seconds = self._seconds, seconds
         try:
-            with self._inner.within(seconds):
+            with self._inner.setting_timeout(seconds):
                 yield
         finally:
             self._seconds = before

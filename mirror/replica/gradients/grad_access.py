@@ -256,7 +256,7 @@ class GradAccess:
             else:
                 del self.exposed[variable]
 
-    def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
+    def record_replacement(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Records that another object has replaced a reduced gradient."""
         if self.exposed.get(variable) is known:
             self.exposed[variable] = grad

@@ -169,7 +169,7 @@ def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
     total = target.grad = plus(known, grad)
     assert total is not None
     variable: ReplicatedParam = target.variable  # type: ignore[attr-defined]
-    variable.gradients.replaced(variable, known, total)
+    variable.gradients.record_replacement(variable, known, total)
 
 
 def or_zeros(grad: Tensor | None, variable: ReplicatedParam, replica_id: int) -> Tensor:

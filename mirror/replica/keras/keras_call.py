@@ -82,7 +82,7 @@ def _ending_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
             _thread.is_applying = False
             if timeline is not None:
                 timeline.end(lane, OPTIMIZER)
-        step_ends.optimizer_stepped(timeline)
+        step_ends.record_optimizer_step(timeline)
         return result
 
     return apply

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mirror.base.dynamo import is_compiled, refuse_unknown_compiler
 from mirror.base.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_lacking
-from mirror.device.device_mesh import without_remap
+from mirror.device.device_mesh import disabling_remap
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -216,7 +216,7 @@ class ModuleRegistry:
         def action(payloads: dict[int, Any]) -> dict[int, None]:
             args, kwargs = payloads[min(payloads)]
             replica.run.enter_first_stream()
-            with stream_of_caller(self.replicas.workers), without_remap():
+            with stream_of_caller(self.replicas.workers), disabling_remap():
                 getattr(module, INFER)(module, args, kwargs)
                 if not self.replicas.mirrors:
                     self._move(module)

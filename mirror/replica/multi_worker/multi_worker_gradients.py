@@ -18,7 +18,7 @@ import torch
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
-from mirror.execution.lifecycle import nothing
+from mirror.execution.lifecycle import do_nothing
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run, current, replica_of
 from mirror.execution.runner import Runner
@@ -81,7 +81,7 @@ class MultiWorkerGradients(GradReducer):
             self._non_finite,
         )
         self._dropped = self._reduction.dropped
-        self.before_reducing: Callable[[], None] = nothing
+        self.before_reducing: Callable[[], None] = do_nothing
 
     # Weights of passes
 

@@ -245,7 +245,7 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
             timeline.end(lane, OPTIMIZER)
     if len(current.stepping) == 1:  # no step of another optimizer has called this one
         if replica is None:
-            step_ends.optimizer_stepped(timeline)
+            step_ends.record_optimizer_step(timeline)
         else:
             run = replica.run
             while run.outer is not None:

@@ -386,7 +386,7 @@ class CentralAccess(GradAccess):
                 self._forget_shown(variable)
         return True
 
-    def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
+    def record_replacement(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Does nothing: ``fetch`` and ``refresh`` compare the identity of the gradient."""
 
     def forget(self, variable: ReplicatedParam) -> None:

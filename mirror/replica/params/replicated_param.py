@@ -220,7 +220,7 @@ class GradientAccess(Protocol):
     def add_hook(self, variable: ReplicatedParam, hook: GradientHook) -> RemovableHandle:
         """Registers a hook that gets the reduced gradient of every backward pass from now on."""
 
-    def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
+    def record_replacement(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Records that another object has replaced a reduced gradient."""
 
     def forget(self, variable: ReplicatedParam) -> None:

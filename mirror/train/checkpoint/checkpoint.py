@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.base.migration_hints import with_hints
+from mirror.base.migration_hints import add_hints
 from mirror.base.process_bound import NoCopy
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import CheckpointError, StrategyError
@@ -30,7 +30,7 @@ from mirror.train.checkpoint.snapshot import (
     Snapshot,
     StagingBuffers,
     copy_to_host,
-    on_host,
+    move_to_host,
     read_contents,
     take_snapshot,
     take_worker_snapshot,
@@ -228,7 +228,7 @@ def _tensors(obj: object) -> list[Tensor]:
 _log = logging.getLogger("mirror")
 
 
-@with_hints
+@add_hints
 class Checkpoint(NoCopy):
     """Saves objects to a directory, and restores them, together with the random generators.
 
@@ -308,7 +308,7 @@ class Checkpoint(NoCopy):
 
             def save() -> None:
                 if wait:
-                    whole = snapshot.with_tensors(on_host(snapshot.tensors))
+                    whole = snapshot.with_tensors(move_to_host(snapshot.tensors))
                     write(lambda: write_contents(found, whole, step))
                     return
                 copies = snapshot.with_tensors(self._copies.copy(snapshot.tensors))
