@@ -115,10 +115,10 @@ class ReplicaChecks:
         """Calls ``visit`` with every value of the first replica."""
         for variable in self._variables:
 
-            def what(variable: ComparableParam = variable) -> str:
+            def describe(variable: ComparableParam = variable) -> str:
                 return f"parameter {path_of(variable.owner(), variable.name)!r}"
 
-            visit(variable.home, what)
+            visit(variable.home, describe)
         self._optimizers.visit_first(visit)
 
     def _compare_all(self, compare: ComparePair) -> None:
@@ -131,11 +131,11 @@ class ReplicaChecks:
                 if other is variable.home:
                     continue
 
-                def what(variable: ComparableParam = variable, r: int = r) -> str:
+                def describe(variable: ComparableParam = variable, r: int = r) -> str:
                     path = path_of(variable.owner(), variable.name)
                     return f"parameter {path!r} differs on {names[r]} from {first}"
 
-                compare(variable.home, other, what)
+                compare(variable.home, other, describe)
         self._optimizers.check(compare)
 
 
@@ -269,13 +269,13 @@ class WorkerChecks(ReplicaChecks):
 
     def check(self) -> None:
         """Compares this worker's replicas, and then the workers, bit for bit."""
-        self._over_workers(super().check)
+        self._check_over_workers(super().check)
 
     def check_sums(self) -> None:
         """Compares this worker's replicas by sums, and then the workers by hashes."""
-        self._over_workers(super().check_sums)
+        self._check_over_workers(super().check_sums)
 
-    def _over_workers(self, check_here: Callable[[], None]) -> None:
+    def _check_over_workers(self, check_here: Callable[[], None]) -> None:
         own: ReplicaMismatchError | None = None
         try:
             check_here()

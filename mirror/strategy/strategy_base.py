@@ -327,7 +327,7 @@ class Strategy(NoCopy):
     def no_sync(self) -> Iterator[None]:
         """Accumulates weighted gradients locally; the next reduction reduces their sum."""
         self._check_cross("no_sync")
-        with self._group.gradients.deferred_within():
+        with self._group.gradients.deferring_gradients():
             yield
 
     def check_replicas(self) -> int:

@@ -17,7 +17,7 @@ from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import CompileError
 from mirror.execution.run import current
 from mirror.replica.gradients.ready_grads import local_grad, set_local_grad
-from mirror.replica.params.replicated_param import through_hooks
+from mirror.replica.params.replicated_param import apply_hooks
 
 Refusal = Callable[..., CompileError]
 Reduce = Callable[[Sequence[StateTensor], list[Tensor]], list[Tensor]]
@@ -153,7 +153,7 @@ class TracedGradients:
             with torch.no_grad():
                 for place, grad in zip(arrived, self._reduce(arrived, local), strict=True):
                     if place.record is not None:
-                        grad = through_hooks(place.record.hooks, grad)
+                        grad = apply_hooks(place.record.hooks, grad)
                     before = self._get_current(place)
                     self.left[place] = grad if before is None else before + grad
 

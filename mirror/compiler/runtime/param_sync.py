@@ -151,7 +151,7 @@ class ParamSync:
         if changes.optimizers:
             self._replicas.workers.num_steps += 1
         for buffer in changes.buffers:
-            buffer.wrote(active)
+            buffer.record_write(active)
         if not self._replicas.mirrors:
             for place, grad in grads.items():
                 place.owner.grad = grad

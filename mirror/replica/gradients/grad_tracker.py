@@ -293,13 +293,13 @@ def _add_listener(tracker: GradTracker) -> None:
 
 def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     @disable_dynamo
-    def wrapped_backward(*args: Any, **kwargs: Any) -> Any:
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
         replica = current.replica
         if replica is not None and replica.tracing is not None:
             return run(*args, **kwargs)
         accumulates = kwargs.get("accumulate_grad", True)
         if args[4]:
-            args = _with_all_leaves(*args)
+            args = _expand_inputs(*args)
         if accumulates and not getattr(args[0][0], "requires_grad", True):
             args = start_without_examples(*args)
         if replica is None:
@@ -310,7 +310,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             timeline.begin(lane, BACKWARD)
         if replica is not None:
             if len(args[1]) > 1 or (args[1][0] is not None and args[1][0].dim()):
-                args = _with_own_gradients(*args)
+                args = _clone_gradients(*args)
             if accumulates:
                 check_pass(replica.run, lane, args)
             else:
@@ -338,10 +338,10 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             if timeline is not None:
                 timeline.end(lane, BACKWARD)
 
-    return wrapped_backward
+    return run_backward
 
 
-def lane_here() -> tuple[Timeline | None, int]:
+def current_lane() -> tuple[Timeline | None, int]:
     """Returns the timeline of the calling code, and its lane in it."""
     replica = current.replica
     if replica is None:
@@ -349,7 +349,7 @@ def lane_here() -> tuple[Timeline | None, int]:
     return replica.replicas.timeline, replica.replica_id
 
 
-def _with_all_leaves(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
+def _expand_inputs(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
     """Replaces mirrored parameters in ``backward(inputs=...)`` by their copies.
 
     Needed by older versions of torch: they ignore ``__torch_function__`` of the inputs here.
@@ -362,7 +362,7 @@ def _with_all_leaves(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
     return outputs, grads, retain, create, inputs, *others
 
 
-def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
+def _clone_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
     """Clones the gradients that a user passes.
 
     All replicas may pass the same tensor, and autograd may put it into ``.grad`` as it is.

@@ -108,7 +108,7 @@ class ModuleRegistry:
         self._buffers = buffers
         self._mirrored: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
 
-    def mirrored(self) -> Iterator[tuple[nn.Module, str]]:
+    def mirrored_modules(self) -> Iterator[tuple[nn.Module, str]]:
         """Yields the mirrored modules, in the order of their mirroring, with their first paths."""
         for key, (reference, path) in list(self._mirrored.items()):
             module = reference()

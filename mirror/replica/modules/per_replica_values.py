@@ -121,7 +121,7 @@ class PerReplicaAttribute:
         """Returns the replica's value, ``MISSING`` if it has none."""
         if not self.is_set:
             return self._ordinary().get(self._name, MISSING)
-        now, r = self._in(replica.run), replica.replica_id
+        now, r = self._enter(replica.run), replica.replica_id
         if r not in now.values:
             value = self._first(replica)
             if type(value) is bool or value is MISSING:
@@ -133,7 +133,7 @@ class PerReplicaAttribute:
     def write(self, replica: Replica, value: Any) -> None:
         """Sets the replica's value; ``MISSING`` deletes it."""
         self.is_set = True
-        now, r = self._in(replica.run), replica.replica_id
+        now, r = self._enter(replica.run), replica.replica_id
         now.read.pop(r, None)
         if type(value) is bool:
             now.values.pop(r, None)
@@ -169,7 +169,7 @@ class PerReplicaAttribute:
         module = self._module()
         return {} if module is None else module.__dict__
 
-    def _in(self, run: Run) -> _InRun:
+    def _enter(self, run: Run) -> _InRun:
         if self._now.run is not run:
             _beginning.call(self._begin, run)
         return self._now
@@ -223,7 +223,7 @@ class PerReplicaAttribute:
             self._joined = MISSING, ()
             return
         before = ordinary.get(self._name, MISSING)
-        joined = ordinary[self._name] = _apart(self._join(values, before, run), values)
+        joined = ordinary[self._name] = _separate(self._join(values, before, run), values)
         self._joined = joined, _versions(joined)
 
     def _join(self, values: dict[int, Any], before: Any, run: Run) -> Any:
@@ -260,15 +260,15 @@ class PerReplicaAttribute:
         return joined
 
 
-def _apart(joined: Any, parts: dict[int, Any]) -> Any:
+def _separate(joined: Any, parts: dict[int, Any]) -> Any:
     """Returns ``joined`` with memory of its own: replicas may write to theirs in place."""
     own = {id(leaf) for part in parts.values() for leaf in leaves_of(part)}
 
-    def copied(leaf: Any) -> Any:
+    def copy_shared(leaf: Any) -> Any:
         shared = isinstance(leaf, Tensor) and not isinstance(leaf, MirroredTensor)
         return leaf.clone() if shared and id(leaf) in own else leaf
 
-    return map_structure(copied, joined)
+    return map_structure(copy_shared, joined)
 
 
 def _versions(value: Any) -> tuple[int, ...]:

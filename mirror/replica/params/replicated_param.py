@@ -52,7 +52,7 @@ from mirror.execution.runner import runner_of
 from mirror.replica.params.mirrored_tensor import (
     DATA,
     REQUIRES_GRAD,
-    copied_once,
+    copy_once,
     derived_class,
     parameter_like,
     raw_set_data,
@@ -167,7 +167,7 @@ class ReplicaParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return copied_once(self, self.plain, memo)
+        return copy_once(self, self.plain, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
@@ -328,7 +328,7 @@ class ReplicatedParam:
 
     # Values
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether the value may have changed in the cross-replica context."""
         return bool(self.handles) or self.shown._version != self.version
 
@@ -403,7 +403,7 @@ class ReplicatedParam:
 GradientHook = Callable[[Tensor], "Tensor | None"]
 
 
-def through_hooks(
+def apply_hooks(
     hooks: Mapping[int, GradientHook], grad: Tensor, *, is_batched: bool = False
 ) -> Tensor:
     """Returns a gradient after it has passed through a variable's hooks.

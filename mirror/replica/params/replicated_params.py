@@ -163,7 +163,7 @@ class ReplicatedParams:
             parameter.data = parameter.data.to(home)
         variable = self.kind(parameter, name, self._replicas, gradients, self.mirror)
         self._by_id[id(parameter)] = variable
-        self._registry.own(parameter, self._on_gone())
+        self._registry.own(parameter, self._make_forget())
         parameter.grad = None
         if hooks:
             variable.hooks = hooks  # the same dict, because handles remove their hook from it
@@ -178,7 +178,7 @@ class ReplicatedParams:
             gradients.write(variable, grad)
         return variable
 
-    def _on_gone(self) -> Callable[[int], None]:
+    def _make_forget(self) -> Callable[[int], None]:
         reference = weakref.ref(self)
 
         def forget(key: int) -> None:

@@ -38,13 +38,13 @@ from mirror.execution.run import (
     replica_of,
     save_context,
 )
-from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.params.mirrored_tensor import (
     DATA,
     GRAD,
     REQUIRES_GRAD,
     MirroredTensor,
-    copied_once,
+    copy_once,
     parameter_like,
     resolve,
     set_to,
@@ -53,9 +53,9 @@ from mirror.replica.params.mirrored_tensor import (
 from mirror.replica.params.replicated_param import (
     ReplicaParameter,
     ReplicatedParam,
+    apply_hooks,
     refuse_own_hook,
     refuse_post_accumulate_hook,
-    through_hooks,
 )
 
 
@@ -123,7 +123,7 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         return repr(self._copy())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return copied_once(self, lambda: self._copy().plain(), memo)
+        return copy_once(self, lambda: self._copy().plain(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._copy().__reduce_ex__(protocol)
@@ -293,12 +293,12 @@ def _autograd_grad(
     for copies in spread:
         parts = [next(remaining) for _ in copies]
         used = [part.to(copies[0].device) for part in parts if part is not None]
-        totals.append(summed(used, used[0].device) if used else None)
+        totals.append(reduce_tensors(used, used[0].device) if used else None)
     _reduce_over_workers(inputs, totals)
     for i, (captured, copies) in enumerate(zip(inputs, spread, strict=True)):
         total = totals[i]
         if total is not None and isinstance(captured, MirroredParameter):
-            totals[i] = through_hooks(captured._mirrored.hooks, total, is_batched=is_batched)
+            totals[i] = apply_hooks(captured._mirrored.hooks, total, is_batched=is_batched)
         elif total is None and materialize_grads:
             totals[i] = torch.zeros_like(copies[0])
         elif total is None and not allow_unused:
@@ -391,15 +391,15 @@ def _resolve_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         for arg in (*args, *kwargs.values()):
             if isinstance(arg, MirroredTensor) and not is_jit_tracing():
-                args = tuple(map(_resolved, args))
-                kwargs = {name: _resolved(value) for name, value in kwargs.items()}
+                args = tuple(map(_resolve_leaf, args))
+                kwargs = {name: _resolve_leaf(value) for name, value in kwargs.items()}
                 break
         return original(cls, *args, **kwargs)
 
     return apply
 
 
-def _resolved(value: Any) -> Any:
+def _resolve_leaf(value: Any) -> Any:
     # Autograd ignores tensors inside nested structures; these are resolved when they are used.
     return resolve(value) if isinstance(value, MirroredTensor) else value
 

@@ -247,7 +247,7 @@ class Gatherer:
         """Returns whether each replica has as many entries as examples, and one has several."""
         return [len(part) for part in parts] == self._counts and max(self._counts) > 1
 
-    def added(self, parts: Sequence[Any], num_added: int) -> Any:
+    def join_added(self, parts: Sequence[Any], num_added: int) -> Any:
         """Joins one of the entries that were added to a list."""
         is_any = num_added == 1 and set(self._counts) == {1} and len(parts) > 1
         if is_any and is_leaf(parts[0]) and not isinstance(parts[0], Tensor):
