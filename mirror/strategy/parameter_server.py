@@ -366,7 +366,7 @@ def _make_engine(cluster_tasks: Tasks) -> Engine:
     from mirror.server.engine.agent_engine import AgentEngine
     from mirror.server.engine.socket_client import key_of_environment
 
-    return AgentEngine(cluster_tasks.by_name(), key_of_environment())
+    return AgentEngine(cluster_tasks.addresses_by_name(), key_of_environment())
 
 
 def _check_at_least(name: str, value: object, least: int = 1) -> int:

@@ -192,7 +192,7 @@ class Gatherer:
         values: list[Any] = [ABSENT] * len(self._sizes)
         for replica_id, part in zip(self._ids if ids is None else ids, parts, strict=True):
             values[replica_id] = part
-        return PerReplica(values, weights=self._sizes)._from_split_call(bool(self._parts))
+        return PerReplica(values, weights=self._sizes)._mark_split_call(bool(self._parts))
 
     def join(self, parts: Sequence[Any]) -> Any:
         """Returns the one value that the parts form.

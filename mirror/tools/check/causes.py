@@ -107,10 +107,10 @@ def diagnose(
         return _explain_statistics(result)
     if event.info.get("dropout") or event.info.get("random"):
         return _explain_random(result, "torch")
-    drawn = _drawn_in(event, some)
+    drawn = _find_draws(event, some)
     if drawn and drawn != ["torch"]:
         return _explain_random(result, " and ".join(drawn))
-    written = _written_outside(event, some, others)
+    written = _find_write_outside(event, some, others)
     if written is not None:
         return _explain_state(result, written)
     source, is_product = _find_source(first, some, others)
@@ -209,7 +209,7 @@ def _call_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[Reco
     return list(events[start:end])
 
 
-def _drawn_in(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str]:
+def _find_draws(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str]:
     """Returns the generators that the outermost call has drawn from, on one device."""
     call = [e for e in _call_of(event, events) if e.depth == 0 and e.info.get("rng")]
     if len(call) < 2:
@@ -219,7 +219,7 @@ def _drawn_in(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str
     return [name for name, some, other in names if some != other]
 
 
-def _written_outside(
+def _find_write_outside(
     event: RecordedEvent, some: Sequence[RecordedEvent], others: Sequence[RecordedEvent]
 ) -> RecordedEvent | None:
     """Returns where the call uses a tensor outside the model that its forward changes."""
@@ -457,8 +457,8 @@ def _find_source(
     """
     if first.one is None or first.many is None:
         return None, False
-    ones = [e for e in _until(some, first.one) if e.kind == OP]
-    manys = [e for e in _until(others, first.many) if e.kind == OP]
+    ones = [e for e in _events_until(some, first.one) if e.kind == OP]
+    manys = [e for e in _events_until(others, first.many) if e.kind == OP]
     found = None
     for a, c in zip(ones, manys, strict=False):
         if a.key != c.key or not a.prints or a is first.one:
@@ -477,7 +477,7 @@ def _find_source(
     return found, False
 
 
-def _until(events: Sequence[RecordedEvent], last: RecordedEvent) -> list[RecordedEvent]:
+def _events_until(events: Sequence[RecordedEvent], last: RecordedEvent) -> list[RecordedEvent]:
     """Returns the events of the same outermost call up to one."""
     found: list[RecordedEvent] = []
     for event in events:

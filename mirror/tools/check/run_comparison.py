@@ -61,7 +61,7 @@ class RunComparison:
         if many.ending == "error" and many.error is not None and one.ending != "error":
             return self._explain_error()
         suspects = list(find_differences(shallow(one), shallow(many), self._tolerances))
-        found = self._beyond_rounding(suspects)
+        found = self._find_beyond_rounding(suspects)
         if found is None and one.num_steps == many.num_steps:
             is_chaotic = self._spread is not None and self._largest_spread(self._spread) > _CHAOTIC
             if is_chaotic and (step := self._first_unrepeated_step(one.num_steps)):
@@ -82,7 +82,7 @@ class RunComparison:
                 return self._unrepeatable(step)
         return self._different(found)
 
-    def _beyond_rounding(self, suspects: list[Difference]) -> Difference | None:
+    def _find_beyond_rounding(self, suspects: list[Difference]) -> Difference | None:
         """Returns the first difference that rounding does not explain."""
         if not suspects or self._is_given:
             return suspects[0] if suspects else None

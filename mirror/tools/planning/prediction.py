@@ -124,7 +124,7 @@ def link_between_devices(link: str | Sequence[float]) -> Bandwidth:
             f"link must be one of {', '.join(LINKS)}, or (gigabytes per second, microseconds per "
             f"hop); got {short_repr(link)}"
         )
-    return _measured("link", link)
+    return _parse_bandwidth("link", link)
 
 
 def link_between_machines(network: str | Sequence[float]) -> Bandwidth:
@@ -138,7 +138,7 @@ def link_between_machines(network: str | Sequence[float]) -> Bandwidth:
         PlanError: the network has neither form.
     """
     if not isinstance(network, str):
-        return _measured("network", network)
+        return _parse_bandwidth("network", network)
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)g", network, re.ASCII)
     if match is None:
         raise PlanError(
@@ -154,7 +154,7 @@ def link_between_machines(network: str | Sequence[float]) -> Bandwidth:
     )
 
 
-def _measured(name: str, numbers: Sequence[float]) -> Bandwidth:
+def _parse_bandwidth(name: str, numbers: Sequence[float]) -> Bandwidth:
     if not isinstance(numbers, (tuple, list)) or len(numbers) != 2:
         raise PlanError(
             f"{name} must be a name or (gigabytes per second, microseconds per hop); "

@@ -42,7 +42,7 @@ def make_plan(given: Mapping[str, Any], case: str | None) -> Plan:
     Raises:
         PlanError: there is no such case, or ``plan`` raises it.
     """
-    arguments = {} if case is None else _of_case(check_choice("case", case, tuple(CASES)))
+    arguments = {} if case is None else _case_arguments(check_choice("case", case, tuple(CASES)))
     arguments |= {name: value for name, value in given.items() if value is not None}
     if "wire_dtype" in arguments:
         arguments["wire_dtype"] = _WIRE_DTYPES[arguments["wire_dtype"]]
@@ -72,7 +72,7 @@ def table_of_links() -> str:
     return "\n".join([*lines, "", *(f"{name:{widths[0]}}  {NETWORKS[name]}" for name in NETWORKS)])
 
 
-def _of_case(name: str) -> dict[str, Any]:
+def _case_arguments(name: str) -> dict[str, Any]:
     case = CASES[name]
     return {
         "step_seconds": case.batch_size / case.alone,

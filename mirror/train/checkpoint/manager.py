@@ -26,7 +26,7 @@ from mirror.threads.user_frames import warn_user
 from mirror.train.checkpoint.checkpoint import Checkpoint, worker_agreement_of
 from mirror.train.checkpoint.checkpoint_directory import (
     is_checkpoint,
-    locked,
+    locking,
     make_directories,
     remove_checkpoint,
     remove_leftovers,
@@ -237,7 +237,7 @@ class CheckpointManager(NoCopy):
     def _write(self, path: Path, write: Callable[[], None]) -> None:
         try:
             make_directories(self.directory)
-            with locked(self.directory):
+            with locking(self.directory):
                 remove_leftovers(self.directory, _PREFIX)
                 write()
                 self._remove_old(path)

@@ -121,7 +121,7 @@ class Snapshot:
     def _decode(self, node: Any, what: str, is_placed: bool) -> Any:
         def get(name: str, device: str) -> Tensor:
             view = self.manifest.views.get(name)
-            tensor = self.tensors[name] if view is None else view.of_tensors(self.tensors)
+            tensor = self.tensors[name] if view is None else view.make_view(self.tensors)
             return _move(tensor, device) if is_placed and device != "cpu" else tensor
 
         try:
