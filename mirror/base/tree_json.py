@@ -95,9 +95,9 @@ class _Encoder:
             return self._all(value, path, depth)
         if kind is dict and all(type(key) is str for key in value) and KEY not in value:
             return {k: self.encode(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
-        return self._special(value, path, depth)
+        return self._encode_special(value, path, depth)
 
-    def _special(self, value: Any, path: str, depth: int) -> Any:
+    def _encode_special(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
         for name, sequence in SEQUENCES.items():
             if kind is sequence:

@@ -200,10 +200,10 @@ class EnvironmentVariables:
 
     def text(self, *names: str) -> str | None:
         """Returns the value of the first variable that is set, or None."""
-        name = self.first(*names)
+        name = self.find_first(*names)
         return None if name is None else self.environ[name].strip()
 
-    def first(self, *names: str) -> str | None:
+    def find_first(self, *names: str) -> str | None:
         """Returns the name of the first variable that is set, or None."""
         return next((name for name in names if self.environ.get(name, "").strip()), None)
 
@@ -220,7 +220,7 @@ class EnvironmentVariables:
 
     def integer(self, *names: str, least: int = 0, most: int = MAX_PROCESSES) -> int | None:
         """Returns the first variable that is set as a number, or None; checks the range."""
-        name = self.first(*names)
+        name = self.find_first(*names)
         return None if name is None else integer(self.environ[name], name, least=least, most=most)
 
     def require_integer(

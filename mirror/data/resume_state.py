@@ -110,7 +110,7 @@ def _check(state: object, kind: str, num_batches: int | None) -> None:
         raise ValueError(f"{rule}, with the keys {', '.join(wanted)}; got {_names(state)}")
     for key, kinds in wanted.items():
         if not isinstance(state[key], kinds):
-            raise ValueError(f"{rule}; its {key!r} is {_short(state[key])}, of another type")
+            raise ValueError(f"{rule}; its {key!r} is {_shorten(state[key])}, of another type")
     if state["version"] != VERSION:
         raise ValueError(
             f"this version of mirror reads input states of version {VERSION}, got version "
@@ -150,7 +150,7 @@ def _check_streams(streams: object, template: Mapping[str, Any]) -> None:
             pass
     raise ValueError(
         "the random streams of an input state must be those that state_dict saved; got "
-        f"{_short(streams)}; the state is damaged or of another version of Python"
+        f"{_shorten(streams)}; the state is damaged or of another version of Python"
     )
 
 
@@ -174,7 +174,7 @@ def _names(state: Mapping[Any, Any]) -> str:
     return ", ".join(map(str, state)) or "none"
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -184,7 +184,7 @@ class Runner:
         if not self.is_between_runs:
             return self._run(fn, active, weights)
         workers, own = self.replicas.workers, partial(self._run, fn, active, weights)
-        run = workers.outermost(partial(call_with_worker_rng, workers, own))
+        run = workers.call_outermost(partial(call_with_worker_rng, workers, own))
         workers.record_run(run.total_weight())
         self.on_outermost_end()
         return run

@@ -144,8 +144,8 @@ class TpuProgram:
             return arrays
 
         inputs = (
-            [*map(_abstract(jax), self._arguments.shared)],
-            [_abstract(jax)(x[0]) for x in self._arguments.parts],
+            [*map(_make_abstract(jax), self._arguments.shared)],
+            [_make_abstract(jax)(x[0]) for x in self._arguments.parts],
         )
         shapes = jax.eval_shape(inspect, list(values), jax.random.PRNGKey(0), inputs)
         call, output = seen[-1]
@@ -168,8 +168,8 @@ class TpuProgram:
         jax, arguments = self._library.jax, self._arguments
         k = next(i for i, shapes in enumerate(arguments.sizes) if shapes is not None)
         inputs = (
-            [*map(_abstract(jax), arguments.shared)],
-            [_abstract(jax)(x[0]) for x in arguments.parts],
+            [*map(_make_abstract(jax), arguments.shared)],
+            [_make_abstract(jax)(x[0]) for x in arguments.parts],
         )
         parameters = self._model.tensors[: self._model.num_parameters]
         positions = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
@@ -346,7 +346,7 @@ class TpuProgram:
         return ([values[i] for i in self.updated], list(states), [values[i] for i in self.buffers])
 
 
-def _abstract(jax: Any) -> Callable[[Any], Any]:
+def _make_abstract(jax: Any) -> Callable[[Any], Any]:
     def shape_of(x: Any) -> Any:
         return jax.ShapeDtypeStruct(np.shape(x), x.dtype)
 

@@ -282,7 +282,7 @@ def join_states(name: str, states: Sequence[State], shapes: Sequence[tuple[int, 
         tensors = [value for value in values if isinstance(value, Tensor)]
         if len(tensors) == len(values) and [tuple(t.shape) for t in tensors] == list(shapes):
             joined[key] = torch.cat(tensors)
-        elif all(_same(first, value) for value in values):
+        elif all(_are_same(first, value) for value in values):
             joined[key] = first
         else:
             raise StrategyError(
@@ -298,7 +298,7 @@ def _rows_of(value: Any, shape: tuple[int, ...], begin: int, end: int) -> Any:
     return value
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     return type(a) is type(b) and bool(a == b)

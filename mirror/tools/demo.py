@@ -301,7 +301,7 @@ def run_demo(options: DemoOptions) -> None:
     images = load_images(options.data)
     # Two epochs of Fashion-MNIST, ten of the digits.
     epochs = options.epochs or max(1, min(10, 120_000 // len(images.train_y)))
-    with _comparable(devices), MirroredStrategy(devices) as strategy:
+    with _making_comparable(devices), MirroredStrategy(devices) as strategy:
         print(_heading(strategy, images, epochs, options))
         print(f"\n{_replicas(strategy)}, mirror:", flush=True)
         mirrored, mirrored_outcome = _train_mirrored(strategy, images, epochs, options)
@@ -394,7 +394,7 @@ def _train(
                 count = min(options.batch_size, num_images - done)
                 total += step(batch) * count
                 done += count
-                if progress.due():
+                if progress.is_due():
                     speed = done / (time.perf_counter() - start)
                     text = f"loss {total.item() / done:.4f}  {speed:,.0f} images/s"
                     progress.show(done, text)
@@ -430,7 +430,7 @@ def _devices(options: DemoOptions) -> tuple[torch.device, ...]:
 
 
 @contextmanager
-def _comparable(devices: Sequence[torch.device]) -> Iterator[None]:
+def _making_comparable(devices: Sequence[torch.device]) -> Iterator[None]:
     """Computes in float32 on GPUs, and with one thread on simulated devices.
 
     The rounding of TF32, the default of convolutions on GPUs, would hide differences. On small

@@ -114,7 +114,7 @@ def _describe_rank(place: Rendezvous) -> str:
 def _warnings(
     launcher: str, place: Rendezvous, spec: ClusterSpec, env: EnvironmentVariables
 ) -> Iterator[str]:
-    is_step = env.first("SLURM_STEP_ID", "SLURM_STEPID") is not None
+    is_step = env.find_first("SLURM_STEP_ID", "SLURM_STEPID") is not None
     if launcher == "Slurm" and not is_step and place.world_size > 1:
         yield (
             "SLURM_STEP_ID is not set: this may be the batch script itself, which runs once; "

@@ -286,9 +286,9 @@ def test_a_meeting_that_cannot_be_is_an_error(numbers, words):
 def test_the_first_that_is_set_counts_and_empty_is_not_set():
     told = EnvironmentVariables({"A": "", "B": " ", "C": " 7 ", "D": "8"})
     assert told.text("X", "A", "B", "C", "D") == "7"
-    assert told.first("X", "A", "B", "C", "D") == "C"
+    assert told.find_first("X", "A", "B", "C", "D") == "C"
     assert told.integer("A", "D") == told.require_integer("D", why="") == 8
-    assert told.text("X", "A", "B") is told.first("X") is told.integer("A", "B") is None
+    assert told.text("X", "A", "B") is told.find_first("X") is told.integer("A", "B") is None
 
 
 def test_they_are_those_of_now(monkeypatch):

@@ -227,7 +227,7 @@ class DistributedWorkerGroup(LocalWorkerGroup):
             if self._replica_sums is not None:
                 self._replica_sums.close()
 
-    def outermost(self, run: Callable[[], T]) -> T:
+    def call_outermost(self, run: Callable[[], T]) -> T:
         """See ``LocalWorkerGroup``; an error becomes a note in this worker's status."""
         self._check_usable()
         self._heartbeats.note = ""

@@ -83,14 +83,14 @@ class Placeholders:
         self.inputs.append(StepInput(InputKind.SHARED, fake, value=tensor))
         return fake
 
-    def only(self, kind: InputKind) -> Tensor:
+    def get_only(self, kind: InputKind) -> Tensor:
         """Returns the placeholder of the only input of a kind."""
         return self._by_place[kind, None, None].fake
 
     @property
     def device(self) -> torch.device:
         """The device of the trace."""
-        return self.only(InputKind.COUNT).device
+        return self.get_only(InputKind.COUNT).device
 
     def add_entering(self, place: StateTensor) -> Tensor | None:
         """Returns the placeholder of the gradient of an earlier step; ``None``: there is none."""

@@ -186,7 +186,7 @@ class TracedNumbers:
         """Calls a function of torch that has traced numbers among its arguments."""
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_"):
-            return self._each(name, args, kwargs)
+            return self._call_each(name, args, kwargs)
         if name.strip("_") in _SCALING and any(is_half(arg) for arg in args):
             return self._call_in_single(name, args, kwargs)
         args, kwargs = self._call_scaled(name, list(args), dict(kwargs))
@@ -198,7 +198,7 @@ class TracedNumbers:
             return self.tensor(args[0], kind).clone()
         if name in ("lerp", "lerp_") and args[0].dtype in _HALF:
             return self._half_lerp(name, *args)
-        tensors = [t for t in _flat((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [t for t in _iterate_leaves((args, kwargs)) if isinstance(t, Tensor)]
         try:
             return func(*self._as_tensors(args, tensors), **self._as_tensors(kwargs, tensors))
         except Exception:  # it takes no tensors there: the number itself, then
@@ -239,7 +239,7 @@ class TracedNumbers:
         found = torch.lerp(start.float(), end.float(), wide).to(start.dtype)
         return start.copy_(found) if name == "lerp_" else found
 
-    def _each(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _call_each(self, name: str, args: Any, kwargs: Any) -> Any:
         """Calls a function of lists of tensors tensor by tensor."""
         bare = name.removeprefix("_foreach_")
         lists = [arg for arg in args if _is_list_of_tensors(arg)]
@@ -461,15 +461,15 @@ def is_half(value: Any) -> bool:
 
 def has_traced(tree: Any) -> bool:
     """Whether a traced number is among arguments."""
-    return any(map(is_traced_number, _flat(tree)))
+    return any(map(is_traced_number, _iterate_leaves(tree)))
 
 
-def _flat(tree: Any) -> Iterator[Any]:
+def _iterate_leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, (list, tuple)):
         for one in tree:
-            yield from _flat(one)
+            yield from _iterate_leaves(one)
     elif isinstance(tree, dict):
-        yield from _flat(list(tree.values()))
+        yield from _iterate_leaves(list(tree.values()))
     elif isinstance(tree, slice):
         yield from (tree.start, tree.stop, tree.step)
     else:

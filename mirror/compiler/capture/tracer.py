@@ -114,7 +114,7 @@ class Tracer:
         self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
         self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that lend
         self.gradients: TracedGradients | None = None
-        self.draws = FunctionalRng(placeholders.only(InputKind.SEED), refusal)
+        self.draws = FunctionalRng(placeholders.get_only(InputKind.SEED), refusal)
         self.failed_in_optimizer = False
         self.weight: Tensor | None = None
         self._share: Tensor | None = None
@@ -141,7 +141,7 @@ class Tracer:
         )
         replica = self._replica = TracedRun(self._replicas, NullLockstep(), (0,)).members[0]
         replica.tracing = self
-        replica.weight = self._placeholders.only(InputKind.WEIGHT)  # type: ignore[assignment]
+        replica.weight = self._placeholders.get_only(InputKind.WEIGHT)  # type: ignore[assignment]
         before = save_context()
         with ExitStack() as stack:
             stack.callback(self.gradients.remove_hooks)
@@ -158,7 +158,9 @@ class Tracer:
             stack.callback(self.swaps.end)
             stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
-            stack.enter_context(Operations(self.draws, self._placeholders.only(InputKind.WEIGHT)))
+            stack.enter_context(
+                Operations(self.draws, self._placeholders.get_only(InputKind.WEIGHT))
+            )
             stack.enter_context(functions.intercepting(self._is_followed))
             stack.enter_context(functions)
             try:
@@ -190,7 +192,7 @@ class Tracer:
 
     def own_row(self, row: Tensor) -> Tensor:
         """Returns a table of zeros with one row per replica, in which ``row`` is its own."""
-        is_own = self._placeholders.only(InputKind.PLACE).unsqueeze(1)
+        is_own = self._placeholders.get_only(InputKind.PLACE).unsqueeze(1)
         return torch.where(is_own, row, torch.zeros_like(row))
 
     def set_weight(self, value: Any) -> None:
@@ -261,7 +263,7 @@ class Tracer:
     @property
     def count(self) -> Tensor:
         """The number of replicas that take part, a 0-d tensor in double precision."""
-        return self._placeholders.only(InputKind.COUNT)
+        return self._placeholders.get_only(InputKind.COUNT)
 
     def _reduce(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
         if not self._replicas.mirrors and not self._reduces_alone:

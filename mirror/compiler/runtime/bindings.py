@@ -160,7 +160,7 @@ class Bindings:
     def find_number_change(self, arguments: StepArguments) -> str | None:
         """Returns which comparison of numbers has another outcome, in words."""
         numbers, names = self._trace.numbers, arguments.names()
-        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain()]
+        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain_leaves()]
         return next(filter(None, (numbers.find_change(values, names) for values in found)), None)
 
     def take_numbers(self, arguments: StepArguments) -> bool:
@@ -168,7 +168,7 @@ class Bindings:
         numbers = self._trace.numbers
         if not numbers.sources:
             return True
-        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain()]
+        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain_leaves()]
         if found != self._last_numbers:
             if not all(map(numbers.hold, found)):
                 return False

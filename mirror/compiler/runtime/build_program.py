@@ -147,7 +147,7 @@ class ProgramBuilder:
             return kept
         pieces = pieces_of(*step)
         levels = [
-            (self._ready(level.shared, trace_step), self._ready(level.own, trace_step))
+            (self._prepare(level.shared, trace_step), self._prepare(level.own, trace_step))
             for level in pieces.levels
         ]
         sizes = sizes_of(trace_step.mode, trace_step.fakes)
@@ -155,7 +155,9 @@ class ProgramBuilder:
             store_program(key, pieces, levels, sizes)
         return pieces, levels, sizes
 
-    def _ready(self, piece: ProgramPiece | None, trace_step: StepTrace) -> CallableProgram | None:
+    def _prepare(
+        self, piece: ProgramPiece | None, trace_step: StepTrace
+    ) -> CallableProgram | None:
         if piece is None:
             return None
         devices = tuple(dict.fromkeys(self._replicas.devices))

@@ -77,7 +77,7 @@ class ParamSync:
         workers = self._replicas.workers
         if workers.is_multi_process:
             drawing = partial(call_with_worker_rng, workers, call)
-            call = partial(workers.outermost, drawing)
+            call = partial(workers.call_outermost, drawing)
         return self._runner.call_exclusively(call, "a compiled step")
 
     def begin(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.compiler.free_variables import comparable
+from mirror.compiler.free_variables import make_comparable
 from mirror.values import (
     PerReplica,
     children_of,
@@ -86,7 +86,7 @@ class StepArguments:
         named += [(f"argument {name!r}", value) for name, value in kwargs.items()]
         return [leaf for name, value in named for leaf in _named_leaves(name, value)]
 
-    def plain(self) -> list[dict[int, Any]]:
+    def plain_leaves(self) -> list[dict[int, Any]]:
         """Returns, for each replica that takes part, its leaves that are not tensors."""
         found = [(i, c) for i, c in enumerate(self.columns) if not isinstance(c[0], Tensor)]
         return [{i: c[row] for i, c in found} for row in range(len(self.active))]
@@ -145,4 +145,4 @@ def _fix_layout(tensor: Tensor) -> Tensor:
 
 
 def _key(value: Any) -> Any:
-    return value if comparable(value) is value else id(value)
+    return value if make_comparable(value) is value else id(value)

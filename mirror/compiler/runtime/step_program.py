@@ -99,12 +99,12 @@ class StepProgram:
         tensors = [leaf for leaf in part if isinstance(leaf, Tensor)]
         trace = self.trace
         return (
-            self._plain(part) == self._plain(self._leaves)
+            self._constant_leaves(part) == self._constant_leaves(self._leaves)
             and list(map(layout, tensors)) == trace.layouts
             and self._sizes.fit(tensors)
         )
 
-    def _plain(self, part: Sequence[Any]) -> list[Any]:
+    def _constant_leaves(self, part: Sequence[Any]) -> list[Any]:
         """Returns the leaves that are constants of the trace, with their types."""
         traced = self.trace.traced_leaves
         return [

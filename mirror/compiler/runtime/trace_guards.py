@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import hooks_of
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
-from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, comparable
+from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, make_comparable
 from mirror.compiler.step_inputs import StateTensor
 from mirror.compiler.torch_internals import MODULE_HOOKS
 from mirror.replica.modules.module_owner import ReplicaDict
@@ -248,7 +248,7 @@ def _guard_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
         found: list[Any] = [len(now), [*map(tuple, step_hooks(optimizer))]]
         for group, names in zip(now, watched, strict=False):
             found.append([*map(id, group["params"])])
-            found += [len(group), *[comparable(group.get(name)) for name in names]]
+            found += [len(group), *[make_comparable(group.get(name)) for name in names]]
         return found
 
     said = [f"the number of parameter groups of {kind}", f"the hooks of {kind}"]
@@ -262,7 +262,7 @@ def _guard_rates(optimizer: Optimizer) -> GuardedValue:
     """Guards learning rates that a step has read as numbers."""
 
     def read() -> list[Any]:
-        return [comparable(group.get("lr")) for group in optimizer.param_groups]
+        return [make_comparable(group.get("lr")) for group in optimizer.param_groups]
 
     name = f"a learning rate of {type(optimizer).__name__}, which the step reads as a number,"
     return GuardedValue([name] * 8, read)

@@ -468,7 +468,7 @@ def _integers(data: bytes, lists: Spans) -> Iterator[Array]:
 
 
 def _encode_feature(name: str, values: object) -> bytes:
-    array = _flat(name, values)
+    array = _flatten(name, values)
     if array.dtype == object:
         encoded = b"".join(encode_delimited(1, value) for value in array.tolist())
         return encode_delimited(BYTES, encoded)
@@ -479,7 +479,7 @@ def _encode_feature(name: str, values: object) -> bytes:
     return encode_delimited(kind, encode_delimited(1, packed) if packed else b"")
 
 
-def _flat(name: str, values: object) -> Array:
+def _flatten(name: str, values: object) -> Array:
     """Returns the caller's values as a 1-d array of float32, int64 or, for bytes, object."""
     # Never as NumPy's own strings, which lose zero bytes at the end.
     if isinstance(values, (bytes, str)):

@@ -56,7 +56,7 @@ class Numbering:
     def damage(self) -> tuple[RecordError, ...]:
         return tuple(error for file in self._files for error in file.damage)
 
-    def intact(self, num_shards: int, shard: int) -> NDArray[np.int64]:
+    def intact_numbers(self, num_shards: int, shard: int) -> NDArray[np.int64]:
         """Returns the numbers of intact records: every ``num_shards``-th one from ``shard``."""
         numbers = np.arange(shard, self._ends[-1], num_shards, dtype=np.int64)
         starts = self._ends - [len(file.offsets) for file in self._files]

@@ -170,7 +170,7 @@ class TFRecordDataset(Dataset[Any]):
         if self._numbers is None:
             for error in self._numbering.damage:
                 self._record(error)
-            self._numbers = self._numbering.intact(*self._shard)
+            self._numbers = self._numbering.intact_numbers(*self._shard)
         return self._numbering, self._numbers
 
     # --- in order --------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
         }
         if not workers.is_multi_process:
             return gathered, participants
-        own = _first(gathered)
+        own = _first_payload(gathered)
         what = f"all_gather of {_detail(tensors, structure, axes)}"
         whole, participants = gather_over_workers(
             workers, axes, what, signature, own, participants
@@ -144,7 +144,7 @@ def all_reduce_payloads(
         return fused_all_reduce(replicas, op, payloads), participants
     ready = {r: [_mean_ready(t, op) for t in mine] for r, mine in payloads.items()}
     sum_or_op = "sum" if op == "mean" else op
-    own = _first(fused_all_reduce(replicas, sum_or_op, ready))
+    own = _first_payload(fused_all_reduce(replicas, sum_or_op, ready))
     whole, participants = reduce_over_workers(
         replicas.workers, sum_or_op, what, signature, own, participants
     )
@@ -225,7 +225,7 @@ def _merge(
     return merged
 
 
-def _first(payloads: Payloads) -> list[Tensor]:
+def _first_payload(payloads: Payloads) -> list[Tensor]:
     return next(iter(payloads.values()))
 
 

@@ -112,7 +112,7 @@ class GradAccess:
         if replica is None or replica_id is None:
             return self._read_outside(variable)
         if gradients.deferring:
-            return gradients.local(variable, replica_id)
+            return gradients.local_gradient(variable, replica_id)
         # A compiler that traces a replica's code reads .grad while it holds its lock. The other
         # replicas would wait for the lock, so this read must not wait for them.
         if gradients.must_reduce(replica.replica_id) and compile_context() is None:

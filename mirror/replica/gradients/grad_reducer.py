@@ -219,7 +219,7 @@ class GradReducer:
         """Reduces or defers the remaining gradients of a run, or of the code between two runs.
 
         Raises:
-            StrategyError: the program has changed a sum that ``local`` returned, which is a copy.
+            StrategyError: the program has changed the copy that ``local_gradient`` returned.
         """
         shown = self._shown
         if shown:
@@ -264,7 +264,7 @@ class GradReducer:
         if self.scattered and self.scatter is not None:
             self.scatter.drop(variable, replicas)
 
-    def local(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
+    def local_gradient(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns the sum of one replica's gradients under ``no_sync``, not reduced."""
         parts = [
             variable.targets[replica_id].grad,

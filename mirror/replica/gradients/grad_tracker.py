@@ -30,7 +30,7 @@ from torch.func import debug_unwrap
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
-from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest
+from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest_timeline
 from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
@@ -303,7 +303,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         if accumulates and not getattr(args[0][0], "requires_grad", True):
             args = start_without_examples(*args)
         if replica is None:
-            timeline, lane = latest(), CROSS
+            timeline, lane = latest_timeline(), CROSS
         else:
             timeline, lane = replica.replicas.timeline, replica.replica_id
         if timeline is not None:
@@ -345,7 +345,7 @@ def current_lane() -> tuple[Timeline | None, int]:
     """Returns the timeline of the calling code, and its lane in it."""
     replica = current.replica
     if replica is None:
-        return latest(), CROSS
+        return latest_timeline(), CROSS
     return replica.replicas.timeline, replica.replica_id
 
 

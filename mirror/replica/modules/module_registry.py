@@ -262,7 +262,7 @@ class ModuleRegistry:
                 home = self.replicas.places.home_of(tensor.device, name)
                 if tensor.device != home:
                     tensor.data = tensor.data.to(home)
-                self._registry.own(tensor)
+                self._registry.register(tensor)
 
     def _refuse_script(self, module: torch.jit.ScriptModule, name: str) -> None:
         # A module that was traced from a mirrored one, inside the scope, shares its tensors.

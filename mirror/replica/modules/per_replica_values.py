@@ -120,10 +120,10 @@ class PerReplicaAttribute:
     def read(self, replica: Replica) -> Any:
         """Returns the replica's value, ``MISSING`` if it has none."""
         if not self.is_set:
-            return self._ordinary().get(self._name, MISSING)
+            return self._module_dict().get(self._name, MISSING)
         now, r = self._enter(replica.run), replica.replica_id
         if r not in now.values:
-            value = self._first(replica)
+            value = self._initial_value(replica)
             if type(value) is bool or value is MISSING:
                 return value
             now.values[r] = value
@@ -137,7 +137,7 @@ class PerReplicaAttribute:
         now.read.pop(r, None)
         if type(value) is bool:
             now.values.pop(r, None)
-            now.flags[r] = self._ordinary()[self._name] = value
+            now.flags[r] = self._module_dict()[self._name] = value
         else:
             now.flags.pop(r, None)
             now.values[r] = value
@@ -164,7 +164,7 @@ class PerReplicaAttribute:
             self._left = values
             self._set_joined({r: v for r, v in values.items() if v is not MISSING}, run)
 
-    def _ordinary(self) -> dict[str, Any]:
+    def _module_dict(self) -> dict[str, Any]:
         """Returns the module's ``__dict__``."""
         module = self._module()
         return {} if module is None else module.__dict__
@@ -177,17 +177,17 @@ class PerReplicaAttribute:
     def _begin(self, run: Run) -> None:
         if self._now.run is not run:  # of replicas that run at once, the first one begins
             joined, versions = self._joined
-            value = self._ordinary().get(self._name, MISSING)
+            value = self._module_dict().get(self._name, MISSING)
             if value is not joined or versions != _versions(joined):
                 self._left = {}  # the cross-replica context has set it
             self._attributes.record(run, self)
             self._now = _InRun(run)
 
-    def _first(self, replica: Replica) -> Any:
+    def _initial_value(self, replica: Replica) -> Any:
         """Returns the value with which the replica begins a run."""
         if replica.replica_id in self._left:
             return self._left[replica.replica_id]
-        value = self._ordinary().get(self._name, MISSING)
+        value = self._module_dict().get(self._name, MISSING)
         if value is MISSING:
             return value
         sizes = replica.run.all_weights() if self._is_batched else None
@@ -217,7 +217,7 @@ class PerReplicaAttribute:
         return map_structure(part, value)
 
     def _set_joined(self, values: dict[int, Any], run: Run) -> None:
-        ordinary = self._ordinary()
+        ordinary = self._module_dict()
         if not values:
             ordinary.pop(self._name, None)
             self._joined = MISSING, ()

@@ -264,7 +264,7 @@ class InFlight:
             total: the sum of all workers' weights in the previous pass.
         """
         number, reduction, what = self._next(phase)
-        buffer = bucket.sum_replicas(columns, scale, trailers.own(number, weight))
+        buffer = bucket.sum_replicas(columns, scale, trailers.own_trailer(number, weight))
         wait = self._workers.all_reduce(what, buffer)
         usual = trailers.all(number, total, self._workers.size)
         grads = bucket.unpack(buffer)  # now, as nothing else is done before the wait

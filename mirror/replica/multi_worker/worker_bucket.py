@@ -95,7 +95,7 @@ class Contributions:
         if self._deferred or not self._all_count(columns, shares):
             flags, shares = self._fill_absent(bucket, columns, shares)
         if bucket.has_complex:
-            columns = [bucket.real(column) for column in columns]
+            columns = [bucket.view_as_real(column) for column in columns]
         if self._workers.sums_replicas:
             return Contribution(columns, flags, [shares.get(r, 0.0) for r in range(len(columns))])
         if len(columns) == 1 or not flags:
@@ -223,7 +223,7 @@ class UsualTrailers:
         self._own: dict[tuple[int, float], bytes] = {}
         self._all: dict[tuple[int, float, int], bytes] = {}
 
-    def own(self, number: int, weight: float) -> bytes:
+    def own_trailer(self, number: int, weight: float) -> bytes:
         """Returns this worker's trailer, as bytes of the dtype."""
         key = number % _MARKS, weight
         known = self._own.get(key)
@@ -366,7 +366,7 @@ class WorkerBucket:
         shape, strides = self._layouts[i]
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device).zero_()
 
-    def real(self, column: Sequence[Tensor]) -> list[Tensor]:
+    def view_as_real(self, column: Sequence[Tensor]) -> list[Tensor]:
         """Returns a replica's gradients with complex ones viewed as real."""
         return [
             torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad

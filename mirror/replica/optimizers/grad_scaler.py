@@ -249,11 +249,11 @@ def _refuse_unmirrored(method: Any) -> Any:
 
 
 def _copy_states(states: Iterable[tuple[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
-    copied: dict[int, dict[str, Any]] = defaultdict(_ready)
+    copied: dict[int, dict[str, Any]] = defaultdict(_ready_state)
     for key, state in states:
         copied[key] = {**state, "found_inf_per_device": dict(state["found_inf_per_device"])}
     return copied
 
 
-def _ready() -> dict[str, Any]:
+def _ready_state() -> dict[str, Any]:
     return {"stage": OptState.READY, "found_inf_per_device": {}}

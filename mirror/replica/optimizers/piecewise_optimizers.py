@@ -145,7 +145,7 @@ _divisible: dict[type, Divisible] = {}
 _CHECKED = {"lr": 0.1, "foreach": False, "fused": False, "capturable": False}
 
 
-def divisible(optimizer: Optimizer) -> Divisible:
+def measure_divisible(optimizer: Optimizer) -> Divisible:
     """Returns which parts an optimizer of torch.optim may step apart; measured once per class."""
     kind = type(optimizer)
     found = _divisible.get(kind)

@@ -53,7 +53,7 @@ from mirror.replica.optimizers.per_param_steps import (
     explain_not_per_param,
     step_clones,
 )
-from mirror.replica.optimizers.piecewise_optimizers import Divisible, divisible
+from mirror.replica.optimizers.piecewise_optimizers import Divisible, measure_divisible
 from mirror.replica.optimizers.sharded_states import ShardedStates
 from mirror.replica.optimizers.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
@@ -189,7 +189,7 @@ class ShardedOptimizer(MirroredOptimizer):
         sizes = [variable.targets[0].numel() for variable in variables]
         whole = set(range(len(variables)))
         is_own = is_torchs_own(type(optimizer))
-        if is_own and divisible(optimizer) is Divisible.BY_ELEMENT:
+        if is_own and measure_divisible(optimizer) is Divisible.BY_ELEMENT:
             whole = {i for i, v in enumerate(variables) if v in self._whole or not is_cuttable(v)}
         position = {variable: i for i, variable in enumerate(variables)}
         arrived = self._gradients.unreduced.order_of_arrival()
@@ -267,6 +267,6 @@ def _explain_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str
         return "a parameter is in its groups twice"
     if any(optimizers_in(optimizer)):
         return "it steps other optimizers; only the state of these is sharded"
-    if not is_torchs_own(type(optimizer)) or divisible(optimizer) is Divisible.NOT:
+    if not is_torchs_own(type(optimizer)) or measure_divisible(optimizer) is Divisible.NOT:
         return explain_not_per_param(optimizer)
     return None

@@ -46,7 +46,7 @@ from mirror.replica.optimizers.optimizer_state import (
     state_name,
 )
 from mirror.replica.optimizers.slice_plan import find_uncovered
-from mirror.replica.optimizers.sliced_params import SlicedParams, flat, flat_like
+from mirror.replica.optimizers.sliced_params import SlicedParams, flat_like, view_flat
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
@@ -168,7 +168,7 @@ class ShardedStates(ReplicaStates):
             return
         with torch.inference_mode(False):
             for variable in sliced.of_variable:
-                entry = self._whole(variable, sliced)
+                entry = self._gather_entry(variable, sliced)
                 owner = variable.owner()
                 if entry is not None and owner is not None:
                     # Of a plain dict there are no weak references: see ``_record_read``.
@@ -233,7 +233,7 @@ class ShardedStates(ReplicaStates):
 
         return {name: map_structure(part, value) for name, value in entry.items()}
 
-    def _whole(self, variable: ReplicatedParam, sliced: SlicedParams) -> Entry | None:
+    def _gather_entry(self, variable: ReplicatedParam, sliced: SlicedParams) -> Entry | None:
         """Returns the entry of a whole parameter, on the first replica's device."""
         positions = sliced.of_variable[variable]
         entries = [
@@ -253,7 +253,7 @@ class ShardedStates(ReplicaStates):
             if not is_part or leaf.layout is not torch.strided:
                 return leaf.to(home if leaf.device == device else leaf.device)
             full = torch.empty_like(target, dtype=leaf.dtype, requires_grad=False)
-            elements = flat(full)
+            elements = view_flat(full)
             for i, part in zip(positions, leaves, strict=True):
                 elements[sliced.slices[i].start : sliced.slices[i].stop].copy_(part)
             return full
@@ -327,7 +327,9 @@ class ShardedStates(ReplicaStates):
             super().visit_first(variables, visit)
             return
         for variable in variables:
-            entry = self._whole(variable, sliced) if variable in sliced.of_variable else None
+            entry = (
+                self._gather_entry(variable, sliced) if variable in sliced.of_variable else None
+            )
             for key, value in ({} if entry is None else entry).items():
                 visit(value, partial(state_name, key, variable))
 

@@ -89,7 +89,7 @@ class CentralParamCopy(ReplicaParameter):
 class ShownParameter(ReplicaParameter):
     """The tensor that the parameter resolves to in the cross-replica context."""
 
-    def plain(self) -> nn.Parameter:
+    def make_plain(self) -> nn.Parameter:
         """Returns an ordinary parameter on its storage, of its class before mirroring."""
         home = self.variable.home
         plain: nn.Parameter = parameter_like(home, type(home), self, self.requires_grad)

@@ -443,7 +443,7 @@ class Buffers:
         if buffer.device != home:
             buffer.data = buffer.data.to(home)
         record = self._by_id[id(buffer)] = ReplicatedBuffer(buffer, name, module, self._replicas)
-        self._registry.own(buffer, self._make_forget())
+        self._registry.register(buffer, self._make_forget())
         buffer._mirrored = record  # type: ignore[attr-defined]
         buffer.__class__ = MirroredBuffer
         return record

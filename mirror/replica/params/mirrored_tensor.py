@@ -138,7 +138,7 @@ def resolve(value: Any, func: object = None) -> Any:
     return value
 
 
-def special(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the implementation of ``functions`` for arguments that are mirrored tensors."""
 
     def register(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,7 +61,7 @@ class MirroredTensors:
         self.has_owned = False
         self.num_owned = 0
 
-    def own(self, tensor: Tensor, on_gone: Callable[[int], object] | None = None) -> None:
+    def register(self, tensor: Tensor, on_gone: Callable[[int], object] | None = None) -> None:
         """Registers a tensor.
 
         Args:
@@ -163,7 +163,7 @@ class ReplicatedParams:
             parameter.data = parameter.data.to(home)
         variable = self.kind(parameter, name, self._replicas, gradients, self.mirror)
         self._by_id[id(parameter)] = variable
-        self._registry.own(parameter, self._make_forget())
+        self._registry.register(parameter, self._make_forget())
         parameter.grad = None
         if hooks:
             variable.hooks = hooks  # the same dict, because handles remove their hook from it

@@ -21,7 +21,7 @@ from mirror.replica.exactness.cross_example_ops import GATHER_FIRST, MIXES_EXAMP
 from mirror.replica.replica_checks import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
 from mirror.tools.check.check_result import CheckResult
 from mirror.tools.check.differences import Difference, align, nearest_of
-from mirror.tools.check.fingerprint import relative
+from mirror.tools.check.fingerprint import relative_distance
 from mirror.tools.check.record import (
     GRADIENT,
     INPUT,
@@ -161,7 +161,9 @@ def _nearly_equal_loss(
             continue
         distance, nearest = nearest_of(a.prints[0], c)
         if nearest is not None and distance > _FEW_UNITS * a.prints[0].norm:
-            return Difference(i, a, c, relative(distance, a.prints[0].norm), print_many=nearest)
+            return Difference(
+                i, a, c, relative_distance(distance, a.prints[0].norm), print_many=nearest
+            )
     return None
 
 

@@ -122,7 +122,7 @@ def _signs(device: torch.device) -> Tensor:
     return (drawn * 2.0 - 1.0).to(device, torch.float32)
 
 
-def relative(distance: float, norm: float) -> float:
+def relative_distance(distance: float, norm: float) -> float:
     """Returns a distance relative to a norm."""
     return distance / max(norm, _SMALLEST)
 

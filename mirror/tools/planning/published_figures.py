@@ -91,7 +91,7 @@ _MEBIBYTE = 2**20
 _FLOAT = 4.0
 
 
-def _even(parameters: float, tensors: int) -> tuple[float, ...]:
+def _split_evenly(parameters: float, tensors: int) -> tuple[float, ...]:
     return (parameters / tensors * _FLOAT,) * tensors
 
 
@@ -102,9 +102,9 @@ def _layers(*shapes: tuple[int, ...]) -> tuple[float, ...]:
 # torchvision: 25,557,032 parameters in 161 tensors; BERT-base: 110 million (arXiv:1810.04805), in
 # 199; Inception v3: 23.9 million (Keras Applications), 94 convolutions and one matrix; VGG-16 and
 # AlexNet by their layers, without biases (arXiv:1409.1556, 1404.5997).
-_RESNET_50 = _even(25_557_032, 161)
-_BERT_BASE = _even(110e6, 199)
-_INCEPTION_V3 = _even(23.9e6, 95)
+_RESNET_50 = _split_evenly(25_557_032, 161)
+_BERT_BASE = _split_evenly(110e6, 199)
+_INCEPTION_V3 = _split_evenly(23.9e6, 95)
 # fmt: off
 _VGG_16 = _layers(
     (64, 3, 3, 3), (64, 64, 3, 3), (128, 64, 3, 3), (128, 128, 3, 3), (256, 128, 3, 3),

@@ -190,7 +190,7 @@ class CheckpointManager(NoCopy):
 
         def newest() -> str:
             self.wait()
-            found = self._newest()
+            found = self._read_newest()
             read.extend(found[:1])
             return found[0].path.name if found else ""
 
@@ -203,7 +203,7 @@ class CheckpointManager(NoCopy):
         self.progress = TrainProgress(step)
         return step
 
-    def _newest(self) -> list[Contents]:
+    def _read_newest(self) -> list[Contents]:
         """Returns the newest whole checkpoint, or an empty list."""
         damaged: list[str] = []
         for step in reversed(self.steps):

@@ -335,7 +335,7 @@ class ProgressLine:
         self._total = total
         self._drawn = 0.0
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Returns whether enough time has passed to draw again."""
         return self.live and time.perf_counter() - self._drawn >= _REDRAW_SECONDS
 

@@ -60,7 +60,7 @@ def test_a_gradient_begins_where_kernels_want_it(bucket_of):
 def test_complex_gradients_travel_as_real_numbers(bucket_of):
     bucket, _ = bucket_of([torch.randn(2, 3, dtype=torch.complex64)])
     grad = torch.randn(2, 3, dtype=torch.complex64).conj()
-    (found,) = bucket.unpack(bucket.pack(bucket.real([grad]), 1.0, [0.0]))
+    (found,) = bucket.unpack(bucket.pack(bucket.view_as_real([grad]), 1.0, [0.0]))
     assert bucket.dtype == torch.float32
     assert torch.equal(found, grad)
 
@@ -88,7 +88,7 @@ def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, 
     columns = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(2)]
     columns[1][0] = torch.randn(5, 3, dtype=dtype).t()  # as a hook may have left it
     before = [[grad.clone() for grad in column] for column in columns]
-    trailer = bucket.usual_trailers.own(3, 2.0)
+    trailer = bucket.usual_trailers.own_trailer(3, 2.0)
     for n in (1, 2):
         sums = [sum(row) for row in zip(*columns[:n], strict=True)]
         slowly = bucket.pack([scale * one for one in sums], 1.0, [])
@@ -143,7 +143,7 @@ def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
     trailers = UsualTrailers(2, dtype)
     for number in (3, 19, 21):
         for weight in (8.0, 2.5):
-            own = torch.frombuffer(bytearray(trailers.own(number, weight)), dtype=dtype)
+            own = torch.frombuffer(bytearray(trailers.own_trailer(number, weight)), dtype=dtype)
             assert own.tolist() == write_trailer([1.0, 1.0], number, weight)
             both = own + torch.tensor(write_trailer([1.0, 1.0], number, 4.0), dtype=dtype)
             arrived = both.numpy().tobytes()
@@ -155,6 +155,6 @@ def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
 def test_usual_tails_of_ever_other_weights_are_not_all_kept():
     trailers = UsualTrailers(1, torch.float32)
     for weight in range(500):
-        trailers.own(1, float(weight))
+        trailers.own_trailer(1, float(weight))
         trailers.all(1, float(weight), 2)
     assert max(len(trailers._own), len(trailers._all)) < 100
