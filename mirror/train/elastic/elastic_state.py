@@ -28,12 +28,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mirror.errors import CheckpointError, StrategyError
-from mirror.train.checkpoint.checkpoint import (
-    Checkpoint,
-    WorkerAgreement,
-    refuse_in_run,
-    worker_agreement_of,
-)
+from mirror.train.checkpoint.checkpoint import Checkpoint, refuse_in_run
+from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement, worker_agreement_of
 from mirror.train.checkpoint.snapshot import (
     Contents,
     Snapshot,
