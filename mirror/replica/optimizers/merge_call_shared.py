@@ -34,11 +34,11 @@ from mirror.errors import StrategyError, short_repr
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import runner_of
+from mirror.replica.bitwise import same_bits
 from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.optimizers.param_groups import find_replicas
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.replica.replica_checks import same_bits
 from mirror.threads.merge_point import MergePoint
 from mirror.values import map_structure
 

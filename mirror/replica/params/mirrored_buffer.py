@@ -37,6 +37,13 @@ from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import replica_of
 from mirror.replica.collectives.reduce_ops import reduce_tensors, weighted_mean
+from mirror.replica.params.buffer_differences import (
+    BATCH_NORMS,
+    are_different,
+    log_statistics,
+    num_checked_runs,
+    warn_of_buffer,
+)
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
     raw_set_data,
@@ -45,13 +52,6 @@ from mirror.replica.params.mirrored_tensor import (
 )
 from mirror.replica.params.replicated_param import StorageAliases
 from mirror.replica.params.replicated_params import MirroredTensors, put_in_order
-from mirror.replica.replica_checks import (
-    BATCH_NORMS,
-    are_different,
-    log_statistics,
-    num_checked_runs,
-    warn_of_buffer,
-)
 
 _version_of = attrgetter("_version")
 AGGREGATIONS = ("mean", "sum", "first", "none")

@@ -36,6 +36,7 @@ from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run
+from mirror.replica.bitwise import same_bits
 from mirror.replica.params.mirrored_tensor import derived_class, refuse_operations
 from mirror.replica.params.replicated_param import (
     GradientAccess,
@@ -43,7 +44,6 @@ from mirror.replica.params.replicated_param import (
     refuse_post_accumulate_hook,
 )
 from mirror.replica.params.torch_function import MirroredParameter
-from mirror.replica.replica_checks import same_bits
 
 T = TypeVar("T")
 

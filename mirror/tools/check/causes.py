@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mirror.replica.exactness.cross_example_ops import GATHER_FIRST, MIXES_EXAMPLES
-from mirror.replica.replica_checks import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
+from mirror.replica.params.buffer_differences import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
 from mirror.tools.check.check_result import CheckResult
 from mirror.tools.check.differences import Difference, align, nearest_of
 from mirror.tools.check.fingerprint import relative_distance

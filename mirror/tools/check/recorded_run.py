@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mirror.replica.layers.sync_batch_norm import synchronize_all
-from mirror.replica.replica_checks import statistics_are_warnings
+from mirror.replica.params.buffer_differences import statistics_are_warnings
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.threads.user_frames import line_of
 from mirror.tools.check.record import Record, RecordOptions

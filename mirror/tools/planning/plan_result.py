@@ -8,14 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from mirror.base.safe_files import replace_atomically
-from mirror.tools.planning.prediction import (
-    COMPILED,
-    ONE_PROCESS,
-    PROCESS_PER_DEVICE,
-    WAYS,
-    Cluster,
-    Row,
-)
+from mirror.tools.planning.all_reduce_cost import Cluster
+from mirror.tools.planning.prediction import COMPILED, ONE_PROCESS, PROCESS_PER_DEVICE, WAYS, Row
 from mirror.tools.planning.workload import PlanError, Workload
 
 _KINDS = (".pdf", ".png", ".svg")

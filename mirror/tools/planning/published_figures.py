@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 
-from mirror.tools.planning.plan import plan
-from mirror.tools.planning.plan_result import Plan
-from mirror.tools.planning.prediction import (
+from mirror.tools.planning.all_reduce_cost import (
     LINKS,
     NETWORKS,
-    PROCESS_PER_DEVICE,
     Cluster,
-    Predictor,
     link_between_devices,
     link_between_machines,
 )
+from mirror.tools.planning.plan import plan
+from mirror.tools.planning.plan_result import Plan
+from mirror.tools.planning.prediction import PROCESS_PER_DEVICE, Predictor
 from mirror.tools.planning.workload import PlanError, Workload, check_choice, make_workload
 
 _WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -31,7 +31,7 @@ from mirror.cluster.launchers import launchers
 from mirror.devices import is_simulated, resolve
 from mirror.errors import MirrorError, StrategyError
 from mirror.replica.layers.sync_batch_norm import synchronize_all
-from mirror.replica.replica_checks import statistics_are_warnings
+from mirror.replica.params.buffer_differences import statistics_are_warnings
 from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy

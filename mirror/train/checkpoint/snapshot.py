@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from mirror.base.tree_json import Malformed, decode, encode
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import CheckpointError
+from mirror.replica.bitwise import bytes_of
 from mirror.replica.params.mirrored_buffer import local_buffers
-from mirror.replica.replica_checks import bytes_of
 from mirror.train.checkpoint.checkpoint_directory import file_of, write_directory
 from mirror.train.checkpoint.checkpoint_file import (
     Manifest,
