@@ -148,7 +148,7 @@ def fetch_windows(loader: DataLoader[Any], window: Window) -> None:
         changed["dataset"] = WindowDataset(dataset, window, reads_all=_has_generators(dataset))
         changed["collate_fn"] = _Collate(loader.collate_fn)
     if changed and loader.num_workers:
-        changed["worker_init_fn"] = _Begin(dataset, loader.worker_init_fn)
+        changed["worker_init_fn"] = _WorkerInit(dataset, loader.worker_init_fn)
     # The setter forbids changes; they are safe before the loader's first iteration.
     loader.__dict__.update(changed)
 
@@ -249,7 +249,7 @@ class _ArraysWindow(Dataset[Any]):
         return WindowBatch(self._arrays[index[begin:end]], len(index), key)
 
 
-class _Begin:
+class _WorkerInit:
     """Starts a worker process of a loader; its ``WorkerInfo`` names the user's dataset."""
 
     def __init__(self, dataset: Any, begin: Callable[[int], None] | None) -> None:

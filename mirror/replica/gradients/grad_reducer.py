@@ -106,7 +106,7 @@ class GradReducer:
         )
         self._arrivals: ReadyGrads | None = None  # of the last pass, for the next one
         self._may_be_silent = replicas.mirrors and register_listener(self.tracker)
-        self._shown: list[tuple[Tensor, int]] = []  # sums that local() returned, their versions
+        self._shown: list[tuple[Tensor, int]] = []  # what local_gradient returned, versions
 
     @property
     def bytes_per_pack(self) -> int:

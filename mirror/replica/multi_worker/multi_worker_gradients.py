@@ -49,7 +49,7 @@ class MultiWorkerGradients(GradReducer):
         replicas, runner, reducer, finite: as in ``GradReducer``.
 
     Attributes:
-        before_reducing: called before each reduction, by all workers: [Note: First values].
+        wait_for_reduce: called before each reduction, by all workers: [Note: First values].
     """
 
     def __init__(
