@@ -245,7 +245,7 @@ def times_out(devices: tuple[torch.device, ...]) -> str:
     settle(devices)
     with torch.cuda.device(devices[-1]):
         torch.cuda._sleep(20 * LATE_CYCLES)
-    with with_backend.within(0.5):
+    with with_backend.setting_timeout(0.5):
         with_backend.all_reduce(tensors)
     settle(devices)  # returns when the late kernel has ended, or NCCL's was aborted
     try:

@@ -257,7 +257,7 @@ def _add_elastic(commands: Any) -> None:
 
 
 def _run_elastic(args: argparse.Namespace) -> int:
-    from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent, starter
+    from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent, make_start
     from mirror.train.elastic.membership_coordinator import MembershipOptions
 
     if (args.workers is None) != (args.join is not None):
@@ -274,7 +274,7 @@ def _run_elastic(args: argparse.Namespace) -> int:
         args.join,
         args.port,
     )
-    return ElasticAgent(starter([sys.executable, *script.command()]), options).run()
+    return ElasticAgent(make_start([sys.executable, *script.command()]), options).run()
 
 
 def _add_check(commands: Any) -> None:

@@ -176,7 +176,7 @@ def _record(program: Callable[[], object], options: RecordOptions) -> Record:
     def end(record: Record) -> None:
         raise _EnoughSteps
 
-    with warnings.catch_warnings(record=True) as caught, _preserved_rng_states():
+    with warnings.catch_warnings(record=True) as caught, _preserving_rng_states():
         warnings.simplefilter("always")
         seed_all()
         with recording(options, lambda number: None, end) as recorder:
@@ -194,7 +194,7 @@ def _record(program: Callable[[], object], options: RecordOptions) -> Record:
 
 
 @contextmanager
-def _preserved_rng_states() -> Iterator[None]:
+def _preserving_rng_states() -> Iterator[None]:
     """Restores the states of all generators at the end."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

@@ -83,7 +83,7 @@ class PerReplica(Generic[T]):
         """Yields ``(replica_id, value)`` for each replica that has a part."""
         return ((i, v) for i, v in enumerate(self.values) if v is not ABSENT)
 
-    def _from_split_call(self, is_output: bool) -> PerReplica[T]:
+    def _mark_split_call(self, is_output: bool) -> PerReplica[T]:
         """Records whether a split call has returned this value, for errors."""
         self._is_output = is_output
         return self
@@ -105,7 +105,7 @@ class PerReplica(Generic[T]):
             values[i] = fn(part, *own)
         if are_identical(values, self.values):
             return self
-        return PerReplica(values, weights=self.weights)._from_split_call(self._is_output)
+        return PerReplica(values, weights=self.weights)._mark_split_call(self._is_output)
 
     def __getattr__(self, name: str) -> Any:
         if name == "data":

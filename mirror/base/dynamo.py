@@ -106,11 +106,11 @@ def limits_for(num_replicas: int) -> AbstractContextManager[None]:
     frames = sys.modules.get("torch._dynamo.eval_frame")  # as _is_used, without a call
     if frames is None or not frames.always_optimize_code_objects.values:
         return _UNLIMITED
-    return _raised_limits(num_replicas)
+    return _raising_limits(num_replicas)
 
 
 @contextmanager
-def _raised_limits(num_replicas: int) -> Iterator[None]:
+def _raising_limits(num_replicas: int) -> Iterator[None]:
     # Not config.patch: each patch makes a context variable that the thread's context never
     # drops, so one per step would be a leak.
     config = sys.modules["torch._dynamo.config"]

@@ -45,20 +45,20 @@ class Hint:
     way: str
 
 
-def with_hints(cls: ClassT) -> ClassT:
+def add_hints(cls: ClassT) -> ClassT:
     """Decorates a class so that a missing attribute raises an error with its hint."""
 
     def __getattr__(self: object, name: str) -> NoReturn:
-        raise missing(self, name)
+        raise attribute_error(self, name)
 
     cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
     return cls
 
 
-def missing(thing: object, name: str) -> AttributeError:
+def attribute_error(thing: object, name: str) -> AttributeError:
     """Returns the error for an attribute that an object lacks, with the hint if there is one.
 
-    For a class with a ``__getattr__`` of its own; others are decorated by ``with_hints``.
+    For a class with a ``__getattr__`` of its own; others are decorated by ``add_hints``.
     """
     kind = type(thing)
     hint = find((base.__name__ for base in kind.__mro__), name)
@@ -69,12 +69,12 @@ def missing(thing: object, name: str) -> AttributeError:
 
 
 def call_with_hints(cls: ClassT) -> ClassT:
-    """Decorates a class as ``with_hints`` does, and checks the arguments of its constructor.
+    """Decorates a class as ``add_hints`` does, and checks the arguments of its constructor.
 
     A keyword of the table, or a positional argument that belongs to a keyword, raises TypeError.
     """
     init_with_hints(cls)
-    return with_hints(cls)
+    return add_hints(cls)
 
 
 def init_with_hints(cls: ClassT) -> ClassT:
@@ -87,7 +87,7 @@ def init_with_hints(cls: ClassT) -> ClassT:
     @wraps(init)
     def __init__(self: object, *args: Any, **kwargs: Any) -> None:
         _check_keywords(place, places, known, kwargs)
-        for name, value in _misplaced(args):
+        for name, value in _find_misplaced(args):
             if name in known:
                 kind = type(value).__name__
                 raise TypeError(f"{place}() takes a {kind} by its name; pass {name}=")
@@ -182,7 +182,7 @@ def _check_keywords(
                 raise TypeError(f"{place}() takes no {_format(name, hint)}")
 
 
-def _misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
+def _find_misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
     """Yields each positional argument that belongs to a keyword, with the keyword's name."""
     for value in args:
         for base in type(value).__mro__:

@@ -61,13 +61,13 @@ def call_without_collection(fn: Callable[[], T]) -> T:
     """
     try:
         collecting.acquire()
-        if not gc.isenabled():
-            return fn()
-        gc.disable()
+        collects = gc.isenabled()
         try:
+            gc.disable()  # inside: Ctrl-C may hit right after it
             return fn()
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
     finally:
         try:  # noqa: SIM105
             collecting.release()

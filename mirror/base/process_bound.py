@@ -62,13 +62,13 @@ def reinit_after_fork(owner: ReinitAfterFork) -> None:
     _owners.add(owner)
 
 
-def _after_fork() -> None:
+def _reinit_owners() -> None:
     for owner in _owners:
         owner.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_reinit_owners)
 
 
 class NoCopy:

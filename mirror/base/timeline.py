@@ -54,7 +54,7 @@ class _LastUsed(threading.local):
 last_used = _LastUsed()
 
 
-def latest() -> Timeline | None:
+def latest_timeline() -> Timeline | None:
     """Returns the timeline that this thread last used: that of its cross-replica context."""
     return None if last_used.reference is None else last_used.reference()
 
@@ -135,14 +135,14 @@ class Timeline:
     @contextmanager
     def counting_once(self, kind: str) -> Iterator[None]:
         """Counts concurrent work of replicas inside by its duration, not once per replica."""
-        before, began = self._of_replicas(kind), perf_counter()
+        before, began = self._sum_replicas(kind), perf_counter()
         try:
             yield
         finally:
-            counted = self._of_replicas(kind) - before
+            counted = self._sum_replicas(kind) - before
             self._sums[CROSS][kind] += perf_counter() - began - counted
 
-    def _of_replicas(self, kind: str) -> float:
+    def _sum_replicas(self, kind: str) -> float:
         return sum(sums[kind] for sums in self._sums[: self.num_replicas])
 
     @contextmanager
@@ -179,7 +179,7 @@ class Timeline:
     # Traces
 
     @contextmanager
-    def recorded(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    def recording(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         """Records the block as a trace in ``path``; yields a dict that gets the trace at the end.
 
         See ``start_recording``.
@@ -201,7 +201,7 @@ class Timeline:
         """
         if self._events is not None:
             raise StrategyError("a trace is being taken already; end it before you begin another")
-        self._target = _writable(path)
+        self._target = _check_writable(path)
         self._events = []
 
     def stop_recording(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class Timeline:
         return max(0.0, beside - waited) / total if total else None
 
 
-def _writable(path: str | os.PathLike[str]) -> Path:
+def _check_writable(path: str | os.PathLike[str]) -> Path:
     """Returns the absolute path of a file after a test that it can be written; leaves no file.
 
     Raises:
@@ -264,4 +264,4 @@ def _writable(path: str | os.PathLike[str]) -> Path:
 
 
 class _EnoughError(Exception):
-    """Ends the test of ``_writable``: a file could be created."""
+    """Ends the test of ``_check_writable``: a file could be created."""

@@ -147,7 +147,7 @@ class PrivateName:
     def is_lacking(self) -> bool:
         """Whether this torch lacks it; imports its module."""
         try:
-            _of_torch(self.path)
+            _resolve_in_torch(self.path)
         except AttributeError:
             return True
         return False
@@ -180,7 +180,7 @@ def _refuse(path: str) -> NoReturn:
     )
 
 
-def _of_torch(path: str) -> Any:
+def _resolve_in_torch(path: str) -> Any:
     found: Any = torch
     for i, part in enumerate(parts := path.split(".")[1:]):
         name, bracket, arguments = part.partition("(")
@@ -196,7 +196,7 @@ def _of_torch(path: str) -> Any:
 def _find(path: str, instead: Any = None) -> Any:
     """Returns the named object, or its replacement, or an object that raises at its first use."""
     try:
-        return _of_torch(path)
+        return _resolve_in_torch(path)
     except AttributeError:
         return _Lacking(path) if instead is None else instead
 

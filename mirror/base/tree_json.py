@@ -95,9 +95,9 @@ class _Encoder:
             return self._all(value, path, depth)
         if kind is dict and all(type(key) is str for key in value) and KEY not in value:
             return {k: self.encode(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
-        return self._special(value, path, depth)
+        return self._encode_special(value, path, depth)
 
-    def _special(self, value: Any, path: str, depth: int) -> Any:
+    def _encode_special(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
         for name, sequence in SEQUENCES.items():
             if kind is sequence:
@@ -105,7 +105,7 @@ class _Encoder:
         if kind is deque:
             return _node("deque", of=self._all(value, path, depth), maxlen=value.maxlen)
         if kind in (dict, OrderedDict, Counter, defaultdict):
-            return self._mapping(value, path, depth)
+            return self._encode_mapping(value, path, depth)
         if kind is complex:
             return _node("complex", real=_bits(value.real), imag=_bits(value.imag))
         if kind in (bytes, bytearray):
@@ -126,7 +126,7 @@ class _Encoder:
     def _all(self, values: Iterable[Any], path: str, depth: int) -> list[Any]:
         return [self.encode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(values)]
 
-    def _mapping(self, value: Any, path: str, depth: int) -> Any:
+    def _encode_mapping(self, value: Any, path: str, depth: int) -> Any:
         of = [
             [
                 k if type(k) is str else self.encode(k, f"{path}.{k!r}", depth + 1),
@@ -256,11 +256,11 @@ def decode(node: Any, get: Get, depth: int = 0) -> Any:
 
 
 def _sequence(node: Any, get: Get, depth: int) -> Any:
-    return SEQUENCES[node[KEY]](decode(_listed(node["of"]), get, depth))
+    return SEQUENCES[node[KEY]](decode(_check_list(node["of"]), get, depth))
 
 
-def _mapping(node: Any, get: Get, depth: int) -> Any:
-    pairs = [(decode(k, get, depth), decode(v, get, depth)) for k, v in _listed(node["of"])]
+def _decode_mapping(node: Any, get: Get, depth: int) -> Any:
+    pairs = [(decode(k, get, depth), decode(v, get, depth)) for k, v in _check_list(node["of"])]
     made: Any
     if node[KEY] == "defaultdict":
         name = node["factory"]
@@ -275,14 +275,14 @@ def _mapping(node: Any, get: Get, depth: int) -> Any:
     return made
 
 
-def _bytes_of(node: Any, get: Get, depth: int) -> Any:
+def _decode_bytes(node: Any, get: Get, depth: int) -> Any:
     raw = (
         bytes.fromhex(node["hex"]) if "hex" in node else get(node["name"], "cpu").numpy().tobytes()
     )
     return raw if node[KEY] == "bytes" else bytearray(raw)
 
 
-def _array_of(node: Any, get: Get, depth: int) -> Any:
+def _decode_array(node: Any, get: Get, depth: int) -> Any:
     dtype = _numpy_dtype(node["dtype"])
     raw = bytearray(get(node["name"], "cpu").numpy().tobytes())
     if dtype.itemsize == 0:  # empty strings
@@ -290,7 +290,7 @@ def _array_of(node: Any, get: Get, depth: int) -> Any:
     return np.frombuffer(raw, dtype).reshape(node["shape"])
 
 
-def _scalar_of(node: Any, get: Get, depth: int) -> Any:
+def _decode_scalar(node: Any, get: Get, depth: int) -> Any:
     dtype, raw = _numpy_dtype(node["dtype"]), bytes.fromhex(node["hex"])
     return np.frombuffer(raw, dtype)[0] if dtype.itemsize else dtype.type()
 
@@ -305,7 +305,7 @@ def _sparse_coo(node: Any, get: Get, depth: int) -> Tensor:
     return made.coalesce()
 
 
-def _compressed(node: Any, get: Get, depth: int) -> Tensor:
+def _decode_compressed(node: Any, get: Get, depth: int) -> Tensor:
     layout = LAYOUTS[node[KEY]][0]
     compressed, plain, values = (get(name, node.get("device", "cpu")) for name in node["parts"])
     return torch.sparse_compressed_tensor(
@@ -329,7 +329,7 @@ def _enum(node: Any, get: Get, depth: int) -> Any:
 
 def _namedtuple(node: Any, get: Get, depth: int) -> Any:
     found = _class_of(node["type"])
-    values = decode(_listed(node["of"]), get, depth)
+    values = decode(_check_list(node["of"]), get, depth)
     if not issubclass(found, tuple) or len(found._fields) != len(values):  # type: ignore[attr-defined]
         raise Malformed(f"{node['type']} is not a tuple with {len(values)} named fields")
     return tuple.__new__(found, values)
@@ -337,11 +337,11 @@ def _namedtuple(node: Any, get: Get, depth: int) -> Any:
 
 _DECODERS: dict[str, Callable[[Any, Get, int], Any]] = {
     **dict.fromkeys(SEQUENCES, _sequence),
-    **dict.fromkeys(("dict", "OrderedDict", "Counter", "defaultdict"), _mapping),
-    **dict.fromkeys(("bytes", "bytearray"), _bytes_of),
-    **dict.fromkeys(LAYOUTS, _compressed),
+    **dict.fromkeys(("dict", "OrderedDict", "Counter", "defaultdict"), _decode_mapping),
+    **dict.fromkeys(("bytes", "bytearray"), _decode_bytes),
+    **dict.fromkeys(LAYOUTS, _decode_compressed),
     **dict.fromkeys(NAMES_OF_TORCH, _torch_constant),
-    "array": _array_of,
+    "array": _decode_array,
     "complex": lambda node, get, depth: complex(_float(node["real"]), _float(node["imag"])),
     "deque": lambda node, get, depth: deque(decode(node["of"], get, depth), node["maxlen"]),
     "device": lambda node, get, depth: torch.device(node["name"]),
@@ -349,7 +349,7 @@ _DECODERS: dict[str, Callable[[Any, Get, int], Any]] = {
     "float": lambda node, get, depth: _float(node["bits"]),
     "int": lambda node, get, depth: int(node["hex"], 16),
     "namedtuple": _namedtuple,
-    "scalar": _scalar_of,
+    "scalar": _decode_scalar,
     "sparse_coo": _sparse_coo,
     "tensor": _tensor,
 }
@@ -360,7 +360,7 @@ def _float(bits: str) -> float:
     return float(value)
 
 
-def _listed(value: Any) -> list[Any]:
+def _check_list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise Malformed(f"{shorten(str(value))} is not a list")
     return value

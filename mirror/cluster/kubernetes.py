@@ -143,8 +143,9 @@ class KubernetesResolver(ClusterResolver):
         rank, size, own_job = self._read_rank()
         if rank >= size:
             raise ClusterError(
-                f"{env.first('PET_NODE_RANK', 'RANK', 'JOB_COMPLETION_INDEX')} makes this worker "
-                f"{rank}, but there are {size} workers, from 0; they must be as many as the pods"
+                f"{env.find_first('PET_NODE_RANK', 'RANK', 'JOB_COMPLETION_INDEX')} makes this "
+                f"worker {rank}, but there are {size} workers, from 0; they must be as many as "
+                "the pods"
             )
         port = self._port
         if port is None:
@@ -162,14 +163,14 @@ class KubernetesResolver(ClusterResolver):
     def _read_rank(self) -> tuple[int, int, str | None]:
         """Returns rank, number of workers, and the Job in which the rank counts, or None."""
         env = self._variables
-        is_started_by_torchrun = env.first("LOCAL_RANK") is not None
-        if env.first("PET_NODE_RANK") and not is_started_by_torchrun:
-            rank = env.needed_integer("PET_NODE_RANK", why=_WHY)
+        is_started_by_torchrun = env.find_first("LOCAL_RANK") is not None
+        if env.find_first("PET_NODE_RANK") and not is_started_by_torchrun:
+            rank = env.require_integer("PET_NODE_RANK", why=_WHY)
             return rank, self._size("PET_NNODES"), None
         global_rank = env.integer("RANK")
         if global_rank is not None:
             return global_rank, self._size("WORLD_SIZE"), None
-        index = env.needed_integer(
+        index = env.require_integer(
             "JOB_COMPLETION_INDEX",
             why="Kubernetes sets it in Jobs with completionMode: Indexed, Kubeflow sets "
             "PET_NODE_RANK; any other pod needs RANK",
@@ -182,7 +183,7 @@ class KubernetesResolver(ClusterResolver):
         if self._num_workers is not None:
             return self._num_workers
         why = f"{_WHY}, to the number of pods, or pass num_workers"
-        return self._variables.needed_integer(*names, least=1, why=why)
+        return self._variables.require_integer(*names, least=1, why=why)
 
     def _first_pod(self, own_job: str | None) -> str:
         if own_job is None or not self._subdomain:

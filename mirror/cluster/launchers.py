@@ -75,33 +75,33 @@ class TorchrunResolver(ClusterResolver):
         if not self._is_started_by_torchrun:
             return single_process()
         env = self._variables
-        size = env.needed_integer("WORLD_SIZE", least=1, why=_WHY)
-        rank = env.needed_integer("RANK", why=_WHY)
+        size = env.require_integer("WORLD_SIZE", least=1, why=_WHY)
+        rank = env.require_integer("RANK", why=_WHY)
         if rank >= size:
             raise ClusterError(f"RANK={rank}, but WORLD_SIZE={size} has ranks 0 to {size - 1}")
-        if size == 1 and env.first("MASTER_ADDR", "MASTER_PORT") is None:
+        if size == 1 and env.find_first("MASTER_ADDR", "MASTER_PORT") is None:
             return single_process()
         return Rendezvous(
             rank,
             size,
-            env.needed("MASTER_ADDR", why=_WHY),
-            env.needed_integer("MASTER_PORT", why=_WHY, least=int(size > 1), most=MAX_PORT),
+            env.require_text("MASTER_ADDR", why=_WHY),
+            env.require_integer("MASTER_PORT", why=_WHY, least=int(size > 1), most=MAX_PORT),
             env.integer("LOCAL_RANK"),
             env.integer("LOCAL_WORLD_SIZE", least=1),
         )
 
     @property
     def _is_started_by_torchrun(self) -> bool:
-        return self._variables.first("RANK", "WORLD_SIZE") is not None
+        return self._variables.find_first("RANK", "WORLD_SIZE") is not None
 
 
 def _torchrun(env: EnvironmentVariables) -> bool:
-    is_pod = env.first("PET_NODE_RANK") is not None and env.first("LOCAL_RANK") is None
-    return env.first("RANK") is not None and not is_pod
+    is_pod = env.find_first("PET_NODE_RANK") is not None and env.find_first("LOCAL_RANK") is None
+    return env.find_first("RANK") is not None and not is_pod
 
 
 def _kubernetes(env: EnvironmentVariables) -> bool:
-    return env.first("PET_NODE_RANK", "JOB_COMPLETION_INDEX") is not None
+    return env.find_first("PET_NODE_RANK", "JOB_COMPLETION_INDEX") is not None
 
 
 # In order of precedence. The other launchers often start torchrun, and then its processes have
@@ -109,9 +109,9 @@ def _kubernetes(env: EnvironmentVariables) -> bool:
 _LAUNCHERS: dict[str, Callable[[EnvironmentVariables], bool]] = {
     "torchrun": _torchrun,
     "TF_CONFIG": lambda env: "TF_CONFIG" in env.environ,
-    "Slurm": lambda env: env.first("SLURM_PROCID") is not None,
+    "Slurm": lambda env: env.find_first("SLURM_PROCID") is not None,
     "Kubernetes": _kubernetes,
-    "torchrun, without RANK": lambda env: env.first("WORLD_SIZE") is not None,
+    "torchrun, without RANK": lambda env: env.find_first("WORLD_SIZE") is not None,
 }
 
 

@@ -201,14 +201,14 @@ class EnvironmentVariables:
 
     def text(self, *names: str) -> str | None:
         """Returns the value of the first variable that is set, or None."""
-        name = self.first(*names)
+        name = self.find_first(*names)
         return None if name is None else self.environ[name].strip()
 
-    def first(self, *names: str) -> str | None:
+    def find_first(self, *names: str) -> str | None:
         """Returns the name of the first variable that is set, or None."""
         return next((name for name in names if self.environ.get(name, "").strip()), None)
 
-    def needed(self, *names: str, why: str) -> str:
+    def require_text(self, *names: str, why: str) -> str:
         """Returns the value of the first variable that is set.
 
         Raises:
@@ -216,25 +216,25 @@ class EnvironmentVariables:
         """
         text = self.text(*names)
         if text is None:
-            raise missing(names, why)
+            raise unset_error(names, why)
         return text
 
     def integer(self, *names: str, least: int = 0, most: int = MAX_PROCESSES) -> int | None:
         """Returns the first variable that is set as a number, or None; checks the range."""
-        name = self.first(*names)
+        name = self.find_first(*names)
         return None if name is None else integer(self.environ[name], name, least=least, most=most)
 
-    def needed_integer(
+    def require_integer(
         self, *names: str, why: str, least: int = 0, most: int = MAX_PROCESSES
     ) -> int:
         """Returns the first variable that is set as a number; raises ClusterError if none is."""
         number = self.integer(*names, least=least, most=most)
         if number is None:
-            raise missing(names, why)
+            raise unset_error(names, why)
         return number
 
 
-def missing(names: tuple[str, ...], why: str) -> ClusterError:
+def unset_error(names: tuple[str, ...], why: str) -> ClusterError:
     """Returns the error that none of the variables is set."""
     return ClusterError(f"{' or '.join(names)} is not set; {why}")
 

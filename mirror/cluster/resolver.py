@@ -83,7 +83,7 @@ class ClusterResolver(ABC):
         if task_type is None or task_id is None:
             return ""
         address = self.cluster_spec().task_address(task_type, task_id)
-        return with_layer(address, rpc_layer or self.rpc_layer)
+        return add_rpc_layer(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
@@ -147,7 +147,7 @@ class ClusterResolver(ABC):
         return rendezvous
 
 
-def with_layer(address: str, rpc_layer: str | None) -> str:
+def add_rpc_layer(address: str, rpc_layer: str | None) -> str:
     """Returns an address with its protocol in front, if it has one."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
@@ -204,7 +204,7 @@ class SimpleResolver(ClusterResolver):
         address = self._master
         if task_type is not None and task_id is not None:
             address = self._cluster_spec.task_address(task_type, task_id)
-        return with_layer(address, rpc_layer or self.rpc_layer)
+        return add_rpc_layer(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
@@ -304,7 +304,7 @@ class UnionResolver(ClusterResolver):
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
         address = self.cluster_spec().task_address(task_type, task_id)
-        return with_layer(address, rpc_layer or self._rpc_layer)
+        return add_rpc_layer(address, rpc_layer or self._rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None

@@ -231,11 +231,11 @@ def read_step(
     Raises:
         ClusterError: variables are missing, damaged, or contradict each other.
     """
-    rank = env.needed_integer("SLURM_PROCID", why=_WHY)
+    rank = env.require_integer("SLURM_PROCID", why=_WHY)
     if isinstance(tasks_per_node, Mapping):
         nodes, counts = list(tasks_per_node), list(tasks_per_node.values())
     else:
-        nodes = expand_hostlist(env.needed(*_NODES, why=_WHY))
+        nodes = expand_hostlist(env.require_text(*_NODES, why=_WHY))
         counts = _counts(env, len(nodes), tasks_per_node)
     wrong = [count for count in counts if not isinstance(count, int) or count < 1]
     if wrong or not counts:
@@ -244,11 +244,11 @@ def read_step(
             f"{short_repr(tasks_per_node)}"
         )
     if len(set(nodes)) < len(nodes):
-        raise ClusterError(f"{env.first(*_NODES)} names a node twice: {short_repr(nodes)}")
+        raise ClusterError(f"{env.find_first(*_NODES)} names a node twice: {short_repr(nodes)}")
     if len(nodes) != len(counts):
         raise ClusterError(
-            f"{env.first(*_NODES)} has {len(nodes)} nodes, but {env.first(*_PER_NODE)} has "
-            f"{len(counts)}"
+            f"{env.find_first(*_NODES)} has {len(nodes)} nodes, but "
+            f"{env.find_first(*_PER_NODE)} has {len(counts)}"
         )
     placement = _place_tasks(counts, _chunk(env))
     step = SlurmStep(rank, tuple(nodes), tuple(counts), tuple(placement))
@@ -322,9 +322,9 @@ def _compare(env: EnvironmentVariables, step: SlurmStep) -> None:
         value = env.integer(name)
         if value is not None and value != expected:
             raise ClusterError(
-                f"{name}={value}, but by {env.first(*_PER_NODE) or 'the number of tasks'} and "
-                f"SLURM_DISTRIBUTION={distribution} task {step.rank} has {expected}; start the "
-                "workers with srun --distribution=block"
+                f"{name}={value}, but by {env.find_first(*_PER_NODE) or 'the number of tasks'} "
+                f"and SLURM_DISTRIBUTION={distribution} task {step.rank} has {expected}; start "
+                "the workers with srun --distribution=block"
             )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mirror.cluster.rendezvous import MAX_TASKS, ClusterSpec, EnvironmentVariables
-from mirror.cluster.resolver import ClusterResolver, with_layer
+from mirror.cluster.resolver import ClusterResolver, add_rpc_layer
 from mirror.errors import ClusterError, ClusterTypeError, short_repr
 
 _NAME = "TF_CONFIG"
@@ -132,7 +132,7 @@ class TFConfigResolver(ClusterResolver):
                 '"task": {"type": "worker", "index": 0}, or pass task_type and task_id'
             )
         layer = self.rpc_layer if rpc_layer is None else rpc_layer
-        return with_layer(spec.task_address(task_type, task_id), layer)
+        return add_rpc_layer(spec.task_address(task_type, task_id), layer)
 
     def _entry(self, key: str, kind: type) -> Any:
         """Returns the value of a key after a check of its type, or None if there is none."""

@@ -87,17 +87,17 @@ class CollectiveLock:
         self._last[gpu] = stream, event
 
 
-def serialized(method: Callable[..., Any]) -> Callable[..., Any]:
+def hold_lock(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method that holds the communicator's lock while it runs."""
     if getattr(method, "_is_serialized", False):
         return method
 
     @wraps(method)
-    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_locked(self: Any, *args: Any, **kwargs: Any) -> Any:
         return lock_of(self).call(partial(method, self, *args, **kwargs), self.devices)
 
-    locked._is_serialized = True  # type: ignore[attr-defined]
-    return locked
+    call_locked._is_serialized = True  # type: ignore[attr-defined]
+    return call_locked
 
 
 def lock_of(communicator: object) -> CollectiveLock:

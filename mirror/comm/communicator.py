@@ -18,12 +18,19 @@ from torch import Tensor
 
 from mirror.base.argument_types import is_int, is_real
 from mirror.base.process_bound import NoCopy
-from mirror.comm.collective_lock import serialized
-from mirror.comm.packing import copy_back, flatten, in_memory_order, plan_packs
+from mirror.comm.collective_lock import hold_lock
+from mirror.comm.packing import copy_back, flatten, plan_packs, view_in_memory_order
 from mirror.devices import resolve
 from mirror.errors import BackendError, DeviceError, ShapeError, short_repr
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "DTYPES", "HALF_DTYPES", "OPS", "Communicator", "in_place"]
+__all__ = [
+    "DEFAULT_TIMEOUT_SECONDS",
+    "DTYPES",
+    "HALF_DTYPES",
+    "OPS",
+    "Communicator",
+    "writing_in_place",
+]
 
 # The default of torch.distributed: a device may have a lot of work in front of the collective in
 # which the other devices wait for it.
@@ -99,7 +106,7 @@ class Communicator(NoCopy, ABC):
             method = getattr(cls, name)
             # The methods of this class only call those of the subclass.
             if method is not getattr(Communicator, name):
-                setattr(cls, name, serialized(method))
+                setattr(cls, name, hold_lock(method))
 
     def __init__(self, devices: Sequence[torch.device | str]) -> None:
         """Serves one replica per entry of ``devices``.
@@ -216,8 +223,8 @@ class Communicator(NoCopy, ABC):
         if bytes_per_pack:
             sizes, dtypes = [t.nbytes for t in first], [t.dtype for t in first]
             packs = plan_packs(sizes, dtypes, bytes_per_pack)
-        with in_place(chain(*columns)):
-            columns = in_memory_order(columns)
+        with writing_in_place(chain(*columns)):
+            columns = view_in_memory_order(columns)
             for pack in packs:
                 sent = wire_dtype if first[pack[0]].dtype in WIDE_DTYPES else None
                 if sent is None and len(pack) == 1:
@@ -239,7 +246,7 @@ class Communicator(NoCopy, ABC):
         """
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def setting_timeout(self, seconds: float) -> Iterator[None]:
         """Sets the timeout of collectives inside ``with``, if replicas wait for each other."""
         yield
 
@@ -339,7 +346,7 @@ class Communicator(NoCopy, ABC):
             )
 
 
-def in_place(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+def writing_in_place(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
     """Returns a context in which the tensors may be written without autograd.
 
     Inference tensors can be written only in inference mode, which the caller may have left.

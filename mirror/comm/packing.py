@@ -47,7 +47,7 @@ def plan_packs(
     return tuple(packs)
 
 
-def in_memory_order(columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
+def view_in_memory_order(columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
     """Replaces tensors that are not contiguous by flat views, if no replica needs a copy.
 
     A weight in channels-last layout has a gradient in that layout. Flattening it in row-major
@@ -117,7 +117,7 @@ def move_into_flats(
         The buffers of each replica, and the positions of tensors that are not moved: a tensor
         alone in its pack, and one with gaps or with different strides on the replicas.
     """
-    contiguous = in_memory_order(columns)
+    contiguous = view_in_memory_order(columns)
     first = columns[0]
     staying: list[int] = []
     moving: list[int] = []

@@ -55,11 +55,12 @@ def examine(
     n = len(communicator.devices)
     dtypes = tuple(dict.fromkeys(dtype for _, dtype in reductions))
     cases: list[tuple[str, str, Collective, Callable[[list[Tensor]], list[Tensor]]]] = [
-        (op, f"all_reduce({op!r})", _all_reduce(communicator, op), _all_reduced(op)) for op in OPS
+        (op, f"all_reduce({op!r})", _all_reduce(communicator, op), _expect_all_reduce(op))
+        for op in OPS
     ]
     cases += [
-        ("sum", "reduce_scatter", communicator.reduce_scatter, _reduce_scattered),
-        ("", "all_gather", communicator.all_gather, _gathered),
+        ("sum", "reduce_scatter", communicator.reduce_scatter, _expect_reduce_scatter),
+        ("", "all_gather", communicator.all_gather, _expect_all_gather),
         (
             "",
             f"broadcast(root={n - 1})",
@@ -128,7 +129,7 @@ def trial(communicator: Communicator) -> str | None:
     if key not in _results:
         try:
             communicator.prepare(TRIED)
-            with communicator.within(SECONDS):
+            with communicator.setting_timeout(SECONDS):
                 examine(communicator, TRIED)
             _results[key] = None
         except Exception as error:
@@ -163,22 +164,22 @@ def _all_reduce(communicator: Communicator, op: str) -> Collective:
     return lambda tensors: communicator.all_reduce(tensors, op)
 
 
-def _all_reduced(op: str) -> Callable[[list[Tensor]], list[Tensor]]:
-    return lambda values: [_reduced(values, op)] * len(values)
+def _expect_all_reduce(op: str) -> Callable[[list[Tensor]], list[Tensor]]:
+    return lambda values: [_reduce(values, op)] * len(values)
 
 
-def _reduced(values: list[Tensor], op: str) -> Tensor:
+def _reduce(values: list[Tensor], op: str) -> Tensor:
     stacked = torch.stack(values)
     if op in ("sum", "prod"):
         return (stacked.sum(0) if op == "sum" else stacked.prod(0)).to(torch.uint8)
     return stacked.amin(0) if op == "min" else stacked.amax(0)
 
 
-def _reduce_scattered(values: list[Tensor]) -> list[Tensor]:
-    return list(_reduced(values, "sum").tensor_split(len(values)))
+def _expect_reduce_scatter(values: list[Tensor]) -> list[Tensor]:
+    return list(_reduce(values, "sum").tensor_split(len(values)))
 
 
-def _gathered(values: list[Tensor]) -> list[Tensor]:
+def _expect_all_gather(values: list[Tensor]) -> list[Tensor]:
     n = len(values)
     return [torch.cat([value.tensor_split(n)[i] for i, value in enumerate(values)])] * n
 

@@ -237,7 +237,7 @@ def load(facts: Mapping[str, object]) -> Verdict | None:
     try:
         file = _file(facts)
         entry = json.loads(read_private(file)) if file is not None else None
-        if entry is None or entry["facts"] != _plain(facts):
+        if entry is None or entry["facts"] != _normalize_facts(facts):
             return None
         reason, age = entry["reason"], time() - float(entry["when"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -249,7 +249,7 @@ def load(facts: Mapping[str, object]) -> Verdict | None:
 
 def store(facts: Mapping[str, object], verdict: Verdict) -> None:
     """Stores a result in place of an earlier one, if the folder is writable."""
-    text = json.dumps({"facts": _plain(facts), "reason": verdict.reason, "when": time()})
+    text = json.dumps({"facts": _normalize_facts(facts), "reason": verdict.reason, "when": time()})
     try:
         file = _file(facts, create=True)
         if file is None:
@@ -262,14 +262,14 @@ def store(facts: Mapping[str, object], verdict: Verdict) -> None:
 
 
 def _file(facts: Mapping[str, object], *, create: bool = False) -> Path | None:
-    name = hashlib.sha256(json.dumps(_plain(facts)).encode()).hexdigest()
+    name = hashlib.sha256(json.dumps(_normalize_facts(facts)).encode()).hexdigest()
     folder = _folder()
     if folder is None:
         return None
     return private_folder(folder, create=create) / f"{name}.json"
 
 
-def _plain(facts: Mapping[str, object]) -> dict[str, object]:
+def _normalize_facts(facts: Mapping[str, object]) -> dict[str, object]:
     """Returns the facts as JSON decodes them, in a fixed order."""
     plain: dict[str, object] = json.loads(json.dumps(facts, sort_keys=True, default=str))
     return plain

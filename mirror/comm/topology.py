@@ -37,7 +37,7 @@ class Topology:
     def __repr__(self) -> str:
         return f"Topology({self.islands})"
 
-    def checked(self, num_replicas: int) -> Topology:
+    def validate(self, num_replicas: int) -> Topology:
         """Returns this topology after a check that it fits.
 
         Raises:
@@ -76,7 +76,7 @@ def topology_of(devices: Sequence[torch.device]) -> Topology:
         half = n // 2 if n >= 4 and n % 2 == 0 else n
         return Topology([range(i, i + half) for i in range(0, n, half)])
     indices = [device.index or 0 for device in devices]
-    by_link = group(n, lambda i, j: _linked(indices[i], indices[j]))
+    by_link = group(n, lambda i, j: _are_linked(indices[i], indices[j]))
     by_gpu = group(n, lambda i, j: indices[i] == indices[j])
     if by_link != by_gpu:
         topology = by_link
@@ -106,7 +106,7 @@ def peer_matrix(devices: Sequence[torch.device]) -> Matrix:
 
 def link_matrix(devices: Sequence[torch.device]) -> Matrix:
     """Returns, for each pair of replicas, whether one GPU or NVLink connects them."""
-    return _matrix(devices, lambda one, other: _linked(one.index or 0, other.index or 0))
+    return _matrix(devices, lambda one, other: _are_linked(one.index or 0, other.index or 0))
 
 
 def _matrix(
@@ -129,7 +129,7 @@ def unreachable_pair(
 
 
 @cache
-def _linked(one: int, other: int) -> bool:
+def _are_linked(one: int, other: int) -> bool:
     """Returns whether two GPUs, by index, are the same or connected by NVLink."""
     if one == other:
         return True

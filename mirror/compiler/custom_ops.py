@@ -32,10 +32,10 @@ def define() -> None:
     library = torch.library.Library("mirror", "FRAGMENT")
     library.define("collective(Tensor[] tensors, int number) -> Tensor[]")
     library.impl("collective", _collective, "CompositeExplicitAutograd")
-    library.impl("collective", _like, "Meta")
+    library.impl("collective", _make_fakes, "Meta")
     library.define("draw(SymInt[] size, Tensor seed, int number, str mode) -> Tensor")
     library.impl("draw", _draw, "CompositeExplicitAutograd")
-    library.impl("draw", _drawn, "Meta")
+    library.impl("draw", _make_fake_draw, "Meta")
     fused_lstm.define(library)
     _kept.append(library)
 
@@ -48,7 +48,7 @@ def _collective(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
     return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
-def _like(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+def _make_fakes(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
@@ -59,27 +59,27 @@ def _draw(size: Sequence[int], seed: Tensor, number: int, mode: str) -> Tensor:
     """
     # Not with device=: torch cannot create tensors on a device that a test simulates.
     count = torch.arange(math.prod(size), out=seed.new_empty(math.prod(size)))
-    key = _scrambled(_scrambled(seed + _GOLDEN) + number)
-    bits = _scrambled(count * _GOLDEN + key)
+    key = _mix_bits(_mix_bits(seed + _GOLDEN) + number)
+    bits = _mix_bits(count * _GOLDEN + key)
     if mode == "rand":
-        return _shifted(bits, 40).to(torch.float32).mul_(2.0**-24).view(size)
+        return _shift_right(bits, 40).to(torch.float32).mul_(2.0**-24).view(size)
     # Box and Muller; the first in (0, 1], for its logarithm.
-    first = _shifted(bits, 32).add_(1).to(torch.float32).mul_(2.0**-32)
+    first = _shift_right(bits, 32).add_(1).to(torch.float32).mul_(2.0**-32)
     angle = (bits & 0xFFFFFFFF).to(torch.float32).mul_(2.0**-32 * math.tau)
     return first.log_().mul_(-2.0).sqrt_().mul_(angle.cos_()).view(size)
 
 
-def _scrambled(values: Tensor) -> Tensor:
+def _mix_bits(values: Tensor) -> Tensor:
     """Returns int64 values of which every bit depends on every bit of those given."""
-    values = (values ^ _shifted(values, 30)) * _FIRST
-    values = (values ^ _shifted(values, 27)) * _SECOND
-    return values ^ _shifted(values, 31)
+    values = (values ^ _shift_right(values, 30)) * _FIRST
+    values = (values ^ _shift_right(values, 27)) * _SECOND
+    return values ^ _shift_right(values, 31)
 
 
-def _shifted(values: Tensor, by: int) -> Tensor:
+def _shift_right(values: Tensor, by: int) -> Tensor:
     """Returns int64 values shifted to the right, with zeros from the left."""
     return (values >> by) & ((1 << (64 - by)) - 1)
 
 
-def _drawn(size: Sequence[int], seed: Tensor, number: int, mode: str) -> Tensor:
+def _make_fake_draw(size: Sequence[int], seed: Tensor, number: int, mode: str) -> Tensor:
     return torch.empty(size, device=seed.device, dtype=torch.float32)

@@ -118,7 +118,7 @@ class FreeVariables:
 
     def scan(self) -> list[Any]:
         """Returns the values of now, ready to be compared."""
-        found = [comparable(entry.value()) for entry in self.entries]
+        found = [make_comparable(entry.value()) for entry in self.entries]
         found += [len(container) for _, container in self.sizes]
         return found
 
@@ -134,7 +134,7 @@ class FreeVariables:
 
     def _take(self, function: Any) -> None:
         """Records the values that a function finds."""
-        bare = _bare(function)
+        bare = _unwrap(function)
         if id(bare) in self._known:
             return
         self._known[id(bare)] = bare
@@ -147,7 +147,7 @@ class FreeVariables:
             if not isinstance(owner, _NOT_FOLLOWED):
                 self._root(Entry(type(owner).__name__, 0, [owner]), whole=True)
             function = function.__func__
-        function = _bare(function)
+        function = _unwrap(function)
         if not isinstance(function, FunctionType):
             if not isinstance(function, (type, *_NOT_FOLLOWED)) and callable(function):
                 self._root(Entry(type(function).__name__, 0, [function]), whole=True)
@@ -222,7 +222,7 @@ class FreeVariables:
         self._follow(entry.value(), entry.name, entry.read_as, depth + 1)
 
     def _find(self, function: Any) -> None:
-        if id(_bare(function)) not in self._known:
+        if id(_unwrap(function)) not in self._known:
             self._queue.append(function)
 
     def _follow_modules(self) -> None:
@@ -248,7 +248,7 @@ class _Fields(dict[str, Any]):
         setattr(self._kind, key, value)
 
 
-def _bare(function: Any) -> Any:
+def _unwrap(function: Any) -> Any:
     """Returns the function itself, without a binding or wrappers."""
     function = getattr(function, "__func__", function)
     return inspect.unwrap(function) if isinstance(function, FunctionType) else function
@@ -300,7 +300,7 @@ class SameObject:
     __hash__ = None  # type: ignore[assignment]
 
 
-def comparable(value: Any) -> Any:
+def make_comparable(value: Any) -> Any:
     """Returns a plain value as it is, and any other in a wrapper that compares by identity."""
     if isinstance(value, PLAIN):
         return value

@@ -26,7 +26,7 @@ _LIBRARIES = tuple(
 _OURS_AND_TORCHS = _LIBRARIES[:2]
 
 
-def line_here() -> str:
+def current_line() -> str:
     """Returns the innermost line of the user's code that is being run, ``file:line `code` ``."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
@@ -84,7 +84,7 @@ def _line(places: list[tuple[str, int]]) -> str:
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def asking_layer() -> tuple[str, str, str] | None:
+def find_asking_layer() -> tuple[str, str, str] | None:
     """Returns the layer or optimizer of torch that asks for a value, why that fails, and a remedy.
 
     ``None`` if neither is running.

@@ -95,7 +95,7 @@ class StateTensor:
         """Its path in its model."""
         return path_of(self.owner, "?" if self.record is None else self.record.name)
 
-    def on_replica(self, replica_id: int) -> Tensor:
+    def tensor_of(self, replica_id: int) -> Tensor:
         """Returns the tensor of one replica."""
         if self.record is None:
             return self.owner

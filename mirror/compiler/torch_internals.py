@@ -65,7 +65,7 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
-def faked(
+def make_fake(
     mode: Any,
     tensor: Tensor,
     batch: Sequence[int] = (),
@@ -152,7 +152,7 @@ def sizes_of(mode: Any, fakes: Sequence[Tensor]) -> Sizes:
     return Sizes(tensors, within, dict(env.replacements), [guard.expr for guard in env.guards])
 
 
-def known_of_sizes(mode: Any) -> str:
+def describe_sizes(mode: Any) -> str:
     """Returns a description of the sizes of a mode, with their values in the trace."""
     env = mode.shape_env
     # Torch 2.12 and older: var_to_val, which warns in newer ones.
@@ -172,7 +172,7 @@ def constant_of(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, "constant", None)
 
 
-def traced(
+def trace_graph(
     function: Callable[..., Any],
     mode: Any,
     inputs: Sequence[Any],
@@ -181,12 +181,12 @@ def traced(
     """Returns the graph of the operations in ``function(*inputs)``, backward passes too."""
     # Without mkldnn: its fused layers, such as LSTM, need static sizes, and keep state for the
     # backward pass that a trace does not see.
-    with mode, enable_python_dispatcher(), _without_mkldnn(), _without_logged_errors():
+    with mode, enable_python_dispatcher(), _disabling_mkldnn(), _silencing_errors():
         return make_fx(function, decomposition_table=decompositions, tracing_mode="real")(*inputs)
 
 
 @contextlib.contextmanager
-def _without_mkldnn() -> Iterator[None]:
+def _disabling_mkldnn() -> Iterator[None]:
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -196,7 +196,7 @@ def _without_mkldnn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_logged_errors() -> Iterator[None]:
+def _silencing_errors() -> Iterator[None]:
     """Keeps torch from logging an operation that fails in a trace: its error is raised."""
     logger = logging.getLogger(FakeTensor.__module__)
     before, logger.disabled = logger.disabled, True
@@ -248,7 +248,7 @@ def _view_or_copy(tensor: Tensor, size: Sequence[Any]) -> Any:
     return NotImplemented
 
 
-def inductor_compiled(
+def compile_with_inductor(
     graph: fx.GraphModule, mode: Any, inputs: Sequence[Any], guarded: Collection[int] = ()
 ) -> Program:
     """Compiles a graph without side effects except its last writes.
@@ -258,10 +258,10 @@ def inductor_compiled(
     """
     with warnings.catch_warnings():  # of what torch itself does
         warnings.simplefilter("ignore")
-        return _compiled(graph, mode, inputs, guarded)
+        return _compile_inner(graph, mode, inputs, guarded)
 
 
-def _compiled(
+def _compile_inner(
     graph: fx.GraphModule, mode: Any, inputs: Sequence[Any], guarded: Collection[int]
 ) -> Program:
     from torch._inductor import config
@@ -285,7 +285,7 @@ def _compiled(
         V.set_fake_mode(mode),
         torch.no_grad(),
         config.patch(settings),
-        _unchecked(graph, guarded),
+        _omitting_assertions(graph, guarded),
     ):
         compiled: Any = compile_fx_inner(
             graph, list(inputs), is_inference=True, cpp_wrapper=is_cpu
@@ -296,7 +296,7 @@ def _compiled(
 
 
 @contextlib.contextmanager
-def _unchecked(graph: fx.GraphModule, positions: Collection[int]) -> Iterator[None]:
+def _omitting_assertions(graph: fx.GraphModule, positions: Collection[int]) -> Iterator[None]:
     """Leaves out the assertions on some inputs, each of which takes as long as a small kernel."""
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 

@@ -90,7 +90,7 @@ class VaryingInputs:
         """Whether an option of an optimizer has had several values."""
         return (group, name) in self._options.get(optimizer, ())
 
-    def without_numbers(self) -> VaryingInputs:
+    def copy_without_numbers(self) -> VaryingInputs:
         """Returns a copy for a trace in which all numbers are constants."""
         found = VaryingInputs()
         found._dimensions = self._dimensions

@@ -16,14 +16,14 @@ from mirror.data.loader_order import (
     SHARDED,
     capture_order,
     check_order,
-    cut_of,
+    count_cut,
     reads_a_shard,
     rebatch_state,
     rewind_generators,
     samplers_of,
     set_order,
 )
-from mirror.data.rng_state import capture_rng, replayed_rng, restore_rng
+from mirror.data.rng_state import capture_rng, replaying_rng, restore_rng
 from mirror.data.split_batch import FixedBalance
 from mirror.data.worker_sharding import Window
 from mirror.errors import BatchError
@@ -170,7 +170,7 @@ class DatasetAdapter:
         if self.is_shared:
             return None
         self.reorder(order)
-        with replayed_rng(order["streams"]):
+        with replaying_rng(order["streams"]):
             batches = self.begin(0, order)
             try:
                 return next(batches)
@@ -268,7 +268,7 @@ class LoaderAdapter(DatasetAdapter):
             batches: Iterator[Any] = iter(loader)
             skip(batches, num_consumed)
             return DatasetPass(batches, end)
-        indices.num_skipped, indices.num_cut = num_consumed, cut_of(order or {}, num_consumed)
+        indices.num_skipped, indices.num_cut = num_consumed, count_cut(order or {}, num_consumed)
         if order is not None and order.get("reuses_workers") and loader._iterator is None:
             indices.before_first = lambda: self._replay(order)
         # In this thread: the iterator draws seeds from the global generator and starts workers.

@@ -11,16 +11,16 @@ from typing import Any, cast
 
 import torch
 
-from mirror.base.migration_hints import with_hints
+from mirror.base.migration_hints import add_hints
 from mirror.base.process_bound import NoCopy
 from mirror.base.timeline import CROSS, INPUT, Timeline
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.adapters import DatasetAdapter, make_adapter
 from mirror.data.distributed_steps import Assembly, Delivery, DistributedStep, DistributedSteps
-from mirror.data.input_options import InputOptions, or_default
+from mirror.data.input_options import InputOptions, resolve_options
 from mirror.data.prefetch import Closed, OnDemand, Prefetcher
 from mirror.data.resume_state import PassPosition, SavedPosition, gather_states, select_own_state
-from mirror.data.rng_state import capture_rng, replayed_rng, restore_rng
+from mirror.data.rng_state import capture_rng, replaying_rng, restore_rng
 from mirror.data.split_batch import Balance, make_balance
 from mirror.data.worker_agreement import AgreedBatches, BatchReader, SameBatches, max_num_steps
 from mirror.data.worker_sharding import choose_sharding
@@ -28,7 +28,7 @@ from mirror.data.worker_sharding import choose_sharding
 Measure = Callable[[], Callable[[], Sequence[float]]]
 
 
-@with_hints
+@add_hints
 class DistributedDataset(NoCopy):
     """The result of ``strategy.distribute_dataset``; iterating yields one batch per step.
 
@@ -80,7 +80,7 @@ class DistributedDataset(NoCopy):
         self.waited_seconds = 0.0
         self.num_delivered = 0
         self.before_next: list[Callable[[], None]] = []
-        self._options = or_default(options, InputOptions)
+        self._options = resolve_options(options, InputOptions)
         self._workers = workers = workers or LocalWorkerGroup(len(devices))
         shares = make_balance(self._options, workers, len(devices), joins=joins, measure=measure)
         policy = self._options.policy(joins=joins)
@@ -218,7 +218,7 @@ class DistributedDataset(NoCopy):
                 found = self._source.sample(position.order)
                 sample = None if found is None else DistributedStep([found], None, self._assembly)
             self._source.reorder(position.order)
-            with replayed_rng(position.order["streams"]):
+            with replaying_rng(position.order["streams"]):
                 batches = self._source.begin(position.num_consumed, position.order)
             self._saved = None
         steps = DistributedSteps(

@@ -198,10 +198,10 @@ class Assembly:
                 begin=begin,
                 num_examples=num_read,
                 weight_of=self.options.weight_of,
-                pin=self.streams.pinned if self.copies else None,
+                pin=self.streams.pin if self.copies else None,
                 copy=self.streams.copy,
             )
-        return Delivery(batch, sizes, num_examples, self.streams.departed())
+        return Delivery(batch, sizes, num_examples, self.streams.record_events())
 
 
 class DistributedStep:

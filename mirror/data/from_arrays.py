@@ -72,7 +72,7 @@ def from_arrays(
         num_examples, int(batch_size), shuffle=shuffle, generator=generator, num_epochs=num_epochs
     )
     return DataLoader(
-        Arrays(arrays, num_examples), batch_size=None, sampler=indices, collate_fn=_as_it_is
+        Arrays(arrays, num_examples), batch_size=None, sampler=indices, collate_fn=_pass_through
     )
 
 
@@ -172,5 +172,5 @@ def _take(leaf: Any, index: Index) -> Any:
     return leaf.index_select(0, index.to(leaf.device))
 
 
-def _as_it_is(batch: Any) -> Any:
+def _pass_through(batch: Any) -> Any:
     return batch

@@ -140,7 +140,7 @@ class InputContext:
         return size
 
 
-def or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
+def resolve_options(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
     """Returns the caller's options, or the default ones of ``kind`` for ``None``.
 
     Raises:

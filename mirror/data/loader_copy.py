@@ -98,7 +98,7 @@ class Indices:
         skip(self._iterator, num_skipped)
         num_cut, self.num_cut = self.num_cut, 0
         index = next(self._iterator)
-        return _without_first(index, num_cut) if num_cut else index
+        return _drop_first(index, num_cut) if num_cut else index
 
     def prime(self) -> None:
         """Reads the first index now, since samplers draw their seed when they begin."""
@@ -108,7 +108,7 @@ class Indices:
             self._iterator = iter(())
 
 
-def _without_first(index: Any, count: int) -> Any:
+def _drop_first(index: Any, count: int) -> Any:
     """Returns the index of a batch, a slice or a sequence, without its first examples."""
     return slice(index.start + count, index.stop) if isinstance(index, slice) else index[count:]
 
@@ -148,7 +148,7 @@ def fetch_windows(loader: DataLoader[Any], window: Window) -> None:
         changed["dataset"] = WindowDataset(dataset, window, reads_all=_has_generators(dataset))
         changed["collate_fn"] = _Collate(loader.collate_fn)
     if changed and loader.num_workers:
-        changed["worker_init_fn"] = _Begin(dataset, loader.worker_init_fn)
+        changed["worker_init_fn"] = _WorkerInit(dataset, loader.worker_init_fn)
     # The setter forbids changes; they are safe before the loader's first iteration.
     loader.__dict__.update(changed)
 
@@ -249,7 +249,7 @@ class _ArraysWindow(Dataset[Any]):
         return WindowBatch(self._arrays[index[begin:end]], len(index), key)
 
 
-class _Begin:
+class _WorkerInit:
     """Starts a worker process of a loader; its ``WorkerInfo`` names the user's dataset."""
 
     def __init__(self, dataset: Any, begin: Callable[[int], None] | None) -> None:

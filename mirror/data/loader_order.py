@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from mirror.data.rng_state import replayed_rng
+from mirror.data.rng_state import replaying_rng
 from mirror.devices import state_of
 from mirror.errors import short_repr
 
@@ -87,7 +87,7 @@ def rebatch_state(loader: DataLoader[Any], state: Any) -> Any:
             f"a state fits only the examples it was taken from, {num_batches} batches of {size}; "
             f"this loader has {len(loader)} batches of {now}"
         )
-    whole, num_cut = divmod(num_consumed * size + cut_of(order, num_consumed), now)
+    whole, num_cut = divmod(num_consumed * size + count_cut(order, num_consumed), now)
     if num_consumed >= num_batches:
         whole, num_cut = len(loader), 0
     first_size = state.get("first_size")
@@ -105,7 +105,7 @@ def rebatch_state(loader: DataLoader[Any], state: Any) -> Any:
     }
 
 
-def cut_of(order: Mapping[str, Any], num_consumed: int) -> int:
+def count_cut(order: Mapping[str, Any], num_consumed: int) -> int:
     """Returns how many examples of the next batch were read with another batch size."""
     index, num_cut = order.get("cut", (0, 0))
     return int(num_cut) if index == num_consumed else 0
@@ -165,7 +165,7 @@ def rewind_generators(
         return
     now = _states_of(generators)
     _set_states(generators, order["generators"])
-    with replayed_rng(order["streams"]):
+    with replaying_rng(order["streams"]):
         if not order.get("reuses_workers"):  # the seed of the workers
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         indices = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mirror.base.tree_json import decode, encode
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.data.rng_state import capture_rng, replayed_rng
+from mirror.data.rng_state import capture_rng, replaying_rng
 from mirror.errors import CheckpointError, short_repr
 
 VERSION = 1
@@ -110,7 +110,7 @@ def _check(state: object, kind: str, num_batches: int | None) -> None:
         raise ValueError(f"{rule}, with the keys {', '.join(wanted)}; got {_names(state)}")
     for key, kinds in wanted.items():
         if not isinstance(state[key], kinds):
-            raise ValueError(f"{rule}; its {key!r} is {_short(state[key])}, of another type")
+            raise ValueError(f"{rule}; its {key!r} is {_shorten(state[key])}, of another type")
     if state["version"] != VERSION:
         raise ValueError(
             f"this version of mirror reads input states of version {VERSION}, got version "
@@ -144,13 +144,13 @@ def _check_streams(streams: object, template: Mapping[str, Any]) -> None:
         )
     if fits and isinstance(streams, Mapping):
         try:
-            with replayed_rng(streams):  # the generators check the values
+            with replaying_rng(streams):  # the generators check the values
                 return
         except (TypeError, ValueError, OverflowError, RuntimeError):
             pass
     raise ValueError(
         "the random streams of an input state must be those that state_dict saved; got "
-        f"{_short(streams)}; the state is damaged or of another version of Python"
+        f"{_shorten(streams)}; the state is damaged or of another version of Python"
     )
 
 
@@ -174,7 +174,7 @@ def _names(state: Mapping[Any, Any]) -> str:
     return ", ".join(map(str, state)) or "none"
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -82,7 +82,7 @@ def same_rng(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def replayed_rng(streams: Mapping[str, Any]) -> Iterator[None]:
+def replaying_rng(streams: Mapping[str, Any]) -> Iterator[None]:
     """Sets the global generators to ``streams`` inside the block, and restores them after it."""
     now = capture_rng()
     try:

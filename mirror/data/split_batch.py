@@ -173,7 +173,7 @@ def split_batch(
     num_examples = num_local if num_examples is None else num_examples
     bounds = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
-    def per_replica(part_of: Callable[[int, int], object]) -> PerReplica[Any]:
+    def make_parts(part_of: Callable[[int, int], object]) -> PerReplica[Any]:
         return PerReplica(
             part_of(start, size) if size or (replica_id == 0 and num_local == 0) else ABSENT
             for replica_id, (start, size) in enumerate(bounds)
@@ -186,16 +186,16 @@ def split_batch(
                 return PerReplica([tree, *(tree.clone() for _ in devices[1:])])
             own = tree if num_local == num_examples else tree.narrow(0, begin, num_local)
             whole = own if pin is None else pin(own)
-            return per_replica(lambda start, size: _narrow(whole, start, size))
+            return make_parts(lambda start, size: _narrow(whole, start, size))
         if isinstance(tree, np.ndarray) and tree.ndim:
             tensor = tree if pin is None else host_part(tree)
             if isinstance(tensor, Tensor):
                 return split(tensor)
             array = tree[begin:]
-            return per_replica(lambda start, size: host_part(array[start : start + size]))
+            return make_parts(lambda start, size: host_part(array[start : start + size]))
         if is_strings(tree) and len(tree) == num_examples:
             strings = tree[begin:]
-            return per_replica(lambda start, size: strings[start : start + size])
+            return make_parts(lambda start, size: strings[start : start + size])
         children = children_of(tree)
         if children is None:
             return tree

@@ -151,7 +151,7 @@ def _shard(dataset: Any, workers: LocalWorkerGroup, window: Window) -> Any:
     if not isinstance(dataset, DataLoader) or not hasattr(examples, "shard"):
         raise BatchError(
             "sharding='file' takes a loader whose dataset has shard(num_shards, index); got "
-            f"{_named(dataset, examples)}; {remedy}"
+            f"{_describe_dataset(dataset, examples)}; {remedy}"
         )
     part: Any = examples.shard(workers.size, workers.rank)  # type: ignore[union-attr]
     sampler = _sampler_over(part, dataset)
@@ -191,7 +191,7 @@ def _sampler_over(part: Any, loader: DataLoader[Any]) -> Any:
     return None
 
 
-def _named(dataset: object, examples: object) -> str:
+def _describe_dataset(dataset: object, examples: object) -> str:
     if isinstance(dataset, DataLoader):
         return f"a DataLoader over a {type(examples).__name__}"
     return short_repr(dataset)

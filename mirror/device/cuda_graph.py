@@ -48,8 +48,8 @@ class CudaGraph:
         caller = torch.cuda.current_stream(self._device)
         stream.wait_stream(caller)
         collects = gc.isenabled()
-        gc.disable()  # freeing objects during a capture may invalidate it
         try:
+            gc.disable()  # freeing objects during a capture may invalidate it
             with torch.cuda.stream(stream):
                 pool = torch.cuda.graph_pool_handle()
                 self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")

@@ -100,7 +100,7 @@ _thread = _RemapState()
 
 
 @contextmanager
-def without_remap() -> Iterator[None]:
+def disabling_remap() -> Iterator[None]:
     """Turns the translation off in this thread, for code on the tensors of all replicas."""
     before = _thread.is_off
     try:
@@ -147,19 +147,19 @@ class DeviceRemap(TorchFunctionMode):
                     "this strategy has several of its own; leave the model uncompiled, or give "
                     "each replica one device"
                 )
-            args = [self._named(value) for value in args]
+            args = [self._translate_name(value) for value in args]
             if len(args) > 1 and getattr(func, "__name__", "") in _MOVES:
-                args[1] = self._numbered(args[1])
+                args[1] = self._translate_index(args[1])
             if kwargs:
-                kwargs = {key: self._named(value) for key, value in kwargs.items()}
+                kwargs = {key: self._translate_name(value) for key, value in kwargs.items()}
                 if "device" in kwargs:
-                    kwargs["device"] = self._numbered(kwargs["device"])
+                    kwargs["device"] = self._translate_index(kwargs["device"])
         return func(*args, **(kwargs or {}))
 
-    def _named(self, value: Any) -> Any:
+    def _translate_name(self, value: Any) -> Any:
         if isinstance(value, (torch.device, str)):
             return self._names.get(value, value)
         return value
 
-    def _numbered(self, value: Any) -> Any:
+    def _translate_index(self, value: Any) -> Any:
         return self._numbers.get(value, value) if type(value) is int else value

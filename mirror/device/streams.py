@@ -131,13 +131,13 @@ class Stopwatch:
 
     def start(self) -> None:
         """Begins an interval."""
-        self._started = self._now()
+        self._started = self._read_clock()
 
     def stop(self) -> None:
         """Ends the interval, if one has begun."""
         started, self._started = self._started, None
         if started is not None:
-            self._pending.append((started, self._now()))
+            self._pending.append((started, self._read_clock()))
 
     def seconds(self) -> float:
         """Returns the sum of the intervals that are over."""
@@ -152,7 +152,7 @@ class Stopwatch:
             self._pending.popleft()
         return self._seconds
 
-    def _now(self) -> Any:
+    def _read_clock(self) -> Any:
         if self._device.type != "cuda":
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -174,7 +174,7 @@ class CallerStreams:
         }
 
     @contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
+    def entering(self, device: torch.device) -> Iterator[None]:
         """Makes these streams and ``device`` current in this thread; restores both at the end."""
         with ExitStack() as stack:
             for gpu, stream in self._unusual.items():
@@ -314,7 +314,7 @@ class CopyStreams:
             if device.type == "cuda"
         }
 
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a pinned copy of a host tensor, from which copies to GPUs are asynchronous.
 
         One copy serves all parts, because pinning costs the host more than copying. Returns the
@@ -341,8 +341,9 @@ class CopyStreams:
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns the tensor on the device; for a GPU through pinned memory, without waiting.
 
-        What waits for ``departed`` by ``receive`` may use it. ``tensor`` may be freed at once:
-        the allocators keep pinned memory until the copies from it are done.
+        The copy may be used after ``receive`` has waited for the events of ``record_events``.
+        ``tensor`` may be freed at once: the allocators keep pinned memory until the copies from it
+        are done.
         """
         stream = self._streams.get(device)
         if stream is None:
@@ -350,16 +351,16 @@ class CopyStreams:
         if tensor.device.type == "cuda":
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
         else:
-            tensor = self.pinned(tensor)
+            tensor = self.pin(tensor)
         with torch.cuda.stream(stream):
             return tensor.to(device, non_blocking=True)
 
     def synchronize(self) -> None:
         """Blocks the host until the copies enqueued so far are done."""
-        for event in self.departed():
+        for event in self.record_events():
             event.synchronize()
 
-    def departed(self) -> tuple[Any, ...]:
+    def record_events(self) -> tuple[Any, ...]:
         """Returns events that happen when the copies enqueued so far are done, one per GPU."""
         return tuple(stream.record_event() for stream in self._streams.values())
 

@@ -70,7 +70,7 @@ from mirror.base.timeline import Timeline
 from mirror.execution.run import Run, current, enclosing_replica
 
 
-def nothing(*args: object) -> None:
+def do_nothing(*args: object) -> None:
     """Does nothing; the default hook."""
 
 
@@ -94,15 +94,15 @@ class LifecycleHooks:
     """
 
     name: str
-    prepare: Callable[[], None] | WhilePending | tuple[WhilePending, ...] = nothing
-    on_merge: Callable[[Run], None] = nothing
-    on_return: Callable[[], None] | WhilePending = nothing
-    finish: Callable[[Run], None] | WhilePending = nothing
-    on_run_end: Callable[[tuple[int, ...]], None] | WhilePending = nothing
-    sync_idle: Callable[[int, Sequence[int]], None] = nothing
-    on_synced: Callable[[], None] = nothing
-    recover: Callable[[], None] = nothing
-    on_run_failed: Callable[[tuple[int, ...]], None] = nothing
+    prepare: Callable[[], None] | WhilePending | tuple[WhilePending, ...] = do_nothing
+    on_merge: Callable[[Run], None] = do_nothing
+    on_return: Callable[[], None] | WhilePending = do_nothing
+    finish: Callable[[Run], None] | WhilePending = do_nothing
+    on_run_end: Callable[[tuple[int, ...]], None] | WhilePending = do_nothing
+    sync_idle: Callable[[int, Sequence[int]], None] = do_nothing
+    on_synced: Callable[[], None] = do_nothing
+    recover: Callable[[], None] = do_nothing
+    on_run_failed: Callable[[tuple[int, ...]], None] = do_nothing
 
 
 class GoesAlone(Protocol):
@@ -124,7 +124,7 @@ class AllLifecycleHooks:
 
         def hooks_for(event: str) -> tuple[Callable[..., None], ...]:
             hooks = (getattr(part, event) for part in parts)
-            return tuple(hook for hook in hooks if hook is not nothing)
+            return tuple(hook for hook in hooks if hook is not do_nothing)
 
         def pending_for(event: str) -> tuple[WhilePending, ...]:
             found = list[WhilePending]()
@@ -132,7 +132,7 @@ class AllLifecycleHooks:
                 hook: Any = getattr(part, event)
                 if type(hook) is tuple:
                     found += hook
-                elif hook is not nothing:
+                elif hook is not do_nothing:
                     is_pending = isinstance(hook, WhilePending)
                     found.append(hook if is_pending else WhilePending((True,), hook))
             return tuple(found)
@@ -209,7 +209,7 @@ class StepEnds:
         self.listeners: list[Callable[[], None]] = []
 
     @disable_dynamo
-    def optimizer_stepped(self, timeline: Timeline | None) -> None:
+    def record_optimizer_step(self, timeline: Timeline | None) -> None:
         """Records that an optimizer's step has returned in the calling thread.
 
         Args:

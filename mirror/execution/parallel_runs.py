@@ -135,16 +135,16 @@ def _numpy_state() -> object:
     return keys.tobytes(), position, gauss
 
 
-def _drawn(generator: str) -> str:
+def _describe_draw(generator: str) -> str:
     return (
         f"they drew random numbers from {generator}, which they share; draw outside run if they "
         "should run at once"
     )
 
 
-_TORCH = ProcessState(_torch_state, _drawn("torch's generator of the CPU"), is_cheap=True)
-_PYTHON = ProcessState(random.getstate, _drawn("Python's random"))
-_NUMPY = ProcessState(_numpy_state, _drawn("numpy.random"))
+_TORCH = ProcessState(_torch_state, _describe_draw("torch's generator of the CPU"), is_cheap=True)
+_PYTHON = ProcessState(random.getstate, _describe_draw("Python's random"))
+_NUMPY = ProcessState(_numpy_state, _describe_draw("numpy.random"))
 _COMPILER = ProcessState(
     num_compiled_frames,
     "torch.compile has compiled a function in run, and it sets flags of the whole process while "
@@ -158,11 +158,11 @@ Function = Callable[..., Any]
 def watch_process_wide_calls() -> None:
     """Wraps these functions; once, permanently."""
     for module in (torch, torch.random):  # under both of its names
-        wrap_once(module, "get_rng_state", _taking_turns_to_save)
-    wrap_once(parametrize, "cached", _taking_turns_to_cache)
+        wrap_once(module, "get_rng_state", _wrap_get_rng_state)
+    wrap_once(parametrize, "cached", _wrap_cached)
 
 
-def _taking_turns_to_save(original: Function) -> Function:
+def _wrap_get_rng_state(original: Function) -> Function:
     @disable_dynamo
     @functools.wraps(original)
     def get_rng_state() -> torch.Tensor:
@@ -180,7 +180,7 @@ def _taking_turns_to_save(original: Function) -> Function:
     return get_rng_state
 
 
-def _taking_turns_to_cache(original: Function) -> Function:
+def _wrap_cached(original: Function) -> Function:
     @functools.wraps(original)
     def cached() -> Any:
         if current.replica is not None:

@@ -123,7 +123,7 @@ class ReplicaRng:
 _states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary()
 
 
-def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
+def call_with_worker_rng(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
     """Calls a run that draws from its worker's stream."""
     before = _states_before[workers] = _get_state()
     _generator.manual_seed(stream_seed(zlib.crc32(before.numpy().tobytes()), 1 + workers.rank))

@@ -113,7 +113,7 @@ class ThreadState:
         try:
             if self.is_plain:
                 return fn(*args)
-            with self._entered(device):
+            with self._entering(device):
                 return fn(*args)
         finally:
             if torch.is_grad_enabled() is not before:
@@ -122,7 +122,7 @@ class ThreadState:
                 torch.set_autocast_cache_enabled(True)
 
     @contextmanager
-    def _entered(self, device: torch.device) -> Iterator[None]:
+    def _entering(self, device: torch.device) -> Iterator[None]:
         """Enters the contexts that the calling thread lacks; the caller's own lacks only some."""
         is_caller = threading.get_ident() == self._caller
         same_kind = self.default_device.type == device.type
@@ -136,7 +136,7 @@ class ThreadState:
                 yield
                 return
             if self.streams is not None:
-                stack.enter_context(self.streams.entered(device))
+                stack.enter_context(self.streams.entering(device))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
                 torch.set_grad_enabled(self.grad)
@@ -163,7 +163,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
     """
     replicas, streams = run.replicas, run.streams
     strategy, timeline, stopwatches = replicas.strategy, replicas.timeline, run.stopwatches
-    function = _remapped(run, fn) if replicas.places.is_model_parallel else fn
+    function = _remap_devices(run, fn) if replicas.places.is_model_parallel else fn
 
     def call_as(replica: Replica) -> Any:
         """Calls the function with the replica current; see [Note: Interrupts]."""
@@ -178,7 +178,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             replica.has_begun = True
             if streams is not None and streams.inside != replica_id:
                 streams.enter(replica_id)
-            result = _measured(run, replica_id, function) if stopwatches else function(replica_id)
+            result = _measure(run, replica_id, function) if stopwatches else function(replica_id)
             for optimizer, options in run.stepped.items():
                 options[replica_id] = optimizer.options()
             return result
@@ -212,7 +212,7 @@ def _call_on_device(device: torch.device, call: Callable[[], Any], *, is_lone: b
         return call()
 
 
-def _remapped(run: Run, fn: Callable[[int], Any]) -> Callable[[int], Any]:
+def _remap_devices(run: Run, fn: Callable[[int], Any]) -> Callable[[int], Any]:
     """Returns ``fn`` with the names of devices mapped to the replica's own. [Note: Places]."""
 
     def call(replica_id: int) -> Any:
@@ -222,7 +222,7 @@ def _remapped(run: Run, fn: Callable[[int], Any]) -> Callable[[int], Any]:
     return call
 
 
-def _measured(run: Run, replica_id: int, fn: Callable[[int], Any]) -> Any:
+def _measure(run: Run, replica_id: int, fn: Callable[[int], Any]) -> Any:
     watch = run.stopwatches[replica_id]
     watch.start()
     try:

@@ -21,11 +21,11 @@ from mirror.execution.lifecycle import (
     AllLifecycleHooks,
     GoesAlone,
     LifecycleHooks,
-    nothing,
+    do_nothing,
     step_ends,
 )
 from mirror.execution.parallel_runs import ParallelRuns
-from mirror.execution.replica_rng import ReplicaRng, RngPool, with_rng_of
+from mirror.execution.replica_rng import ReplicaRng, RngPool, call_with_worker_rng
 from mirror.execution.replica_thread import ThreadState, replica_tasks
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import (
@@ -79,10 +79,10 @@ class Runner:
         self._unended: tuple[Run, ThreadState | None] | None = None
         self.schedule = Schedule(schedule)
         if self.schedule.watches_passes:
-            replicas.timeline.at_step_ends.append(self._step_ended)
+            replicas.timeline.at_step_ends.append(self._end_step)
         self.locksteps = LockstepStack(replicas, self.schedule.of_turns, timeout_seconds)
         self.stopwatches: tuple[Stopwatch, ...] = ()
-        self.on_outermost_end: Callable[[], None] = nothing
+        self.on_outermost_end: Callable[[], None] = do_nothing
         self.set_hooks(())
         self._claim, positions = ExclusiveRun(), replicas.places.positions
         self._generators = [own for p in positions if len(own := generators_of(p)) > 1]
@@ -162,7 +162,7 @@ class Runner:
             step_ends.notify(self.replicas.timeline)
         return run
 
-    def exclusive(self, call: Callable[[], T], what: str) -> T:
+    def call_exclusively(self, call: Callable[[], T], what: str) -> T:
         """Calls a function that works on all replicas, while no run is in progress or can start.
 
         Raises:
@@ -184,7 +184,7 @@ class Runner:
         if not self.is_between_runs:
             return self._run(fn, active, weights)
         workers, own = self.replicas.workers, partial(self._run, fn, active, weights)
-        run = workers.outermost(partial(with_rng_of, workers, own))
+        run = workers.call_outermost(partial(call_with_worker_rng, workers, own))
         workers.record_run(run.total_weight())
         self.on_outermost_end()
         return run
@@ -200,7 +200,7 @@ class Runner:
         self.prepare("run")
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
-        lockstep = self.locksteps.at_depth(depth)
+        lockstep = self.locksteps.get_lockstep(depth)
         may_move_at_once = True
         if self.parallel_runs is not None and active[1:]:
             may_move_at_once = (
@@ -283,18 +283,18 @@ class Runner:
         self._end(run, state)
         self.unfinished, self._unended = run.outer is not None, None
 
-    def _step_ended(self) -> None:
+    def _end_step(self) -> None:
         _, sums = self.replicas.timeline.steps[-1]
         seconds = sums[CROSS][BACKWARD]
         if self.schedule.passes_at_once:  # then it is what the replicas' times exceed the pass by
             seconds += sum(lane[BACKWARD] for lane in sums[: self.replicas.num_replicas])
-        self.schedule.step_ended(seconds)
+        self.schedule.end_step(seconds)
 
     def run_parallel_pass(self, this: GoesAlone, tasks: Tasks) -> None:
         """Runs the replicas' parts of a backward pass in their threads, all at once."""
         self.parallel_pass = this
         try:
-            self.locksteps.at_depth(0).run(tasks, at_once=True)
+            self.locksteps.get_lockstep(0).run(tasks, at_once=True)
         finally:
             self.parallel_pass = None
 
@@ -320,7 +320,7 @@ class Runner:
 
     def lone_replica(self) -> Replica:
         """Returns the only replica, for code without any strategy."""
-        run = Run(self.replicas, self.locksteps.at_depth(0), (0,), is_default=True)
+        run = Run(self.replicas, self.locksteps.get_lockstep(0), (0,), is_default=True)
         return run.members[0]
 
     def _begin_streams(self, active: tuple[int, ...], may_move_at_once: bool) -> ReplicaRng | None:
@@ -431,7 +431,7 @@ class LockstepStack(list[Lockstep]):
         self._names, self._abort = replicas.names, replicas.communicator.abort
         self.schedule, self._timeout_seconds = schedule, timeout_seconds
 
-    def at_depth(self, depth: int) -> Lockstep:
+    def get_lockstep(self, depth: int) -> Lockstep:
         """Returns the lockstep for a nesting depth; replaces one that an interrupt has hit."""
         while len(self) <= depth:
             self.append(self._make())

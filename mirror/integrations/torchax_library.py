@@ -113,7 +113,7 @@ def resolve_jax_devices(jax: Any, devices: Sequence[Any] | None) -> tuple[Any, .
     if len(kinds) > 1:
         raise DeviceError(f"devices are all 'tpu' or all 'cpu'; got {short_repr(list(devices))}")
     if kinds == {"cpu"}:
-        return _simulated(jax, len(names))
+        return _simulate_devices(jax, len(names))
     tpus = _tpus(jax)
     for _, index in names:
         if index >= len(tpus):
@@ -148,7 +148,7 @@ def _tpus(jax: Any) -> list[Any]:
         raise DeviceError(f"jax sees no TPU ({error}); {_SIMULATE}") from None
 
 
-def _simulated(jax: Any, number: int) -> tuple[Any, ...]:
+def _simulate_devices(jax: Any, number: int) -> tuple[Any, ...]:
     """Returns ``number`` CPU devices of jax; jax fixes their total when it is first used."""
     try:
         if jax.config.jax_num_cpu_devices < number:

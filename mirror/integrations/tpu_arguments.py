@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError, StructureError, short_repr
-from mirror.replica.replica_checks import same_bits
+from mirror.replica.bitwise import same_bits
 from mirror.strategy.distributed_values import regroup
 from mirror.values import PerReplica, describe_structure, leaves_of, rebuild_structure, select
 

@@ -144,8 +144,8 @@ class TpuProgram:
             return arrays
 
         inputs = (
-            [*map(_abstract(jax), self._arguments.shared)],
-            [_abstract(jax)(x[0]) for x in self._arguments.parts],
+            [*map(_make_abstract(jax), self._arguments.shared)],
+            [_make_abstract(jax)(x[0]) for x in self._arguments.parts],
         )
         shapes = jax.eval_shape(inspect, list(values), jax.random.PRNGKey(0), inputs)
         call, output = seen[-1]
@@ -168,8 +168,8 @@ class TpuProgram:
         jax, arguments = self._library.jax, self._arguments
         k = next(i for i, shapes in enumerate(arguments.sizes) if shapes is not None)
         inputs = (
-            [*map(_abstract(jax), arguments.shared)],
-            [_abstract(jax)(x[0]) for x in arguments.parts],
+            [*map(_make_abstract(jax), arguments.shared)],
+            [_make_abstract(jax)(x[0]) for x in arguments.parts],
         )
         parameters = self._model.tensors[: self._model.num_parameters]
         positions = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
@@ -230,23 +230,23 @@ class TpuProgram:
                 return branches[0](*operands)
             return lax.switch(which, branches, *operands)
 
-        def differentiated(k: int) -> Any:
+        def differentiate(k: int) -> Any:
             if self._arguments.sizes[k] is None:
                 return lambda chosen: [jnp.zeros_like(x) for x in chosen]
             return jax.grad(self._loss(k, positions, values, key, inputs))
 
         branches = range(len(self._arguments.sizes))
         if self.has_backward:
-            grads = choose([differentiated(k) for k in branches], [values[i] for i in positions])
+            grads = choose([differentiate(k) for k in branches], [values[i] for i in positions])
             share = count / lax.psum(count, _AXIS)
             # The gradient of a part with weight 0 may be NaN.
             own = [jnp.where(share > 0, g * share.astype(g.dtype), 0) for g in grads]
             grads = lax.psum(own, _AXIS)
 
-        def finished(k: int) -> Any:
-            def of_values(values: Any, grads: Any) -> Any:
+        def finish(k: int) -> Any:
+            def finish_replica(values: Any, grads: Any) -> Any:
                 if self._arguments.sizes[k] is None:
-                    return self._zeros(jnp), *self._unchanged(values, states)
+                    return self._zeros(jnp), *self._keep_values(values, states)
                 return self._run_to_end(
                     k,
                     values,
@@ -257,27 +257,27 @@ class TpuProgram:
                     dict(zip(positions, grads, strict=True)),
                 )
 
-            return of_values
+            return finish_replica
 
         outputs, parameters, after, buffers = choose(
-            [finished(k) for k in branches], list(values), grads
+            [finish(k) for k in branches], list(values), grads
         )
         first = lax.pmin(jnp.where(takes_part, lax.axis_index(_AXIS), 2**30), _AXIS)
         is_first = lax.axis_index(_AXIS) == first
 
-        def of_first(x: Any) -> Any:
+        def broadcast_first(x: Any) -> Any:
             kind = jnp.int8 if x.dtype == jnp.bool_ else x.dtype
             whole = lax.psum(jnp.where(is_first, x.astype(kind), 0), _AXIS)
             return whole.astype(x.dtype)
 
         if len(self._arguments.sizes) > 1:
             # Branches may round differently: all replicas take the bits of one.
-            parameters, after = jax.tree.map(of_first, (parameters, after))
+            parameters, after = jax.tree.map(broadcast_first, (parameters, after))
         number = lax.psum(takes_part.astype(jnp.float32), _AXIS)
 
         def combine(x: Any) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.floating):
-                return of_first(x)
+                return broadcast_first(x)
             return lax.psum(jnp.where(takes_part, x, 0), _AXIS) / number.astype(x.dtype)
 
         return (
@@ -342,11 +342,11 @@ class TpuProgram:
     def _zeros(self, jnp: Any) -> list[Any]:
         return [jnp.zeros(shape, dtype) for shape, dtype in self._widest]
 
-    def _unchanged(self, values: Any, states: Any) -> tuple[Any, Any, Any]:
+    def _keep_values(self, values: Any, states: Any) -> tuple[Any, Any, Any]:
         return ([values[i] for i in self.updated], list(states), [values[i] for i in self.buffers])
 
 
-def _abstract(jax: Any) -> Callable[[Any], Any]:
+def _make_abstract(jax: Any) -> Callable[[Any], Any]:
     def shape_of(x: Any) -> Any:
         return jax.ShapeDtypeStruct(np.shape(x), x.dtype)
 

@@ -109,12 +109,12 @@ def refuse_custom_functions() -> Iterator[None]:
     before = cls.__dict__["apply"]
     apply: Callable[..., Any] = cls.apply.__func__
 
-    def refusing(own: type, *args: Any, **kwargs: Any) -> Any:
+    def refuse_apply(own: type, *args: Any, **kwargs: Any) -> Any:
         if get_ident() != thread:
             return apply(own, *args, **kwargs)
         _refuse_function(own)
 
-    cls.apply = classmethod(refusing)
+    cls.apply = classmethod(refuse_apply)
     try:
         yield
     finally:

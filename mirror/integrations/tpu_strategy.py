@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mirror.base.migration_hints import init_with_hints, missing
+from mirror.base.migration_hints import attribute_error, init_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.base.torch_private import wrap_once
 from mirror.data.distributed_dataset import DistributedDataset
@@ -182,7 +182,7 @@ class TPUStrategy(NoCopy):
         active, weights = find_active(number, *trees)
         arguments = make_arguments(trees, active, weights, number)
         model = Model(self._recorded.roots())
-        optimizers = self._optimizers.over(model)
+        optimizers = self._optimizers.find_optimizers(model)
         check_model(model)
         results, has_stepped = self._programs.run(fn, arguments, model, optimizers)
         if has_stepped:
@@ -271,7 +271,7 @@ class TPUStrategy(NoCopy):
     def __getattr__(self, name: str) -> NoReturn:
         if name in _REMEDIES:
             raise StrategyError(f"a TPUStrategy has no {name}; {_REMEDIES[name]}")
-        raise missing(self, name)
+        raise attribute_error(self, name)
 
 
 def _refuse_outside(own: weakref.ref[TPUStrategy], optimizer: Optimizer) -> None:
@@ -292,9 +292,9 @@ class OptimizerTracker:
     """Finds the optimizers that were created after the first TPUStrategy, with weak references."""
 
     def __init__(self) -> None:
-        wrap_once(Optimizer, "__init__", _tracking_init)
+        wrap_once(Optimizer, "__init__", _wrap_init)
 
-    def over(self, model: Model) -> list[Optimizer]:
+    def find_optimizers(self, model: Model) -> list[Optimizer]:
         """Returns the optimizers that hold a parameter of a model, in one order for all runs."""
         ids = {id(tensor) for tensor in model.tensors}
         found = [
@@ -305,7 +305,7 @@ class OptimizerTracker:
         return sorted(found, key=id)
 
 
-def _tracking_init(init: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_init(init: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
     def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)

@@ -104,7 +104,7 @@ class TracedCall:
         """
         errors = self._library.jax.errors
         try:
-            with self._inside(key):
+            with self._tracing(key):
                 result = fn(*args, **kwargs)
                 self._finish()
                 return result
@@ -121,7 +121,7 @@ class TracedCall:
             ) from error
 
     @contextmanager
-    def _inside(self, key: Any) -> Iterator[None]:
+    def _tracing(self, key: Any) -> Iterator[None]:
         library, before = self._library, save_context()
         with ExitStack() as stack:
             stack.enter_context(self._swap_tensors())

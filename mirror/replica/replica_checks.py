@@ -1,26 +1,22 @@
 """Checks that replicas, and workers, hold the same bits.
 
-``same_bits`` compares tensors of any layout, and nested values that hold tensors.
 ``ReplicaChecks`` compares replicas, exactly or by checksums. ``WorkerChecks`` compares workers,
 which exchange a hash per value. ``EveryNSteps`` repeats a check during training.
-
-Buffers may differ between replicas. Then the logger "mirror" warns, once for each buffer.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mirror.errors import ReplicaMismatchError
 from mirror.execution.runner import Runner
+from mirror.replica.bitwise import bytes_of, same_bits, same_values, sum_of_bits
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.threads.user_frames import add_note
 from mirror.values import leaves_of
@@ -115,10 +111,10 @@ class ReplicaChecks:
         """Calls ``visit`` with every value of the first replica."""
         for variable in self._variables:
 
-            def what(variable: ComparableParam = variable) -> str:
+            def describe(variable: ComparableParam = variable) -> str:
                 return f"parameter {path_of(variable.owner(), variable.name)!r}"
 
-            visit(variable.home, what)
+            visit(variable.home, describe)
         self._optimizers.visit_first(visit)
 
     def _compare_all(self, compare: ComparePair) -> None:
@@ -131,11 +127,11 @@ class ReplicaChecks:
                 if other is variable.home:
                     continue
 
-                def what(variable: ComparableParam = variable, r: int = r) -> str:
+                def describe(variable: ComparableParam = variable, r: int = r) -> str:
                     path = path_of(variable.owner(), variable.name)
                     return f"parameter {path!r} differs on {names[r]} from {first}"
 
-                compare(variable.home, other, what)
+                compare(variable.home, other, describe)
         self._optimizers.check(compare)
 
 
@@ -188,76 +184,6 @@ def _mismatch(what: str) -> ReplicaMismatchError:
     )
 
 
-_PLAIN = (int, float, complex, str, bool)
-_SUMMED_AT_ONCE = 2**24  # elements, of 8 temporary bytes each
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have equal bits; NaN equals NaN, 0.0 differs from -0.0.
-
-    Sparse tensors are equal if they have the same entries with equal bits, in any order.
-    """
-    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
-        return False
-    if a.layout is not torch.strided:
-        return all(map(same_bits, _parts(a), _parts(b)))
-    a, b = (t.detach().cpu().resolve_conj().resolve_neg().contiguous() for t in (a, b))
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def bytes_of(tensor: Tensor) -> list[Any]:
-    """Returns the bytes of a tensor of any layout: a uint8 array per strided part."""
-    if tensor.layout is not torch.strided:
-        return [raw for part in _parts(tensor) for raw in bytes_of(part)]
-    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return [host.reshape(-1).view(torch.uint8).numpy()]
-
-
-def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Returns a checksum of a dense tensor's bits: int64, 0-d, on its device.
-
-    It is the sum over all elements of ``b + 2 * b ** 2`` modulo ``2 ** 64``, where ``b`` is the
-    element's bits as an integer. This number is different for every ``b``, so a change of a single
-    element changes the checksum. A sum of ``b`` itself would be weaker: rounding differences of +1
-    and -1 in the last bit often cancel.
-    """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.view(kind[tensor.element_size()]).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for part in bits.split(_SUMMED_AT_ONCE):
-        wide = part.to(torch.int64)
-        total += torch.addcmul(wide, wide, wide, value=2).sum()
-    return total
-
-
-def same_values(a: Any, b: Any) -> bool:
-    """Whether two nested values hold tensors with equal bits and equal numbers and strings."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return same_bits(a, b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same_values, a, b))
-    return not isinstance(a, _PLAIN) or a == b or a != a
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the strided tensors of which a sparse tensor consists."""
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.detach().coalesce()
-        return tensor.indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor.detach().to_dense(),)
-
-
 _HASH_BYTES = 8
 
 
@@ -269,13 +195,13 @@ class WorkerChecks(ReplicaChecks):
 
     def check(self) -> None:
         """Compares this worker's replicas, and then the workers, bit for bit."""
-        self._over_workers(super().check)
+        self._check_over_workers(super().check)
 
     def check_sums(self) -> None:
         """Compares this worker's replicas by sums, and then the workers by hashes."""
-        self._over_workers(super().check_sums)
+        self._check_over_workers(super().check_sums)
 
-    def _over_workers(self, check_here: Callable[[], None]) -> None:
+    def _check_over_workers(self, check_here: Callable[[], None]) -> None:
         own: ReplicaMismatchError | None = None
         try:
             check_here()
@@ -382,83 +308,3 @@ class EveryNSteps:
                 then = f"after step {before}" if before else "never"
                 add_note(error, f"found after step {self._last}; looked at before: {then}")
                 raise
-
-
-# The first runs that write a buffer are checked. Statistics of batch normalisations, which are
-# averaged, get a message of their own, one for all layers. It is a warning under `mirror run`:
-# its scripts do not expect replicas. A program that makes a strategy has the default of
-# tf.distribute and DistributedDataParallel; there its level is INFO.
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_NUM_CHECKED_RUNS = 2
-_logger = logging.getLogger("mirror")
-_statistics_level = [logging.INFO]
-
-# The words of the warning, and of `mirror check`.
-STATISTICS_OF_PARTS = (
-    "{} normalises with mean and variance of its replica's part of the batch, and one device with "
-    "those of the whole batch"
-)
-USE_WHOLE_BATCH = (
-    "mirror.nn.convert_sync_batchnorm(model), or mirror run --sync-batch-norm for the unchanged "
-    "script"
-)
-
-
-def num_checked_runs(module: nn.Module, name: str) -> int:
-    """Returns after how many runs that write a buffer it is checked no more.
-
-    A batch normalisation writes its statistics without a new version. So its counter shows that
-    it has run, and stands for them. An instance normalisation averages over examples.
-    """
-    if isinstance(module, BATCH_NORMS):
-        return _NUM_CHECKED_RUNS if name.endswith("num_batches_tracked") else 0
-    return 0 if isinstance(module, _INSTANCE_NORMS) else _NUM_CHECKED_RUNS
-
-
-def are_different(copies: Sequence[Tensor]) -> bool:
-    """Returns whether copies of one buffer differ."""
-    return any(
-        other.shape != copies[0].shape or not torch.equal(other.to(copies[0].device), copies[0])
-        for other in copies[1:]
-    )
-
-
-def warn_of_buffer(name: str, is_mean: bool) -> None:
-    """Logs that the replicas have left a buffer different, and what is kept."""
-    _logger.warning(
-        "the replicas have left buffer %r different, for each has its part of the batch: what is "
-        "kept is %s, which is not what one device has unless it is a mean over examples. Write it "
-        "with what all replicas give (all_reduce or all_gather of mirror.get_replica_context()), "
-        "or say how to combine it: mirror.set_aggregation(module, name, 'mean'), or 'sum', "
-        "'first', 'none'",
-        name,
-        "the mean of theirs" if is_mean else "the first replica's value",
-    )
-
-
-@contextmanager
-def statistics_are_warnings() -> Iterator[None]:
-    """Has the message on statistics of parts be a warning inside."""
-    _statistics_level.append(logging.WARNING)
-    try:
-        yield
-    finally:
-        _statistics_level.pop()
-
-
-def log_statistics(norm: nn.Module, name: str, num_more: int) -> None:
-    """Logs that layers normalise each part of the batch by itself.
-
-    Args:
-        norm, name: one of them; of a layer that was mirrored by itself the path is not known.
-        num_more: how many others there are.
-    """
-    layer = f"{type(norm).__name__}({getattr(norm, 'num_features', '')})"
-    _logger.log(
-        _statistics_level[-1],
-        "%s, so training differs from one device's%s; to use the whole batch: %s",
-        STATISTICS_OF_PARTS.format(f"{layer} {name!r}" if name else layer),
-        f" ({num_more} more such layer{'s' * (num_more > 1)})" if num_more else "",
-        USE_WHOLE_BATCH,
-    )

@@ -45,7 +45,7 @@ class Tasks:
     servers: tuple[str, ...]
     workers: tuple[str, ...]
 
-    def by_name(self) -> dict[str, tuple[str, int]]:
+    def addresses_by_name(self) -> dict[str, tuple[str, int]]:
         """Returns host and port by the actor's name, such as ``server 0``."""
         return {
             f"{name} {i}": host_and_port(address)

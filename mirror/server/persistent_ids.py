@@ -85,7 +85,7 @@ def dump_step(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], find
     Raises:
         StepError: an object in it cannot be pickled; the message names the object.
     """
-    with _by_value(fn, find):
+    with _pickling_by_value(fn, find):
         try:
             return dump((fn, args, dict(kwargs)), find)
         except (StepError, ValueError):
@@ -118,7 +118,7 @@ def names_in(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> It
 
 
 @contextmanager
-def _by_value(fn: Callable[..., Any], find: Find) -> Iterator[None]:
+def _pickling_by_value(fn: Callable[..., Any], find: Find) -> Iterator[None]:
     """Pickles functions of an imported module by value, if it holds objects of the strategy."""
     plain, library = _function_of(fn), _cloudpickle()
     module = sys.modules.get(plain.__module__) if plain is not None else None

@@ -181,7 +181,7 @@ class PullOnReadDict(dict[str, Any]):
         self._before(None)
         return super().values()
 
-    def plain(self) -> dict[str, Any]:
+    def plain_entries(self) -> dict[str, Any]:
         """Returns the entries without calling the function."""
         return dict(super().items())
 
@@ -194,12 +194,12 @@ class PullOnReadDict(dict[str, Any]):
 
 def plain_parameters(module: nn.Module) -> dict[str, Any]:
     """Returns a module's own parameters by name, without pulling them."""
-    return _plain(module._parameters)
+    return _plain_entries(module._parameters)
 
 
 def plain_buffers(module: nn.Module) -> dict[str, Any]:
     """Returns a module's own buffers by name, without pulling them."""
-    return _plain(module._buffers)
+    return _plain_entries(module._buffers)
 
 
 def watch(module: nn.Module, before: Before) -> None:
@@ -208,5 +208,5 @@ def watch(module: nn.Module, before: Before) -> None:
     vars(module)["_buffers"] = PullOnReadDict(plain_buffers(module), before)
 
 
-def _plain(entries: Any) -> dict[str, Any]:
-    return entries.plain() if isinstance(entries, PullOnReadDict) else dict(entries)
+def _plain_entries(entries: Any) -> dict[str, Any]:
+    return entries.plain_entries() if isinstance(entries, PullOnReadDict) else dict(entries)

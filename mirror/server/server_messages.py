@@ -80,7 +80,7 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
 
 
-def dtype_named(name: str) -> torch.dtype:
+def parse_dtype(name: str) -> torch.dtype:
     """Returns the dtype with a name as ``name_of`` returns it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -164,7 +164,7 @@ def mean_of_updates(updates: Sequence[Update], weights: Sequence[float]) -> Upda
     shares = [weight / total for weight in weights]
     result = Update()
     for piece in _keys(update.gradients for update in updates):
-        result.gradients[piece] = _weighted([u.gradients.get(piece) for u in updates], shares)
+        result.gradients[piece] = _weighted_sum([u.gradients.get(piece) for u in updates], shares)
     for piece in _keys(update.rows for update in updates):
         rows = [
             (u.rows[piece], s) for u, s in zip(updates, shares, strict=True) if piece in u.rows
@@ -175,7 +175,7 @@ def mean_of_updates(updates: Sequence[Update], weights: Sequence[float]) -> Upda
         changes = [update.changes.get(piece) for update in updates]
         first = next(change for change in changes if change is not None)
         has_mean = first.is_floating_point() or first.is_complex()
-        result.changes[piece] = _weighted(changes, shares) if has_mean else first
+        result.changes[piece] = _weighted_sum(changes, shares) if has_mean else first
     return result
 
 
@@ -201,7 +201,7 @@ def _keys(dicts: Iterable[Mapping[int, Any]]) -> list[int]:
     return sorted({key for each in dicts for key in each})
 
 
-def _weighted(tensors: Sequence[Tensor | None], shares: Sequence[float]) -> Tensor:
+def _weighted_sum(tensors: Sequence[Tensor | None], shares: Sequence[float]) -> Tensor:
     (first, share), *rest = [
         (tensor, share)
         for tensor, share in zip(tensors, shares, strict=True)
@@ -244,7 +244,7 @@ def encode_states(states: Mapping[int, State]) -> tuple[list[Any], list[Bytes]]:
 
 def decode_states(entries: Sequence[Any], buffers: Sequence[Any]) -> dict[int, State]:
     """Returns the states of a message, as copies."""
-    specs = [(entry[2][0], dtype_named(entry[2][1])) for entry in entries if entry[2] is not None]
+    specs = [(entry[2][0], parse_dtype(entry[2][1])) for entry in entries if entry[2] is not None]
     tensors = iter(unpack(buffers[0], specs))
     states: dict[int, State] = {}
     for piece, name, spec, *value in entries:
@@ -282,7 +282,7 @@ def join_states(name: str, states: Sequence[State], shapes: Sequence[tuple[int, 
         tensors = [value for value in values if isinstance(value, Tensor)]
         if len(tensors) == len(values) and [tuple(t.shape) for t in tensors] == list(shapes):
             joined[key] = torch.cat(tensors)
-        elif all(_same(first, value) for value in values):
+        elif all(_are_same(first, value) for value in values):
             joined[key] = first
         else:
             raise StrategyError(
@@ -298,7 +298,7 @@ def _rows_of(value: Any, shape: tuple[int, ...], begin: int, end: int) -> Any:
     return value
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     return type(a) is type(b) and bool(a == b)

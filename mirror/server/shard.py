@@ -251,7 +251,7 @@ class Shard:
         for key in [key for key in self._results if key[0] < push.done_below]:
             del self._results[key]
         if push.optimizer is None:
-            return self._once(push, lambda: self._change(update))
+            return self._apply_once(push, lambda: self._change(update))
         if self._to_aggregate is not None:
             return self._gather(push, self._gathered[push.optimizer], update)
         late = self.version - push.based_on
@@ -263,9 +263,9 @@ class Shard:
                     return PushResult.DROPPED
             return self._step(push.optimizer, update)
 
-        return self._once(push, apply)
+        return self._apply_once(push, apply)
 
-    def _once(self, push: PushMessage, action: Callable[[], PushResult]) -> PushResult:
+    def _apply_once(self, push: PushMessage, action: Callable[[], PushResult]) -> PushResult:
         """Calls a function, unless this push came before."""
         key = push.step, push.number
         earlier = self._results.get(key)
@@ -296,7 +296,7 @@ class Shard:
                 return PushResult.APPLIED
             return PushResult.GATHERED
 
-        return self._once(push, gather)
+        return self._apply_once(push, gather)
 
     def apply(self, commit: Commit) -> None:
         """Makes the update of a commit, unless this shard has made it already."""

@@ -47,7 +47,7 @@ class FixedShards:
         _check_positive("num_shards", self.num_shards)
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[int]:
-        return _along_rows(shape, self.num_shards)
+        return _split_along_rows(shape, self.num_shards)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class MinSize:
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[int]:
         num_bytes = math.prod(shape) * dtype.itemsize
-        return _along_rows(shape, min(self.max_shards, -(-num_bytes // self.min_shard_bytes)))
+        return _split_along_rows(
+            shape, min(self.max_shards, -(-num_bytes // self.min_shard_bytes))
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class MaxSize:
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         rows_per_shard = max(1, self.max_shard_bytes // max(1, row_bytes))
         shards = -(-shape[0] // rows_per_shard) if shape else 1
-        return _along_rows(
+        return _split_along_rows(
             shape, shards if self.max_shards is None else min(shards, self.max_shards)
         )
 
@@ -124,7 +126,7 @@ def num_pieces(
     return max(1, min(counts[0], shape[0]))
 
 
-def _along_rows(shape: Sequence[int], shards: int) -> list[int]:
+def _split_along_rows(shape: Sequence[int], shards: int) -> list[int]:
     if not shape:
         return []
     return [max(1, min(shards, shape[0])), *[1] * (len(shape) - 1)]
@@ -200,11 +202,11 @@ class Layout:
     sizes: tuple[int, ...]
     dense_sizes: tuple[int, ...]
 
-    def of_server(self, server: int) -> list[VariablePiece]:
+    def pieces_of_server(self, server: int) -> list[VariablePiece]:
         """Returns a server's pieces, by variable and row; messages refer to them by this index."""
         return [piece for piece in self.pieces if piece.server == server]
 
-    def of_variable(self, variable: int) -> list[VariablePiece]:
+    def pieces_of_variable(self, variable: int) -> list[VariablePiece]:
         """Returns a variable's pieces, by row."""
         return [piece for piece in self.pieces if piece.variable == variable]
 
@@ -258,7 +260,7 @@ def place(
                 pieces[k] = VariablePiece(
                     i, begin, end, shape, servers[k], used[servers[k]], num_bytes
                 )
-                used[servers[k]] += _aligned(size)
+                used[servers[k]] += _align_up(size)
         if not by_rows:
             dense_sizes = tuple(used)
     in_order = tuple(pieces[k] for k in range(len(cut)))
@@ -287,7 +289,7 @@ def _bytes_of(variable: VariableSpec, begin: int, end: int) -> int:
     return math.prod(_shape_of(variable, begin, end)) * variable.dtype.itemsize
 
 
-def _aligned(num_bytes: int) -> int:
+def _align_up(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

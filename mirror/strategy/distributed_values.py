@@ -18,12 +18,12 @@ from torch import Tensor
 from mirror.errors import ShapeError, StructureError, short_repr
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.autograd_nodes import exchange_parts, not_differentiable, on_device
+from mirror.replica.collectives.autograd_nodes import exchange_parts, move_part, refuse_backward
 from mirror.replica.collectives.reduce_ops import (
     check_axis,
     check_reducible,
     reduce_op,
-    summed,
+    reduce_tensors,
     weighted_mean,
 )
 from mirror.replica.exactness.local_losses import ReducedLosses
@@ -250,10 +250,10 @@ def _reduce(op: str, leaf: Any, axis: int | None, device: torch.device) -> Tenso
     if isinstance(leaf, PerReplica):
         weights = leaf.weights
         parts = [
-            (on_device(v, device), 1.0 if weights is None else weights[i]) for i, v in leaf.parts()
+            (move_part(v, device), 1.0 if weights is None else weights[i]) for i, v in leaf.parts()
         ]
     else:
-        parts = [(on_device(leaf, device), 1.0)]
+        parts = [(move_part(leaf, device), 1.0)]
     tensors = [tensor for tensor, _ in parts]
     if not tensors:
         raise ValueError(f"reduce({op!r}) of a PerReplica without parts")
@@ -273,7 +273,7 @@ def _reduce(op: str, leaf: Any, axis: int | None, device: torch.device) -> Tenso
             tensors = [tensor for tensor, _ in parts]
         counts = [weight for _, weight in parts]
         if not total or len(set(counts)) == 1:
-            return summed(tensors, device) / len(tensors)
+            return reduce_tensors(tensors, device) / len(tensors)
         return weighted_mean(tensors, counts)
     return _reduce_in_order(op, tensors, device)
 
@@ -289,21 +289,21 @@ def _reduce_over_axis(op: str, tensors: list[Tensor], axis: int, device: torch.d
     own = [tensor.sum(axis) for tensor in tensors]
     if any(tensor.shape != own[0].shape for tensor in own):
         raise ShapeError(f"shapes may differ along axis {axis} only, got {_shapes(tensors)}")
-    total = summed(own, device)
+    total = reduce_tensors(own, device)
     return total / sum(tensor.shape[axis] for tensor in tensors) if op == "mean" else total
 
 
 def _reduce_in_order(op: str, tensors: list[Tensor], device: torch.device) -> Tensor:
     if op == "sum":
-        return summed(tensors, device)
-    result = summed([tensor.detach() for tensor in tensors], device, op)
+        return reduce_tensors(tensors, device)
+    result = reduce_tensors([tensor.detach() for tensor in tensors], device, op)
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return not_differentiable(result, f"reduce({op!r})") if wanted else result
+    return refuse_backward(result, f"reduce({op!r})") if wanted else result
 
 
 def _gather(leaf: Any, axis: int, device: torch.device) -> Tensor:
     values = [v for _, v in leaf.parts()] if isinstance(leaf, PerReplica) else [leaf]
-    tensors = [on_device(value, device) for value in values]
+    tensors = [move_part(value, device) for value in values]
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(
             "gather concatenates tensors of one dimension or more, got 0-d ones; combine them "

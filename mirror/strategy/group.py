@@ -123,9 +123,11 @@ class Group:
         self.plain = UnmirroredParams(replicas, registry, recorded)
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
-        first_values = FirstValues(replicas, registry, variables, buffers, self.modules.mirrored)
+        first_values = FirstValues(
+            replicas, registry, variables, buffers, self.modules.mirrored_modules
+        )
         if isinstance(gradients, MultiWorkerGradients):
-            gradients.before_reducing = first_values.before_reducing
+            gradients.wait_for_reduce = first_values.wait_for_reduce
         parts = (
             self.modules.part(),
             *((first_values.part(),) if is_multi_process else ()),
@@ -158,7 +160,7 @@ class Group:
         if schedule not in (AUTO, LOCKSTEP):
             watch_process_wide_calls()
         if runner.parallel_runs is not None:
-            runner.parallel_runs.watch(containers_of(self.modules.mirrored))
+            runner.parallel_runs.watch(containers_of(self.modules.mirrored_modules))
         if self._simulates:
             keep_freed_memory()
         _groups.add(self)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from mirror.base.migration_hints import call_with_hints, keywords_with_hints
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.data.input_options import or_default
+from mirror.data.input_options import resolve_options
 from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import is_simulated, resolve, resolve_places
 from mirror.errors import DeviceError, StrategyError, short_repr
@@ -121,7 +121,7 @@ class MirroredStrategy(Strategy):
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
         check_choice("optimizer_state", optimizer_state, _OPTIMIZER_STATES)
-        options = or_default(communication_options, CommunicationOptions)
+        options = resolve_options(communication_options, CommunicationOptions)
         mesh = DeviceMesh(self._resolve_devices(devices))
         if optimizer_state == "sharded" and mesh.is_model_parallel:
             raise StrategyError(
@@ -142,7 +142,7 @@ class MirroredStrategy(Strategy):
             mesh,
             make_mesh_communicator(mesh, backend, options),
             options,
-            or_default(guards, Guards),
+            resolve_options(guards, Guards),
             schedule=schedule_name,
             weighted=gradient_reduction == "mean",
             workers=self._join_workers(resolved, backend, options),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mirror.base.argument_types import is_int, is_real
-from mirror.base.migration_hints import init_with_hints, missing
+from mirror.base.migration_hints import attribute_error, init_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.errors import StrategyError, short_repr
 from mirror.execution.run import current
@@ -332,7 +332,7 @@ class ParameterServerStrategy(NoCopy):
             raise StrategyError(
                 f"a {kind} has no {name}, which concerns replicas; {_REMEDIES[name]}"
             )
-        raise missing(self, name)
+        raise attribute_error(self, name)
 
 
 def _resolve_tasks(cluster: Any, engine: object, counts: Sequence[object]) -> Tasks:
@@ -364,7 +364,7 @@ def _make_engine(cluster_tasks: Tasks) -> Engine:
     from mirror.server.engine.agent_engine import AgentEngine
     from mirror.server.engine.socket_client import key_of_environment
 
-    return AgentEngine(cluster_tasks.by_name(), key_of_environment())
+    return AgentEngine(cluster_tasks.addresses_by_name(), key_of_environment())
 
 
 def _check_at_least(name: str, value: object, least: int = 1) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mirror.base.dynamo import disable_dynamo
-from mirror.base.migration_hints import with_hints
+from mirror.base.migration_hints import add_hints
 from mirror.base.process_bound import NoCopy
 from mirror.execution.run import Replica, Run, check_current, check_weight
 from mirror.execution.runner import Runner
@@ -21,7 +21,7 @@ from mirror.threads.merge_point import MergePoint
 from mirror.values import leaves_of, select
 
 
-@with_hints
+@add_hints
 class ReplicaContext(NoCopy):
     """The interface of a replica for functions inside ``strategy.run``.
 

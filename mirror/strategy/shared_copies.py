@@ -255,7 +255,7 @@ def _shapes_of_modules(modules: ModuleRegistry) -> set[Shapes]:
 
     Only a whole model may have nothing but vectors: of such shapes are counters, too.
     """
-    mirrored = [module for module, _ in modules.mirrored()]
+    mirrored = [module for module, _ in modules.mirrored_modules()]
     within = {id(child) for module in mirrored for child in module.children()}
     known: set[Shapes] = set()
     for module in mirrored:

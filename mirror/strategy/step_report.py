@@ -219,26 +219,26 @@ def make_report(timeline: Timeline, *, takes_turns: bool) -> Report:
         hidden_share=hidden / reduced if reduced else None,
         host_seconds=tuple(middle[f"host {r}"] for r in range(num_replicas)),
         advice=_ADVICE[_limit(middle) if timeline.steps else "nothing"],
-        compiled=_compiled(timeline),
+        compiled=_summarize_compiled(timeline),
     )
 
 
-def _compiled(timeline: Timeline) -> CompiledTimes | None:
+def _summarize_compiled(timeline: Timeline) -> CompiledTimes | None:
     counted = timeline.compiled
     crosses = [lanes[CROSS] for _, lanes in timeline.steps]
     found = [lane for lane in crosses if lane[PROGRAMS] + lane[SHARED_PROGRAMS]]
     if not found:
         return None
 
-    def spent(kind: str) -> float:
+    def median_seconds(kind: str) -> float:
         return median(lane[kind] for lane in found)
 
     return CompiledTimes(
         num_steps=len(found),
-        own_programs=spent(PROGRAMS),
-        shared_programs=spent(SHARED_PROGRAMS),
-        reductions=spent(REDUCTION),
-        host=spent(COMPILED),
+        own_programs=median_seconds(PROGRAMS),
+        shared_programs=median_seconds(SHARED_PROGRAMS),
+        reductions=median_seconds(REDUCTION),
+        host=median_seconds(COMPILED),
         num_calls=counted.calls,
         num_traces=counted.traces,
         compile_seconds=counted.seconds,
@@ -250,17 +250,17 @@ def _row(
 ) -> dict[str, float]:
     replicas, cross, overlapped = lanes[:num_replicas], lanes[CROSS], lanes[OVERLAPPED]
 
-    def spent(kind: str) -> float:
+    def seconds_of(kind: str) -> float:
         return cross[kind] + share * sum(lane[kind] for lane in replicas)
 
-    exposed = spent(EXPOSED)
+    exposed = seconds_of(EXPOSED)
     times = {
-        "input": spent(INPUT),
-        "forward": spent(FORWARD),
-        "backward": spent(BACKWARD),
-        "reduction": spent(REDUCTION) + exposed,
-        "optimizer": spent(OPTIMIZER),
-        "programs": sum(map(spent, (PROGRAMS, SHARED_PROGRAMS, COMPILED, COMPILING))),
+        "input": seconds_of(INPUT),
+        "forward": seconds_of(FORWARD),
+        "backward": seconds_of(BACKWARD),
+        "reduction": seconds_of(REDUCTION) + exposed,
+        "optimizer": seconds_of(OPTIMIZER),
+        "programs": sum(map(seconds_of, (PROGRAMS, SHARED_PROGRAMS, COMPILED, COMPILING))),
     }
     hidden = max(0.0, overlapped[REDUCTION] - exposed)
     host = {
@@ -270,11 +270,11 @@ def _row(
     return {
         **times,
         **host,
-        "compiled host": spent(COMPILED),
+        "compiled host": seconds_of(COMPILED),
         "step": step,
         "other": max(0.0, step - sum(times.values())),
         "hidden": hidden,
-        "reduced": overlapped[REDUCTION] + spent(REDUCTION),
+        "reduced": overlapped[REDUCTION] + seconds_of(REDUCTION),
     }
 
 

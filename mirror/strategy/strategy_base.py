@@ -328,7 +328,7 @@ class Strategy(NoCopy):
     def no_sync(self) -> Iterator[None]:
         """Accumulates weighted gradients locally; the next reduction reduces their sum."""
         self._check_cross("no_sync")
-        with self._group.gradients.deferred_within():
+        with self._group.gradients.deferring_gradients():
             yield
 
     def check_replicas(self) -> int:
@@ -365,7 +365,7 @@ class Strategy(NoCopy):
             OSError: the file cannot be written; raised before the block runs.
         """
         self._check_cross("trace")
-        with self._group.replicas.timeline.recorded(path) as content:
+        with self._group.replicas.timeline.recording(path) as content:
             yield Trace(content)
 
     def close(self) -> None:

@@ -50,15 +50,15 @@ from mirror.threads.merge_point import (
     RunCancelled,
     RunQueue,
     Tasks,
+    act_directly,
     describe_all,
     divergence,
-    just_act,
     timeout,
 )
 from mirror.threads.replica_threads import SIGNAL_SECONDS, Baton, ReplicaThreads, cancel_thread
 from mirror.threads.schedule import TurnTimer
 from mirror.threads.stall_detector import StallDetector
-from mirror.threads.user_frames import active_calls_of, call_noted, frame_of
+from mirror.threads.user_frames import active_calls_of, call_with_note, frame_of
 
 # How long a run waits for its threads before it abandons them: after an interrupt, and after a
 # timeout.
@@ -106,7 +106,7 @@ class Lockstep:
         self, tasks: Tasks, at_once: bool | None = None, act: Act | None = None
     ) -> None:
         """Sets the state of a new run; without tasks, drops the references to the last one."""
-        self._tasks, self._act = tasks, act or just_act
+        self._tasks, self._act = tasks, act or act_directly
         self._threads.caller, self._threads.here = threading.current_thread(), None
         self._queue, self._failure, self._results = RunQueue(tasks), Failure(), dict[int, Any]()
         self._meeting: tuple[int, ...] = ()  # the first of them runs the action for all of them
@@ -136,7 +136,7 @@ class Lockstep:
         if len(tasks) == 1:
             replica_id, task = tasks.popitem()
             try:
-                return {replica_id: call_noted(task, self.names[replica_id])}
+                return {replica_id: call_with_note(task, self.names[replica_id])}
             finally:
                 self._begin_run({})
         self.is_busy = True  # until the end: an interrupt may come at any line
@@ -172,7 +172,7 @@ class Lockstep:
             return self._act(point.action, {replica_id: point.payload})[replica_id]
         failure, threads = self._failure, self._threads
         if failure.error is not None or threads.dismissed:
-            raise self._over()
+            raise self._run_over_error()
         try:
             if not self._stop(replica_id, point):
                 threads.wait(replica_id)
@@ -270,7 +270,7 @@ class Lockstep:
     def check_going_on(self) -> None:
         """Raises in the calling replica if the run has failed, so that it waits for no other."""
         if self._is_over():
-            raise self._over()
+            raise self._run_over_error()
 
     def let_next_begin(self, replica_id: int) -> None:
         """Starts the next replica, because this one will leave Python, or block, for long.
@@ -284,7 +284,7 @@ class Lockstep:
     def _is_over(self) -> bool:
         return self._failure.error is not None or self._threads.dismissed
 
-    def _over(self) -> BaseException:
+    def _run_over_error(self) -> BaseException:
         """Returns the exception for a replica that would wait for others in a run that is over."""
         if self._is_forked:
             return StrategyError(
@@ -387,9 +387,9 @@ class Lockstep:
         queue, detector = self._queue, StallDetector(self._limit, is_staggered=self._staggers)
         while not self._finished.wait(min(detector.pause_seconds, SIGNAL_SECONDS)):
             running = tuple(queue.running)
-            begun = self._threads.begun(running)
+            begun = self._threads.started_threads(running)
             is_moving = self._acting or len(begun) < len(running)
-            where = () if is_moving else detector.where(begun)
+            where = () if is_moving else detector.sample_positions(begun)
             num_due = detector.poll(queue.num_turns, where, len(queue.runnable))
             if num_due:
                 with self._mutex:
@@ -434,7 +434,7 @@ class Lockstep:
     def threads(self, *, which_run: bool) -> list[threading.Thread]:
         """Returns the live threads: of all replicas, or of those that have the turn."""
         running = tuple(self._queue.running)
-        mine = self._threads.begun(running) if which_run else self._threads.all()
+        mine = self._threads.started_threads(running) if which_run else self._threads.all()
         return [thread for thread in mine if thread.is_alive()]
 
     # The end of the threads

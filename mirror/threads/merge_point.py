@@ -92,7 +92,7 @@ class RunCancelled(BaseException):
     """Unwinds a replica after another replica of its run has failed; never reaches the user."""
 
 
-def just_act(action: Action, payloads: Payloads) -> Payloads:
+def act_directly(action: Action, payloads: Payloads) -> Payloads:
     """Runs the action of a merge point directly."""
     return action(payloads)
 

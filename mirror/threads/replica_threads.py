@@ -80,7 +80,7 @@ class ReplicaThreads:
         """Returns the thread of a replica."""
         return self.caller if replica_id == self.here else self._threads[replica_id]
 
-    def begun(self, replica_ids: Iterable[int]) -> list[threading.Thread]:
+    def started_threads(self, replica_ids: Iterable[int]) -> list[threading.Thread]:
         """Returns the threads of replicas, without threads that are still being started."""
         in_caller, caller = self.here, self.caller  # a snapshot: a run may change them meanwhile
         found = [caller if r == in_caller else self._threads.get(r) for r in replica_ids]

@@ -65,7 +65,7 @@ class Schedule:
     Attributes:
         of_turns: the schedule of the replicas' locksteps. See [Note: Turns].
         keeps_order: whether replicas draw, print and sum in the order of ``"lockstep"``.
-        watches_passes: whether ``step_ended`` is to be called.
+        watches_passes: whether ``end_step`` is to be called.
         passes_at_once: whether backward passes outside ``run`` run at once, although the schedule
             keeps the order. See [Note: Long passes].
     """
@@ -78,7 +78,7 @@ class Schedule:
         self._seconds: deque[float] = deque(maxlen=NUM_STEPS)
         self._num_hooks = 0  # of the program, when passes began to run at once
 
-    def step_ended(self, seconds: float) -> None:
+    def end_step(self, seconds: float) -> None:
         """Decides how the passes of the next step run.
 
         Args:

@@ -48,7 +48,7 @@ class StallDetector:
         self._num_standstills = 0  # consecutive stalls, with only a first poll between them
         self._turns_given = -1  # the number of turns if only this detector has given any since
 
-    def where(self, running: Iterable[threading.Thread]) -> Sequence[object]:
+    def sample_positions(self, running: Iterable[threading.Thread]) -> Sequence[object]:
         """Returns a value that changes while any of these threads executes Python."""
         return positions(running) if self._is_staggered else (None,)
 

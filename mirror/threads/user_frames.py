@@ -164,7 +164,7 @@ def annotate_error(error: BaseException, name: str) -> None:
             add_note(error, remedy)
 
 
-def call_noted(task: Callable[[], Any], replica: str) -> Any:
+def call_with_note(task: Callable[[], Any], replica: str) -> Any:
     """Calls a replica's task; adds a note with the replica's name to any error."""
     try:
         return task()

@@ -114,7 +114,7 @@ def _describe_rank(place: Rendezvous) -> str:
 def _warnings(
     launcher: str, place: Rendezvous, spec: ClusterSpec, env: EnvironmentVariables
 ) -> Iterator[str]:
-    is_step = env.first("SLURM_STEP_ID", "SLURM_STEPID") is not None
+    is_step = env.find_first("SLURM_STEP_ID", "SLURM_STEPID") is not None
     if launcher == "Slurm" and not is_step and place.world_size > 1:
         yield (
             "SLURM_STEP_ID is not set: this may be the batch script itself, which runs once; "
@@ -388,10 +388,10 @@ class Diagnosis:
             ("TPU", [self._tpu()]),
         ]
         if self.num_gpus == 0:
-            paragraphs.append(("simulate", _how_to_simulate()))
+            paragraphs.append(("simulate", _describe_simulation()))
         text = []
         for label, lines in paragraphs:
-            for line in chain.from_iterable(map(_wrapped, lines)):
+            for line in chain.from_iterable(map(_wrap_line, lines)):
                 text.append(f"{label:{_LABEL}}{line}")
                 label = ""
         return "\n".join(text)
@@ -427,9 +427,9 @@ class Diagnosis:
         n = len(self.facts.devices)
         yield "   " + "".join(f"{j:3}" for j in range(n))
         for i in range(n):
-            yield f"{i:3}" + "".join(f"{self._way(i, j):>3}" for j in range(n))
+            yield f"{i:3}" + "".join(f"{self._link_symbol(i, j):>3}" for j in range(n))
 
-    def _way(self, i: int, j: int) -> str:
+    def _link_symbol(self, i: int, j: int) -> str:
         facts = self.facts
         if facts.devices[i] == facts.devices[j]:
             return "="
@@ -522,12 +522,12 @@ def _report(
     return BackendReport(name, reason, failure)
 
 
-def _wrapped(line: str) -> list[str]:
+def _wrap_line(line: str) -> list[str]:
     columns = max(shutil.get_terminal_size((100, 24)).columns, 60) - _LABEL
     return textwrap.wrap(line, columns, subsequent_indent="  ", break_long_words=False)
 
 
-def _how_to_simulate() -> list[str]:
+def _describe_simulation() -> list[str]:
     return [
         'mirror.MirroredStrategy(["cpu"] * 4) trains on four simulated devices',
         "mirror doctor --devices cpu,cpu examines two",

@@ -1,5 +1,6 @@
 """A mutex is free after an exception that hits the thread at any point of a call."""
 
+import gc
 import sys
 import threading
 
@@ -59,6 +60,7 @@ def test_no_point_of_a_call_leaves_the_lock_held(is_global):
     number = 1
     while hit_at(number, call):
         assert is_free(lock), f"held after a hit at event {number}"
+        assert gc.isenabled(), f"no garbage is collected after a hit at event {number}"
         number += 1
     assert number > 3  # entry, acquire, release
 

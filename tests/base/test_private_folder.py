@@ -167,5 +167,5 @@ def test_no_step_is_compiled_where_others_can_change_it(mode, tmp_path, monkeypa
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compiles)
     graph = torch.fx.symbolic_trace(lambda x: (x * 2,))
-    torch_internals.inductor_compiled(graph, torch_internals.fake_mode(), [])
+    torch_internals.compile_with_inductor(graph, torch_internals.fake_mode(), [])
     assert used == ([folder] if mode == 0o700 else [*elsewhere.glob("mirror-inductor-*")])

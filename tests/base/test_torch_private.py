@@ -83,11 +83,11 @@ tells_hooks = pytest.mark.skipif(
 )
 WITHOUT_THEM = """
 import sys, torch
-from mirror.base.torch_private import _of_torch, private_names
+from mirror.base.torch_private import _resolve_in_torch, private_names
 
 # torch._dynamo is not imported with mirror.
 paths = [path for path in private_names() if not path.startswith("torch._dynamo.")]
-owners = {path: _of_torch(path.rpartition(".")[0]) for path in paths}
+owners = {path: _resolve_in_torch(path.rpartition(".")[0]) for path in paths}
 deleted = []
 for path, owner in owners.items():
     name = path.rpartition(".")[2]

@@ -33,7 +33,7 @@ def through_json(value):
     stored, views = tensors.split_aliases()
 
     def get(name, device):
-        return stored[name] if name in stored else views[name].of_tensors(stored)
+        return stored[name] if name in stored else views[name].make_view(stored)
 
     return decode(json.loads(text), get)
 

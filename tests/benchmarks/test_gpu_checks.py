@@ -96,7 +96,7 @@ def test_the_gpu_check_sees_whether_a_call_waits_for_earlier_work(load_check, mo
     with FakeGpus(2) as gpus, monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "_sleep", lambda cycles: None)
         if waits:
-            patched.setattr(CopyStreams, "pinned", pageable)
+            patched.setattr(CopyStreams, "pin", pageable)
         with pytest.raises(AssertionError, match="waited") if waits else nullcontext():
             assert "busy" in gpu_check.waits_for_no_copy(tuple(gpus.devices))
 

@@ -286,21 +286,21 @@ def test_a_meeting_that_cannot_be_is_an_error(numbers, words):
 def test_the_first_that_is_set_counts_and_empty_is_not_set():
     told = EnvironmentVariables({"A": "", "B": " ", "C": " 7 ", "D": "8"})
     assert told.text("X", "A", "B", "C", "D") == "7"
-    assert told.first("X", "A", "B", "C", "D") == "C"
-    assert told.integer("A", "D") == told.needed_integer("D", why="") == 8
-    assert told.text("X", "A", "B") is told.first("X") is told.integer("A", "B") is None
+    assert told.find_first("X", "A", "B", "C", "D") == "C"
+    assert told.integer("A", "D") == told.require_integer("D", why="") == 8
+    assert told.text("X", "A", "B") is told.find_first("X") is told.integer("A", "B") is None
 
 
 def test_they_are_those_of_now(monkeypatch):
     told = EnvironmentVariables()
     for text in ("one", "two"):
         monkeypatch.setenv("MIRROR_TEST_VARIABLE", text)
-        assert told.needed("MIRROR_TEST_VARIABLE", why="") == text
+        assert told.require_text("MIRROR_TEST_VARIABLE", why="") == text
 
 
 def test_what_is_missing_is_named_with_what_to_do():
     told = EnvironmentVariables({"A": ""})
-    for needed in (told.needed, told.needed_integer):
+    for needed in (told.require_text, told.require_integer):
         with pytest.raises(ClusterError, match=r"^A or B is not set; use a launcher$"):
             needed("A", "B", why="use a launcher")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mirror import comm
-from mirror.comm.collective_lock import CollectiveLock, serialized
+from mirror.comm.collective_lock import CollectiveLock, hold_lock
 from mirror.comm.host.host_backend import HostCommunicator
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
@@ -266,7 +266,7 @@ def test_a_communicator_closed_by_another_thread_is_no_crash(name):
 
 
 def test_a_method_takes_one_turn():
-    assert serialized(Scratch.all_reduce) is Scratch.all_reduce
+    assert hold_lock(Scratch.all_reduce) is Scratch.all_reduce
     assert Scratch.all_reduce.__doc__ == "Adds them up."
     assert Scratch.all_reduce.__name__ == "all_reduce"
 

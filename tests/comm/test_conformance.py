@@ -15,9 +15,9 @@ from mirror.comm.packing import (
     ALIGNMENT_BYTES,
     copy_back,
     flatten,
-    in_memory_order,
     move_into_flats,
     plan_packs,
+    view_in_memory_order,
 )
 from mirror.values import are_identical
 
@@ -372,10 +372,10 @@ def test_tensors_of_different_layouts_travel_row_by_row():
         "contiguous": (x.clone(), x.clone()),
     }
     for name, row in rows.items():
-        travelling = in_memory_order([[tensor] for tensor in row])
+        travelling = view_in_memory_order([[tensor] for tensor in row])
         assert all(a is b for (a,), b in zip(travelling, row, strict=True)), name
     both = [[x.clone().t()], [x.clone().t()]]
-    (flat,), _ = in_memory_order(both)
+    (flat,), _ = view_in_memory_order(both)
     assert flat.tolist() == list(range(6))
     assert flat.data_ptr() == both[0][0].data_ptr()
 

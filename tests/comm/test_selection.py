@@ -150,7 +150,7 @@ def test_facts_are_read_from_the_devices(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b.index) in reach
     )
-    monkeypatch.setattr(topology, "_linked", lambda a, b: a == b or {a, b} == {0, 1})
+    monkeypatch.setattr(topology, "_are_linked", lambda a, b: a == b or {a, b} == {0, 1})
     monkeypatch.setattr(topology, "_numa_node", lambda index: None)
     facts = facts_of(devices)
     t, f = True, False
@@ -246,7 +246,7 @@ class Tried(NaiveCommunicator):
         Tried.made.append(self)
 
     @contextmanager
-    def within(self, seconds):
+    def setting_timeout(self, seconds):
         Tried.trials += 1
         before, self.seconds = self.seconds, seconds
         yield

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.device.device_mesh import DeviceMesh, DeviceRemap, without_remap
+from mirror.device.device_mesh import DeviceMesh, DeviceRemap, disabling_remap
 from mirror.errors import CompileError
 
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def test_a_number_is_a_device_where_devices_go():
 def test_devices_are_what_they_are_where_that_is_not_wanted():
     x, wanted = torch.ones(2), [True]
     with renaming(lambda: wanted[0]):
-        with without_remap(), REFUSED:
+        with disabling_remap(), REFUSED:
             x.to("xpu:1")
         assert x.to("xpu:1").device == META
         wanted[0] = False

@@ -33,7 +33,7 @@ def test_other_threads_have_the_callers_streams_for_as_long(gpus):
     defaults = [*map(torch.cuda.default_stream, gpus.devices)]
 
     def streams_seen():
-        with streams.entered(gpus.devices[1]):
+        with streams.entering(gpus.devices[1]):
             inside = current(gpus.devices)
             torch.cuda.set_stream(torch.cuda.Stream("cuda:1"))
         return inside, current(gpus.devices)
@@ -133,7 +133,7 @@ def test_streams_of_several_devices_are_noted_and_complete_position_by_position(
 def test_a_copy_to_the_cpu_is_the_tensor_itself_and_needs_no_waiting():
     streams, x = CopyStreams([torch.device("cpu")] * 2), torch.ones(3)
     assert streams.copy(x, torch.device("cpu")) is x
-    assert streams.departed() == ()
+    assert streams.record_events() == ()
     streams.receive((), [x])
 
 
@@ -144,7 +144,7 @@ def test_copies_to_a_gpu_are_complete_for_what_received_them():
     for i in range(20):
         host = torch.full((2**22,), float(i))
         copy = streams.copy(host, device)
-        events = streams.departed()
+        events = streams.record_events()
         host.fill_(-1)  # what was pinned is a copy
         streams.receive(events, [copy])
         assert (copy.min().item(), copy.max().item()) == (i, i)
@@ -179,7 +179,7 @@ def test_memory_is_pinned_once_for_all_parts():
     with FakeGpus(1) as gpus:
         streams, pin, pinned = CopyStreams(gpus.devices), Tensor.pin_memory, []
         with mock.patch.object(Tensor, "pin_memory", lambda x: pinned.append(x.shape) or pin(x)):
-            whole = streams.pinned(torch.arange(6.0))
+            whole = streams.pin(torch.arange(6.0))
             parts = [streams.deliver(part, gpus.devices[0]) for part in whole.chunk(3)]
         assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
         assert pinned == [(6,)]
@@ -187,12 +187,12 @@ def test_memory_is_pinned_once_for_all_parts():
 
 def test_what_is_ready_or_cannot_travel_so_is_not_pinned():
     leaf = torch.ones(2, requires_grad=True)
-    assert CopyStreams([torch.device("cpu")]).pinned(leaf.detach()).is_pinned() is False
+    assert CopyStreams([torch.device("cpu")]).pin(leaf.detach()).is_pinned() is False
     with FakeGpus(1) as gpus:
         streams = CopyStreams(gpus.devices)
         ready = torch.ones(2).pin_memory()
         for tensor in (leaf, ready, torch.ones(2, device="cuda:0"), torch.eye(2).to_sparse()):
-            assert streams.pinned(tensor) is tensor
+            assert streams.pin(tensor) is tensor
 
 
 def test_rows_that_share_memory_are_pinned_separately():
@@ -206,5 +206,5 @@ def test_rows_that_share_memory_are_pinned_separately():
             x = torch.arange(3.0).expand(2, 3)
             assert streams.deliver(x, device).tolist() == x.tolist()
             images = torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last)
-            assert streams.pinned(images).stride() == images.stride()
+            assert streams.pin(images).stride() == images.stride()
         assert strides == [(3, 1), images.stride()]

@@ -85,7 +85,7 @@ def collectives_in_backward(backend=Scratch):
 def hooks_behind_slots():
     """A replica's gradients are there before its hook tells of them, and another's hook comes."""
     filled, told = threading.Event(), threading.Event()
-    arrived = Buckets._arrived
+    arrived = Buckets._handle_arrival
 
     def late(buckets, plan, index, copy):
         if copy.replica_id == 0:
@@ -99,7 +99,7 @@ def hooks_behind_slots():
             told.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Buckets, "_arrived", late)
+        patch.setattr(Buckets, "_handle_arrival", late)
         train(names(2), "changing", schedule="staggered")
 
 
@@ -177,7 +177,7 @@ BUGS = {
         batches_on_demand,
     ),
     "a batch's events are those of before its copies": (
-        fault(CopyStreams, "departed", "stream.record_event()", "torch.cuda.Event()"),
+        fault(CopyStreams, "record_events", "stream.record_event()", "torch.cuda.Event()"),
         batches_on_demand,
     ),
     "a part is used before it has arrived": (
@@ -203,7 +203,7 @@ BUGS = {
         collectives_in_backward,
     ),
     "replicas are not on the caller's streams": (
-        fault(CallerStreams, "entered",
+        fault(CallerStreams, "entering",
            "stack.enter_context(torch.cuda.stream(self._streams[device]))", "pass"),
         training("callers"),
     ),

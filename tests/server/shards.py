@@ -22,7 +22,7 @@ class Servers:
         for server in range(num_servers):
             held = [
                 PieceSpec(p.variable, p.shape, variables[p.variable].dtype, p.offset)
-                for p in self.layout.of_server(server)
+                for p in self.layout.pieces_of_server(server)
             ]
             shard = Shard(
                 held,
@@ -39,7 +39,7 @@ class Servers:
         """Returns what of tensors is a server's."""
         return [
             tensors[p.variable][p.begin : p.end] if p.shape else tensors[p.variable]
-            for p in self.layout.of_server(server)
+            for p in self.layout.pieces_of_server(server)
         ]
 
     def pull(self):
@@ -79,7 +79,7 @@ class Servers:
             states, shapes = [], []
             for server, shard in enumerate(self.shards):
                 own = shard.states(0)
-                for k, piece in enumerate(self.layout.of_server(server)):
+                for k, piece in enumerate(self.layout.pieces_of_server(server)):
                     if piece.variable == i:
                         states.append((piece.begin, own[k], piece.shape))
             states.sort(key=lambda entry: entry[0])
@@ -91,8 +91,8 @@ class Servers:
         """Cuts states of whole variables over the servers."""
         for server, shard in enumerate(self.shards):
             own = {}
-            for k, piece in enumerate(self.layout.of_server(server)):
-                pieces = self.layout.of_variable(piece.variable)
+            for k, piece in enumerate(self.layout.pieces_of_server(server)):
+                pieces = self.layout.pieces_of_variable(piece.variable)
                 rows = [(p.begin, p.end) for p in pieces]
                 shape = tuple(self.parameters[piece.variable].shape)
                 parts = cut_state(states[piece.variable], shape, rows)

@@ -15,12 +15,12 @@ from mirror.server.server_messages import (
     as_tensor,
     cut_state,
     decode_states,
-    dtype_named,
     encode_states,
     join_states,
     mean_of_updates,
     name_of,
     pack,
+    parse_dtype,
     unpack,
 )
 from mirror.server.shard import PieceSpec, PushMessage, Shard
@@ -296,6 +296,6 @@ def test_bytes_of_any_kind_are_taken():
 
 
 def test_dtypes_have_names():
-    assert all(dtype_named(name_of(dtype)) is dtype for dtype in DTYPES)
+    assert all(parse_dtype(name_of(dtype)) is dtype for dtype in DTYPES)
     with pytest.raises(ValueError, match="no dtype 'load'"):
-        dtype_named("load")
+        parse_dtype("load")

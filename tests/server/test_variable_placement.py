@@ -94,7 +94,7 @@ def test_every_row_has_one_place_and_no_two_share_bytes(
 ):
     layout = place(variables, servers, partitioner=partitioner, placement=placement)
     for i, variable in enumerate(variables):
-        pieces = layout.of_variable(i)
+        pieces = layout.pieces_of_variable(i)
         starts = [piece.begin for piece in pieces]
         assert starts[0] == 0
         assert pieces[-1].end == (variable.shape[0] if variable.shape else 1)
@@ -103,7 +103,7 @@ def test_every_row_has_one_place_and_no_two_share_bytes(
         assert len(pieces) == 1 or not variable.is_whole
     for server in range(servers):
         end = 0
-        filled = [piece for piece in layout.of_server(server) if piece.num_bytes]
+        filled = [piece for piece in layout.pieces_of_server(server) if piece.num_bytes]
         for piece in sorted(filled, key=lambda piece: piece.offset):
             assert piece.offset % ALIGNMENT == 0
             assert piece.offset >= end
@@ -121,7 +121,7 @@ JOBS: Any = {"ps": ["a:1", "b:2"], "worker": {0: "c:3", 2: "[::1]:4"}, "chief": 
     "cluster", [JOBS, ClusterSpec(JOBS), SimpleResolver(ClusterSpec(JOBS), task_type="chief")]
 )
 def test_tasks_have_names_and_addresses(cluster):
-    assert tasks_of(cluster).by_name() == {
+    assert tasks_of(cluster).addresses_by_name() == {
         "server 0": ("a", 1),
         "server 1": ("b", 2),
         "worker 0": ("c", 3),

@@ -98,7 +98,7 @@ def test_threads_that_others_ask_for_are_those_of_one_moment(lockstep):
     def ask():
         try:
             while not is_over.is_set():
-                lockstep._threads.begun((0, 1, 2))
+                lockstep._threads.started_threads((0, 1, 2))
                 asked.set()
         except KeyError as error:
             errors.append(error)

@@ -32,7 +32,7 @@ def after(*seconds, name="auto"):
     """Returns whether passes run at once after steps with passes of these durations."""
     schedule = Schedule(name)
     for one in seconds:
-        schedule.step_ended(one)
+        schedule.end_step(one)
     return schedule.passes_at_once
 
 
@@ -59,9 +59,9 @@ def test_passes_at_once_need_cpus_for_the_threads_of_each_replica(monkeypatch):
     schedule = Schedule("auto")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for _ in range(NUM_STEPS):
-        schedule.step_ended(LONG)
+        schedule.end_step(LONG)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    schedule.step_ended(LONG)
+    schedule.end_step(LONG)
     assert not schedule.passes_at_once
 
 
@@ -161,9 +161,9 @@ def test_hooks_from_before_the_decision_do_not_keep_passes_whole(
 @pytest.fixture
 def seconds(monkeypatch):
     """The seconds of passes that schedules have been told of, by step."""
-    seconds, step_ended = [], Schedule.step_ended
+    seconds, end_step = [], Schedule.end_step
     monkeypatch.setattr(
-        Schedule, "step_ended", lambda self, took: (seconds.append(took), step_ended(self, took))
+        Schedule, "end_step", lambda self, took: (seconds.append(took), end_step(self, took))
     )
     return seconds
 

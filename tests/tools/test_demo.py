@@ -18,8 +18,8 @@ from mirror.tools.demo import DemoOptions, run_demo
 PROGRAM = """
 import pathlib, sys
 from mirror.cli import main
-from mirror.tools import demo
-demo.FASHION_MNIST = pathlib.Path("none")
+from mirror.tools import demo_images
+demo_images.FASHION_MNIST = pathlib.Path("none")
 sys.exit(main())
 """
 COMMAND = [sys.executable, "-c", PROGRAM, "demo"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mirror.comm.communicator import Communicator, in_place
+from mirror.comm.communicator import Communicator, writing_in_place
 from mirror.comm.packing import have_same_strides
 from mirror.comm.registry import register, unusable_reason
 from mirror.devices import is_simulated, parse
@@ -309,7 +309,7 @@ class HostCommunicator(Communicator):
                 float(scale),
             )
         if copied:
-            with in_place([column[i] for column in columns for i in copied]):
+            with writing_in_place([column[i] for column in columns for i in copied]):
                 for i, copies in copied.items():
                     for column, copy in zip(columns, copies, strict=True):
                         column[i].copy_(copy)

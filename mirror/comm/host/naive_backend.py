@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mirror.comm.communicator import HALF_DTYPES, Communicator, in_place
+from mirror.comm.communicator import HALF_DTYPES, Communicator, writing_in_place
 from mirror.comm.registry import register
 
 
@@ -20,26 +20,26 @@ class NaiveCommunicator(Communicator):
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
         self.check_tensors(tensors, op, scale)
-        with in_place(tensors):
+        with writing_in_place(tensors):
             result = reduce_in_order(tensors, op, scale)
             for tensor in tensors:
                 tensor.copy_(result)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         self.check_tensors(tensors, root=root)
-        with in_place(tensors):
+        with writing_in_place(tensors):
             for tensor in tensors:
                 tensor.copy_(tensors[root])
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
         self.check_tensors(tensors, op)
-        with in_place(tensors):
+        with writing_in_place(tensors):
             for i, chunks in enumerate(_chunks(tensors)):
                 chunks[i].copy_(reduce_in_order(chunks, op))
 
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
         self.check_tensors(tensors)
-        with in_place(tensors):
+        with writing_in_place(tensors):
             for i, chunks in enumerate(_chunks(tensors)):
                 for chunk in chunks:
                     chunk.copy_(chunks[i])

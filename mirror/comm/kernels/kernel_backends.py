@@ -174,7 +174,7 @@ class HierarchicalCommunicator(KernelCommunicator):
         if islands is None:
             self.islands = topology_of(self.devices).islands
         else:
-            self.islands = Topology(islands).checked(len(self.devices)).islands
+            self.islands = Topology(islands).validate(len(self.devices)).islands
         if len(self.islands) == 1:
             self.partial_sums = "exact"  # partial sums are not sent
 

@@ -126,7 +126,7 @@ class KernelCommunicator(Communicator):
         else:
             self.scratch_bytes = self.cuda_scratch_bytes
             self._machine = cuda_kernels.CudaDevices(
-                self.devices, self.scratch_bytes, self._linked(self.devices), max_blocks
+                self.devices, self.scratch_bytes, self._linked_devices(self.devices), max_blocks
             )
         # Not at exit: the driver may be gone by then, and the exit frees everything.
         weakref.finalize(self, self._machine.close).atexit = False
@@ -143,10 +143,12 @@ class KernelCommunicator(Communicator):
             return f"it serves at most {MAX_REPLICAS} replicas"
         if is_simulated(devices):
             return simulator.missing_reason()
-        return cuda_kernels.missing_reason(cls._linked(devices))
+        return cuda_kernels.missing_reason(cls._linked_devices(devices))
 
     @classmethod
-    def _linked(cls, devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
+    def _linked_devices(
+        cls, devices: Sequence[torch.device]
+    ) -> list[tuple[torch.device, torch.device]]:
         return [(devices[i], devices[j]) for i, j in cls.linked_pairs(len(devices))]
 
     def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
@@ -157,7 +159,7 @@ class KernelCommunicator(Communicator):
         self._machine.prepare(calls)
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def setting_timeout(self, seconds: float) -> Iterator[None]:
         before, self._timeout_ns = self._timeout_ns, _nanoseconds(seconds)
         try:
             yield

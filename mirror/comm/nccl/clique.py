@@ -116,12 +116,12 @@ class Clique:
 
             def enqueue() -> None:
                 for replica_id, function, arguments in calls:
-                    self._locked_call(
+                    self._call_locked(
                         function, *arguments, handles[replica_id], streams[replica_id]
                     )
 
             with self._mutex:
-                result = self._group(enqueue, self._locked_call)
+                result = self._group(enqueue, self._call_locked)
             self._settle(result)
             num_replicas = len(self._devices)
             # See communicators.py.
@@ -156,7 +156,9 @@ class Clique:
     def abort(self, *, is_reported: bool = False) -> None:
         """Aborts the clique, from any thread; if ``is_reported``, ``close`` does not raise."""
         active = [operation.what for operation in (self._calling, *self._in_flight) if operation]
-        self._abort_with(self._failed(", ".join(active[:1]) or "rest", "it was told to abort"))
+        self._abort_with(
+            self._make_failure(", ".join(active[:1]) or "rest", "it was told to abort")
+        )
         self._failure_was_raised |= is_reported
 
     def abandon(self) -> None:
@@ -177,11 +179,13 @@ class Clique:
             try:
                 yield operation
             except _CallRefused as refused:
-                self._abort_with(self._failed(what, str(refused)))
+                self._abort_with(self._make_failure(what, str(refused)))
                 self._raise_failure()
             except BaseException as error:
                 # For instance Ctrl-C: part of the operation may be enqueued.
-                self._abort_with(self._failed(what, f"a {type(error).__name__} broke it off"))
+                self._abort_with(
+                    self._make_failure(what, f"a {type(error).__name__} broke it off")
+                )
                 self._failure_was_raised = True
                 raise
             finally:
@@ -230,7 +234,7 @@ class Clique:
         """
         handle = self._communicators.handles[replica_id]
         with self._mutex:
-            self._locked_call("ncclCommGetAsyncError", handle, self._state_address)
+            self._call_locked("ncclCommGetAsyncError", handle, self._state_address)
             state = self._state_word.value
         if state not in (SUCCESS, IN_PROGRESS):
             what = self._library.explain(state)
@@ -244,9 +248,9 @@ class Clique:
             _CallRefused: NCCL returned an error, or the clique was aborted before or meanwhile.
         """
         with self._mutex:
-            return self._locked_call(function, *arguments)
+            return self._call_locked(function, *arguments)
 
-    def _locked_call(self, function: str, *arguments: object) -> int:
+    def _call_locked(self, function: str, *arguments: object) -> int:
         """As ``_call``, in a thread that holds the mutex."""
         if self._failure is not None:
             raise _CallRefused
@@ -294,7 +298,7 @@ class Clique:
                 try:
                     self._check_devices()
                 except (_CallRefused, RuntimeError) as error:  # CUDA raises the latter
-                    self._abort_with(self._failed(self._in_flight[0].what, str(error)))
+                    self._abort_with(self._make_failure(self._in_flight[0].what, str(error)))
                 finally:
                     self._operation_lock.release()
         if self._abandoned and not self._closed:
@@ -316,7 +320,7 @@ class Clique:
                 return
             self._in_flight.popleft()
 
-    def _failed(self, what: str, why: str) -> MirrorError:
+    def _make_failure(self, what: str, why: str) -> MirrorError:
         return failure_message(self._library.version, what, self._devices, why)
 
     def _time_out(self, operation: Work, state: str) -> None:

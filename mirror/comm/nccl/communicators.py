@@ -112,7 +112,7 @@ class Communicators:
         self._library = library
         self._devices = tuple(devices)
         self._ranks = ranks
-        self.handles = self._none()
+        self.handles = self._null_handles()
 
     def identify(self, call: Callable[..., int]) -> tuple[int, int, UniqueId]:
         """Returns the first rank, the number of ranks, and the identifier.
@@ -153,7 +153,7 @@ class Communicators:
 
     def end(self, function: str, seconds: float) -> dict[int, int] | None:
         """Ends all communicators with a function of NCCL; see ``end_each``."""
-        handles, self.handles = self.handles, self._none()
+        handles, self.handles = self.handles, self._null_handles()
         return self.end_each(function, handles, seconds)
 
     def end_each(
@@ -178,7 +178,7 @@ class Communicators:
         thread.join(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
         return None if thread.is_alive() else failed
 
-    def _none(self) -> ctypes.Array[ctypes.c_void_p]:
+    def _null_handles(self) -> ctypes.Array[ctypes.c_void_p]:
         return (ctypes.c_void_p * len(self._devices))()
 
 

@@ -25,7 +25,12 @@ from torch import Tensor
 
 from mirror.base.argument_types import check_timeout
 from mirror.comm.collective_lock import cannot_wait_for
-from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator, in_place
+from mirror.comm.communicator import (
+    DEFAULT_TIMEOUT_SECONDS,
+    HALF_DTYPES,
+    Communicator,
+    writing_in_place,
+)
 from mirror.comm.host.naive_backend import reduce_in_order
 from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.clique import Clique
@@ -126,7 +131,7 @@ class NcclCommunicator(Communicator):
         )
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def setting_timeout(self, seconds: float) -> Iterator[None]:
         before, self._clique.timeout_seconds = self._clique.timeout_seconds, seconds
         try:
             yield
@@ -158,17 +163,17 @@ class NcclCommunicator(Communicator):
             if len(tensors) > 1:
                 self._run("all_reduce", tensors, all_gather_calls(tensors))
             return
-        with in_place(tensors):
+        with writing_in_place(tensors):
             if _nccl_can_reduce(tensors[0], op):
                 self._run("all_reduce", tensors, all_reduce_calls(tensors, op))
                 if scale != 1:
                     for tensor in tensors:
                         tensor.mul_(scale)
                 return
-            keys = [_ordered(tensor, op) for tensor in tensors]
+            keys = [_encode_keys(tensor, op) for tensor in tensors]
             self._run("all_reduce", tensors, all_reduce_calls(keys, op))
             for tensor, key in zip(tensors, keys, strict=True):
-                value = _unordered(key)
+                value = _decode_keys(key)
                 tensor.copy_(value if scale == 1 else value.mul_(scale))
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
@@ -184,15 +189,15 @@ class NcclCommunicator(Communicator):
         if tensors[0].dtype in HALF_DTYPES:
             self._reduce_halves("reduce_scatter", tensors, op)
             return
-        with in_place(tensors):
+        with writing_in_place(tensors):
             if _nccl_can_reduce(tensors[0], op):
                 self._run("reduce_scatter", tensors, reduce_scatter_calls(tensors, op))
                 return
-            keys = [_ordered(tensor, op).view(-1) for tensor in tensors]
+            keys = [_encode_keys(tensor, op).view(-1) for tensor in tensors]
             self._run("reduce_scatter", tensors, reduce_scatter_calls(keys, op))
             for i, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
                 own = tensor.view(-1).tensor_split(len(tensors))[i]
-                own.copy_(_unordered(key.tensor_split(len(tensors))[i]))
+                own.copy_(_decode_keys(key.tensor_split(len(tensors))[i]))
 
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
         self.check_tensors(tensors)
@@ -204,7 +209,7 @@ class NcclCommunicator(Communicator):
     ) -> None:
         """Leaves chunk ``i`` of the reduction in chunk ``i`` of ``tensors[i]``."""
         chunks = [tensor.view(-1).tensor_split(len(tensors)) for tensor in tensors]
-        with in_place(tensors):
+        with writing_in_place(tensors):
             # The terms that each owner receives: one row from each replica.
             terms = [
                 chunks[i][i].new_empty((len(tensors), chunks[i][i].numel()))
@@ -215,7 +220,7 @@ class NcclCommunicator(Communicator):
             for i, rows in enumerate(terms):
                 own = chunks[i][i]
                 rows[i].copy_(own)
-                own.copy_(_reduced_rows(rows, op, scale))
+                own.copy_(_reduce_rows(rows, op, scale))
 
     def _run(self, collective: str, tensors: Sequence[Tensor], calls: Sequence[Call]) -> None:
         first = tensors[0]
@@ -250,7 +255,7 @@ def shared_gpu_reason(version: int, enabled: str | None) -> str | None:
     return None
 
 
-def _reduced_rows(rows: Tensor, op: str, scale: float) -> Tensor:
+def _reduce_rows(rows: Tensor, op: str, scale: float) -> Tensor:
     """Returns the reduction of rows of a half type, in float32, scaled; a sum is one kernel."""
     if op != "sum":
         return reduce_in_order(rows.unbind(0), op, scale)
@@ -263,20 +268,20 @@ def _nccl_can_reduce(tensor: Tensor, op: str) -> bool:
     return op in ("sum", "prod") or not tensor.is_floating_point()
 
 
-def _ordered(tensor: Tensor, op: str) -> Tensor:
+def _encode_keys(tensor: Tensor, op: str) -> Tensor:
     """Returns integers in the order of the floats; NaNs become the value that wins."""
     dtype = _KEYS[tensor.dtype]
-    keys = _flipped(tensor.view(dtype))
+    keys = _flip_negatives(tensor.view(dtype))
     limits = torch.iinfo(dtype)
     return keys.masked_fill_(tensor.isnan(), limits.max if op == "max" else limits.min)
 
 
-def _unordered(keys: Tensor) -> Tensor:
-    """Returns the floats for integers of ``_ordered``."""
-    return _flipped(keys).view(_FLOATS[keys.dtype])
+def _decode_keys(keys: Tensor) -> Tensor:
+    """Returns the floats for integers of ``_encode_keys``."""
+    return _flip_negatives(keys).view(_FLOATS[keys.dtype])
 
 
-def _flipped(bits: Tensor) -> Tensor:
+def _flip_negatives(bits: Tensor) -> Tensor:
     """Returns integers in the order of floats, from the floats' bits; and the bits from these.
 
     A float has a sign and a magnitude, and a negative integer has a two's complement. So all bits

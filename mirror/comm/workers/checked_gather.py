@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mirror.comm.workers.monitored_wait import line_per_worker
-from mirror.comm.workers.worker_group import Message, on_host
+from mirror.comm.workers.worker_group import Message, move_to_host
 from mirror.errors import DivergenceError
 
 _LENGTH = struct.Struct("<I")
@@ -36,7 +36,7 @@ _LENGTH = struct.Struct("<I")
 
 def serialize(tensors: Sequence[Tensor], numbers: Sequence[float]) -> bytes:
     """Returns tensors and numbers as a header in JSON and the tensors' bytes."""
-    dense = on_host([tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
+    dense = move_to_host([tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
     described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in dense]
     exact = [float(number).hex() for number in numbers]  # also for NaN and infinity
     header = json.dumps([described, exact]).encode()

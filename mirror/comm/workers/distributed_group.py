@@ -29,7 +29,7 @@ from mirror.comm.workers.checked_gather import CheckedGather, deserialize, seria
 from mirror.comm.workers.groups import Groups, SequencedGroup
 from mirror.comm.workers.heartbeat import LineOf, summarize
 from mirror.comm.workers.monitored_wait import MonitoredWait, Waitable
-from mirror.comm.workers.worker_group import LocalWorkerGroup, Message, on_host
+from mirror.comm.workers.worker_group import LocalWorkerGroup, Message, move_to_host
 from mirror.comm.workers.worker_rendezvous import join_rendezvous
 from mirror.comm.workers.worker_status import Exit, PendingOp
 from mirror.errors import StrategyError, WorkerLostError
@@ -135,7 +135,7 @@ class DistributedWorkerGroup(LocalWorkerGroup):
             own = [tensor for tensor in tensors if tensor.dtype == dtype and tensor.numel()]
             if not own:
                 continue
-            flat = torch.cat([tensor.reshape(-1) for tensor in on_host(own)])
+            flat = torch.cat([tensor.reshape(-1) for tensor in move_to_host(own)])
             raw = flat.view(torch.uint8)
             self._call_guarded(partial(self._gather.broadcast, what, raw))
             with torch.no_grad():
@@ -227,7 +227,7 @@ class DistributedWorkerGroup(LocalWorkerGroup):
             if self._replica_sums is not None:
                 self._replica_sums.close()
 
-    def outermost(self, run: Callable[[], T]) -> T:
+    def call_outermost(self, run: Callable[[], T]) -> T:
         """See ``LocalWorkerGroup``; an error becomes a note in this worker's status."""
         self._check_usable()
         self._heartbeats.note = ""

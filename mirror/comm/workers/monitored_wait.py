@@ -31,8 +31,8 @@ from mirror.comm.workers.worker_status import (
     Exit,
     PendingOp,
     WorkerStatus,
-    ended_without,
     find_deadlocks,
+    find_ended_without,
 )
 from mirror.errors import DivergenceError, MirrorError, WorkerLostError
 
@@ -148,7 +148,7 @@ class MonitoredWait:
         A deadlock must show in two statuses of each worker. The first is returned as a suspicion,
         which is the last argument of the next call.
         """
-        ended = ended_without(op, snapshot.statuses)
+        ended = find_ended_without(op, snapshot.statuses)
         if ended:
             raise self._ended_error(op, snapshot, ended)
         stuck = find_deadlocks(snapshot.statuses)
@@ -198,7 +198,7 @@ class MonitoredWait:
             while heartbeats.broken is None and monotonic() < start + _MAX_REASON_SECONDS:
                 snapshot = heartbeats.snapshot
                 if snapshot.time > start:
-                    ended = ended_without(op, snapshot.statuses)
+                    ended = find_ended_without(op, snapshot.statuses)
                     if ended:
                         return self._ended_error(op, snapshot, ended)
                     first = first or snapshot.time

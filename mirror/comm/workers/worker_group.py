@@ -134,7 +134,7 @@ class LocalWorkerGroup:
     def all_reduce_sum_(self, what: str, buffer: Tensor) -> None:
         """Sums a flat buffer over the workers, in place; the workers have exchanged its size."""
 
-    def outermost(self, run: Callable[[], T]) -> T:
+    def call_outermost(self, run: Callable[[], T]) -> T:
         """Calls an outermost run; its error is reported to workers that wait for this one.
 
         Raises:
@@ -146,7 +146,7 @@ class LocalWorkerGroup:
         """Closes the connections; idempotent."""
 
 
-def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def move_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns tensors that can be sent: detached, contiguous, on the CPU."""
     with torch.no_grad():
         return [tensor.detach().cpu().contiguous() for tensor in tensors]

@@ -93,7 +93,7 @@ def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
             except RuntimeError as error:
                 if error is not call.error and monotonic() < deadline:
                     continue
-                raise _not_met(error, seconds) from error
+                raise _rendezvous_error(error, seconds) from error
     store = default_store()
     if not _heartbeat_stores or _heartbeat_stores[0][0] is not store:
         _heartbeat_stores[:] = [
@@ -104,7 +104,7 @@ def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
     return heartbeats
 
 
-def _not_met(error: RuntimeError, seconds: float) -> MirrorError:
+def _rendezvous_error(error: RuntimeError, seconds: float) -> MirrorError:
     """Returns the error for a rendezvous that has failed."""
     reason = str(error).splitlines()[0]
     if "EADDRINUSE" in reason:

@@ -98,7 +98,7 @@ class WorkerStatus:
         return f"{text}; {self.note}" if self.note else text
 
 
-def ended_without(op: PendingOp, statuses: Sequence[WorkerStatus]) -> list[tuple[int, Exit]]:
+def find_ended_without(op: PendingOp, statuses: Sequence[WorkerStatus]) -> list[tuple[int, Exit]]:
     """Returns the workers that ended without starting an operation, by rank."""
     ends = []
     for rank, status in enumerate(statuses):
@@ -114,7 +114,7 @@ def find_deadlocks(statuses: Sequence[WorkerStatus]) -> frozenset[tuple[int, Pen
     stuck = {rank for rank, _ in waits}
 
     def may_end(op: PendingOp) -> bool:
-        if ended_without(op, statuses):
+        if find_ended_without(op, statuses):
             return True
         late = [rank for rank, status in enumerate(statuses) if status.lacks(op)]
         return stuck.isdisjoint(late)

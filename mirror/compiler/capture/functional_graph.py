@@ -18,11 +18,11 @@ from torch import Tensor, fx
 
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.compiler.torch_internals import (
-    faked,
     inductor_decompositions,
     is_fake,
     kernel_decompositions,
-    traced,
+    make_fake,
+    trace_graph,
 )
 
 
@@ -55,7 +55,7 @@ def trace_functional(
     def function(*_: Tensor) -> Sequence[Tensor]:
         return list(call())
 
-    graph = traced(function, mode, [one.fake for one in known])
+    graph = trace_graph(function, mode, [one.fake for one in known])
     by_fake = {id(one.fake): one for one in inputs}
     found: list[StepInput] = []
     holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -70,7 +70,7 @@ def trace_functional(
             continue
         one = by_fake.get(id(value))
         if one is None:
-            fake = value if isinstance(value, is_fake) else faked(mode, value)
+            fake = value if isinstance(value, is_fake) else make_fake(mode, value)
             one = StepInput(InputKind.SHARED, fake, value=value)
         found.append(one)
         with graph.graph.inserting_after(holders[-1]):
@@ -100,7 +100,7 @@ def functional(
     fakes = [one.fake for one in inputs]
     without_writes = torch.func.functionalize(function, remove="mutations")
     decompositions = inductor_decompositions() if for_inductor else kernel_decompositions()
-    pure = traced(without_writes, mode, fakes, decompositions)
+    pure = trace_graph(without_writes, mode, fakes, decompositions)
     nodes = pure.graph
     holders = [node for node in nodes.nodes if node.op == "placeholder"]
     by_holder = dict(zip(holders, inputs, strict=True))

@@ -38,7 +38,7 @@ class FunctionalRng:
         self._refusal = refusal
         self.count = 0
 
-    def drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns the result of a random function of torch, drawn by the seed."""
         if kwargs.get("generator") is not None:
             raise self._refusal(

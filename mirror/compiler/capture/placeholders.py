@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mirror.compiler.step_inputs import InputKind, StateTensor, StepInput
-from mirror.compiler.torch_internals import IS_PARAMETER, fake_mode, faked
+from mirror.compiler.torch_internals import IS_PARAMETER, fake_mode, make_fake
 
 _MOVED = (InputKind.STATE, InputKind.RATE, InputKind.NUMBER, InputKind.OWN_NUMBER)
 
@@ -42,8 +42,8 @@ class Placeholders:
         self._by_place: dict[tuple[InputKind, Any, Any], StepInput] = {}
         for place in places:
             kind = InputKind.PARAMETER if place.is_parameter else InputKind.BUFFER
-            self.add(kind, place.on_replica(0), place)
-        device = places[0].on_replica(0).device if places else torch.device("cpu")
+            self.add(kind, place.tensor_of(0), place)
+        device = places[0].tensor_of(0).device if places else torch.device("cpu")
         one = torch.ones((), dtype=torch.float64, device=device)
         self.add(InputKind.COUNT, one)
         self.add(InputKind.WEIGHT, one)
@@ -71,7 +71,7 @@ class Placeholders:
             # Rates, and counts of steps, which optimizers keep on the host, go to the device.
             where = self.device if kind in _MOVED and not tensor.dim() else None
             batch = [0] if batched and tensor.dim() else []
-            fake = faked(self.mode, tensor, batch, dynamic, where)
+            fake = make_fake(self.mode, tensor, batch, dynamic, where)
             known = self._by_place[kind, of, key] = StepInput(kind, fake, of, key)
             self.inputs.append(known)
         return known.fake
@@ -79,20 +79,20 @@ class Placeholders:
     def add_found(self, tensor: Tensor) -> Tensor:
         """Returns the placeholder of a tensor outside of the step, which it may write."""
         with torch.no_grad():
-            fake = faked(self.mode, tensor)
+            fake = make_fake(self.mode, tensor)
         self.inputs.append(StepInput(InputKind.SHARED, fake, value=tensor))
         return fake
 
-    def only(self, kind: InputKind) -> Tensor:
+    def get_only(self, kind: InputKind) -> Tensor:
         """Returns the placeholder of the only input of a kind."""
         return self._by_place[kind, None, None].fake
 
     @property
     def device(self) -> torch.device:
         """The device of the trace."""
-        return self.only(InputKind.COUNT).device
+        return self.get_only(InputKind.COUNT).device
 
-    def entering(self, place: StateTensor) -> Tensor | None:
+    def add_entering(self, place: StateTensor) -> Tensor | None:
         """Returns the placeholder of the gradient of an earlier step; ``None``: there is none."""
         grad = self._grads.get(place)
         return None if grad is None else self.add(InputKind.GRADIENT, grad, place)
@@ -116,7 +116,7 @@ class Placeholders:
             return self._leaves[place]
         return self._by_place[InputKind.BUFFER, place, None].fake
 
-    def by_id(self) -> dict[int, Tensor]:
+    def index_by_id(self) -> dict[int, Tensor]:
         """Returns the placeholders by the ``id`` of each object that stands for a parameter."""
         return {key: self.placeholder_of(place) for place in self._places for key in place.ids()}
 
@@ -125,7 +125,7 @@ class Placeholders:
         return self._by_object.get(id(parameter))
 
     @contextmanager
-    def in_place(self, gradients: Any) -> Iterator[None]:
+    def substituting(self, gradients: Any) -> Iterator[None]:
         """Within the block, mirrored parameters and buffers resolve to their placeholders."""
         kept: list[tuple[Any, dict[str, Any]]] = []
         try:

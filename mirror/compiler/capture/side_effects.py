@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from mirror.compiler.capture.traced_swap import OptionGuards, raw_state
 from mirror.compiler.free_variables import PLAIN, FreeVariables
-from mirror.compiler.step_errors import is_torchs, line_here
+from mirror.compiler.step_errors import current_line, is_torchs
 from mirror.compiler.torch_internals import MODULE_HOOKS, is_fake
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
@@ -99,22 +99,22 @@ class SetAttributes:
         kind: Any = nn.Module
         originals = kind.__init__, kind.__setattr__, kind.__delattr__
 
-        def init_seen(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def record_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             if self._is_traced():
                 self._made[id(module)] = module
             originals[0](module, *args, **kwargs)
 
-        def set_seen(module: nn.Module, name: str, value: Any) -> None:
+        def record_set(module: nn.Module, name: str, value: Any) -> None:
             if self._is_traced():
                 self._record(module, name, value, sys._getframe(1).f_code.co_filename)
             originals[1](module, name, value)
 
-        def delete_seen(module: nn.Module, name: str) -> None:
+        def record_delete(module: nn.Module, name: str) -> None:
             if self._is_traced():
                 self._record(module, name, _MISSING, sys._getframe(1).f_code.co_filename)
             originals[2](module, name)
 
-        kind.__init__, kind.__setattr__, kind.__delattr__ = init_seen, set_seen, delete_seen
+        kind.__init__, kind.__setattr__, kind.__delattr__ = record_init, record_set, record_delete
         try:
             yield
         finally:
@@ -137,7 +137,7 @@ class SetAttributes:
             before = module.__dict__.get(name, _MISSING)
             known = _Change(module, name, before, value, "", False)
             self._changes[id(module), name] = known
-        known.now, known.line, known.is_torchs = value, line_here(), is_torchs(path)
+        known.now, known.line, known.is_torchs = value, current_line(), is_torchs(path)
 
     def _note_held(self, module: nn.Module, name: str, value: Any) -> None:
         buffers = module.__dict__["_buffers"]
@@ -193,8 +193,8 @@ def _are_alike(before: Any, now: Any) -> bool:
 
 def _refusal(what: str, line: str = "") -> CompileError:
     return CompileError(
-        f"the step cannot be compiled: {line or line_here()}: {what}, which a compiled step would "
-        "do once and never again; return it from the step, keep tensors in buffers, or pass "
+        f"the step cannot be compiled: {line or current_line()}: {what}, which a compiled step "
+        "would do once and never again; return it from the step, keep tensors in buffers, or pass "
         "fallback='eager'"
     )
 
@@ -266,7 +266,7 @@ class SideEffects:
         Raises:
             CompileError: later calls would lack a change.
         """
-        codes = [code for one in self._around.codes for code in _with_inner(one)]
+        codes = [code for one in self._around.codes for code in _walk_code(one)]
         for generator, state in self._generators:
             if state is not None and not _are_equal(state, _state(generator)):
                 raise CompileError(
@@ -278,10 +278,12 @@ class SideEffects:
         for entry, before in self._before:
             after = entry.value()
             if isinstance(after, PLAIN) and not _are_equal(before, after):
-                self._changed(codes, entry.name, entry.read_as, is_added=False)
+                self._report_change(codes, entry.name, entry.read_as, is_added=False)
         for name, container, content in self._contents:
             if len(container) != len(content):
-                self._changed(codes, name, self._around.read_as[id(container)], is_added=True)
+                self._report_change(
+                    codes, name, self._around.read_as[id(container)], is_added=True
+                )
 
     def _refuse_kept_tensors(
         self, codes: Sequence[CodeType], modules: Sequence[nn.Module]
@@ -304,7 +306,7 @@ class SideEffects:
                             f"{_ONCE}; keep it in a variable of the step, or pass fallback='eager'"
                         )
         around = FreeVariables([self._step, *hooks], layers)
-        own = [c for code in around.codes for c in _with_inner(code)] or list(codes)
+        own = [c for code in around.codes for c in _walk_code(code)] or list(codes)
         for entry in around.entries:
             if isinstance(entry.value(), is_fake):
                 raise CompileError(
@@ -312,14 +314,16 @@ class SideEffects:
                     f"a tensor outside of itself ({entry.name}), {_ONCE}; {_REMEDY}"
                 )
 
-    def _changed(self, codes: Sequence[CodeType], name: str, key: Any, *, is_added: bool) -> None:
+    def _report_change(
+        self, codes: Sequence[CodeType], name: str, key: Any, *, is_added: bool
+    ) -> None:
         for code in codes:
             line = _line_that_reads(code, key, is_added=is_added)
             if line is not None:
                 raise CompileError(
-                    f"the step cannot be compiled: {_shown(code, line)}: it uses what it changes "
-                    f"itself ({name}), {_ONCE}; count outside of the step and pass the value as "
-                    "an argument, or pass fallback='eager'"
+                    f"the step cannot be compiled: {_quote_line(code, line)}: it uses what it "
+                    f"changes itself ({name}), {_ONCE}; count outside of the step and pass the "
+                    "value as an argument, or pass fallback='eager'"
                 )
         code = codes[0] if codes else SideEffects.check.__code__
         if (code, name) not in _warned:
@@ -367,14 +371,14 @@ def _names_of(generator: Any) -> list[str]:
     return []
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
+def _walk_code(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
+            yield from _walk_code(constant)
 
 
-def _by_line(code: CodeType) -> dict[int, list[dis.Instruction]]:
+def _group_by_line(code: CodeType) -> dict[int, list[dis.Instruction]]:
     lines: dict[int, list[dis.Instruction]] = {}
     starts = dict(dis.findlinestarts(code))
     line: int | None = None
@@ -387,7 +391,7 @@ def _by_line(code: CodeType) -> dict[int, list[dis.Instruction]]:
 
 def _line_that_reads(code: CodeType, key: Any, *, is_added: bool) -> int | None:
     """Returns a line that uses a value, instead of only changing it by itself."""
-    for line, instructions in _by_line(code).items():
+    for line, instructions in _group_by_line(code).items():
         if not any(_loads(one, key) for one in instructions):
             continue
         names = [one.opname for one in instructions]
@@ -411,17 +415,17 @@ def _line_about(codes: Sequence[CodeType], keys: Sequence[Any]) -> str:
     """Returns a line that stores under one of these names, or else a line that has one."""
     for kinds in (("STORE_",), ("LOAD_", "STORE_")):
         for code in codes:
-            for line, instructions in _by_line(code).items():
+            for line, instructions in _group_by_line(code).items():
                 has = any(
                     one.argval in keys and one.opname.startswith((*kinds, "LOAD_CONST"))
                     for one in instructions
                 )
                 if has and any(one.opname.startswith(kinds) for one in instructions):
-                    return _shown(code, line)
-    return _shown(codes[0], codes[0].co_firstlineno) if codes else "the step"
+                    return _quote_line(code, line)
+    return _quote_line(codes[0], codes[0].co_firstlineno) if codes else "the step"
 
 
-def _shown(code: CodeType, line: int) -> str:
+def _quote_line(code: CodeType, line: int) -> str:
     text = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}" + (f" `{text}`" if text else "")
 
@@ -487,13 +491,13 @@ class UnchangedSurroundings:
 def _optimizers(step: Callable[..., Any], replicas: Replicas) -> list[Optimizer]:
     """Returns the optimizers that a step may use, as far as its names show."""
     found = optimizers_of(replicas).optimizers()
-    for value in _around(step):
+    for value in _read_surroundings(step):
         if isinstance(value, Optimizer):
             found.append(value)
     return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
-def _around(step: Callable[..., Any]) -> Iterator[Any]:
+def _read_surroundings(step: Callable[..., Any]) -> Iterator[Any]:
     """Yields the values of a function's attributes, closure and globals."""
     owner = step.__self__ if isinstance(step, MethodType) else step
     yield from vars(owner).values() if hasattr(owner, "__dict__") else ()
@@ -508,7 +512,7 @@ def _warn_of_names(step: Callable[..., Any]) -> None:
     code = getattr(getattr(step, "__func__", step), "__code__", None)
     if not isinstance(code, CodeType) or code in _warned_steps:
         return
-    names = sorted(_set_by(code, ()))
+    names = sorted(_find_set_names(code, ()))
     if names:
         _warned_steps.add(code)
         logger.warning(
@@ -519,7 +523,7 @@ def _warn_of_names(step: Callable[..., Any]) -> None:
         )
 
 
-def _set_by(code: CodeType, own: tuple[str, ...]) -> set[str]:
+def _find_set_names(code: CodeType, own: tuple[str, ...]) -> set[str]:
     """Returns the names of globals and variables around that a function sets."""
     own = (*own, *code.co_cellvars)
     names = {
@@ -529,5 +533,5 @@ def _set_by(code: CodeType, own: tuple[str, ...]) -> set[str]:
     }
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _set_by(constant, own)
+            names |= _find_set_names(constant, own)
     return names

@@ -21,7 +21,7 @@ from mirror.base.torch_private import PASS, current_autograd_node
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.recurrent_layers import RECURRENT, call_layers
 from mirror.compiler.capture.traced_numbers import TracedNumbers, has_traced
-from mirror.compiler.step_errors import asking_layer, is_called_by, line_here
+from mirror.compiler.step_errors import current_line, find_asking_layer, is_called_by
 from mirror.compiler.torch_internals import (
     ITEM,
     UNIQUE,
@@ -88,7 +88,7 @@ _RAW = {
 
 def refusal(what: str, why: str, remedy: str = _LATER) -> CompileError:
     """Returns the error for an operation in the line that is being run."""
-    return CompileError(f"the step cannot be compiled: {line_here()}: {what} {why}; {remedy}")
+    return CompileError(f"the step cannot be compiled: {current_line()}: {what} {why}; {remedy}")
 
 
 class Operations(DispatchMode):
@@ -112,7 +112,7 @@ class Operations(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ASKS and not _is_constant(args[0]):
-            if named := asking_layer():
+            if named := find_asking_layer():
                 raise refusal(*named)
             name = func.overloadpacket.__name__.strip("_")
             asked = "a number asked of a tensor" if "scalar" in name else f"{name} of a tensor"
@@ -134,7 +134,7 @@ class Operations(DispatchMode):
         if schema_of(func).is_mutable:
             self._check_written(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draws.drawn(func, args, kwargs)
+            return self._draws.draw(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _capture(self, tensor: Tensor) -> None:
@@ -199,8 +199,8 @@ class Functions(TorchFunctionMode):
     ) -> Any:
         if func in _RAW and not _is_constant(args[0]):
             raise refusal(_RAW[func], _BY_VALUE)
-        args = tuple(map(self._replaced, args))
-        kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
+        args = tuple(map(self._replace, args))
+        kwargs = {name: self._replace(value) for name, value in (kwargs or {}).items()}
         if args and id(args[0]) in self._leaves:
             if func in _GRAD_GET:
                 return self._read(args[0])
@@ -218,7 +218,7 @@ class Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     @contextmanager
-    def everywhere(self, is_traced: Callable[[], bool]) -> Iterator[None]:
+    def intercepting(self, is_traced: Callable[[], bool]) -> Iterator[None]:
         """Within the block, custom functions and backward passes get the placeholders, too.
 
         ``Function.apply`` calls no mode, and no mode is active while ``backward`` runs. Without
@@ -231,8 +231,8 @@ class Functions(TorchFunctionMode):
 
         def apply_replaced(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
             if is_traced():
-                args = tuple(map(self._replaced, args))
-                kwargs = {name: self._replaced(value) for name, value in kwargs.items()}
+                args = tuple(map(self._replace, args))
+                kwargs = {name: self._replace(value) for name, value in kwargs.items()}
             return apply.__get__(None, cls)(*args, **kwargs)
 
         def run_watched(*args: Any, **kwargs: Any) -> Any:
@@ -252,11 +252,11 @@ class Functions(TorchFunctionMode):
             if run_pass is not None:
                 setattr(passes, PASS, run_pass)
 
-    def _replaced(self, value: Any) -> Any:
+    def _replace(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._placeholders.get(id(value), value)
         if type(value) in (list, tuple):
-            return type(value)(map(self._replaced, value))
+            return type(value)(map(self._replace, value))
         return value
 
 

@@ -17,7 +17,7 @@ from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import CompileError
 from mirror.execution.run import current
 from mirror.replica.gradients.ready_grads import local_grad, set_local_grad
-from mirror.replica.params.replicated_param import through_hooks
+from mirror.replica.params.replicated_param import apply_hooks
 
 Refusal = Callable[..., CompileError]
 Reduce = Callable[[Sequence[StateTensor], list[Tensor]], list[Tensor]]
@@ -95,7 +95,7 @@ class TracedGradients:
         if self._is_settling:
             return cast("Tensor | None", local_grad(leaf))
         self.settle()
-        return self._now(self._places[id(leaf)])
+        return self._get_current(self._places[id(leaf)])
 
     def write_leaf(self, leaf: Tensor, value: Tensor | None) -> None:
         """Sets ``leaf.grad``."""
@@ -126,7 +126,7 @@ class TracedGradients:
         """
         lent = {}
         for place in places:
-            grad = self._now(place)
+            grad = self._get_current(place)
             if grad is not None:
                 lent[place] = place in self.left, grad, grad.clone()
         self.left.update({place: copy for place, (_, _, copy) in lent.items()})
@@ -153,8 +153,8 @@ class TracedGradients:
             with torch.no_grad():
                 for place, grad in zip(arrived, self._reduce(arrived, local), strict=True):
                     if place.record is not None:
-                        grad = through_hooks(place.record.hooks, grad)
-                    before = self._now(place)
+                        grad = apply_hooks(place.record.hooks, grad)
+                    before = self._get_current(place)
                     self.left[place] = grad if before is None else before + grad
 
     def _take(self) -> tuple[list[StateTensor], list[Tensor]]:
@@ -170,7 +170,7 @@ class TracedGradients:
             set_local_grad(self._leaves[place], None)
         return arrived, local
 
-    def _now(self, place: StateTensor) -> Tensor | None:
+    def _get_current(self, place: StateTensor) -> Tensor | None:
         if place not in self.left:
             grad = self._entering(place)
             self.looked_at[place] = grad is not None
@@ -201,7 +201,7 @@ class TracedGradients:
 
     def receive(self, variable: Any, parameter: Tensor) -> None: ...
 
-    def replaced(self, variable: Any, known: Tensor, grad: Tensor) -> None: ...
+    def record_replacement(self, variable: Any, known: Tensor, grad: Tensor) -> None: ...
 
     def forget(self, variable: Any) -> None: ...
 
@@ -237,17 +237,17 @@ def zero_grad_unconditionally(
     def is_traced() -> bool:
         return current.replica is not None and current.replica.tracing is tracing
 
-    def of_optimizer(self: Any, set_to_none: bool = True) -> None:
+    def zero_optimizer(self: Any, set_to_none: bool = True) -> None:
         held = (p for group in self.param_groups for p in group["params"])
         if not (set_to_none and is_traced() and clear(held)):
             originals[0](self, set_to_none)
 
-    def of_module(self: Any, set_to_none: bool = True) -> None:
+    def zero_module(self: Any, set_to_none: bool = True) -> None:
         if not (set_to_none and is_traced() and clear(self.parameters())):
             originals[1](self, set_to_none)
 
     try:
-        for kind, function in zip(kinds, (of_optimizer, of_module), strict=True):
+        for kind, function in zip(kinds, (zero_optimizer, zero_module), strict=True):
             kind.zero_grad = function
         yield
     finally:

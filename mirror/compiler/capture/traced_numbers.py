@@ -100,7 +100,7 @@ class NumberSource:
         index = "" if self.index is None else f"[{self.index}]"
         return f"option {self.name!r}{index} of {type(self.optimizer).__name__}"
 
-    def among_options(self) -> Any:
+    def read_option(self) -> Any:
         """Returns the option of the optimizer now."""
         value = self.optimizer.param_groups[self.group].get(self.name)
         return value if self.index is None else value[self.index]
@@ -186,10 +186,10 @@ class TracedNumbers:
         """Calls a function of torch that has traced numbers among its arguments."""
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_"):
-            return self._each(name, args, kwargs)
+            return self._call_each(name, args, kwargs)
         if name.strip("_") in _SCALING and any(is_half(arg) for arg in args):
-            return self._in_single(name, args, kwargs)
-        args, kwargs = self._scaled(name, list(args), dict(kwargs))
+            return self._call_in_single(name, args, kwargs)
+        args, kwargs = self._call_scaled(name, list(args), dict(kwargs))
         if not has_traced((args, kwargs)):
             return func(*args, **kwargs)
         if name in ("tensor", "as_tensor", "scalar_tensor") and is_traced_number(args[0]):
@@ -198,13 +198,13 @@ class TracedNumbers:
             return self.tensor(args[0], kind).clone()
         if name in ("lerp", "lerp_") and args[0].dtype in _HALF:
             return self._half_lerp(name, *args)
-        tensors = [t for t in _flat((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [t for t in _iterate_leaves((args, kwargs)) if isinstance(t, Tensor)]
         try:
             return func(*self._as_tensors(args, tensors), **self._as_tensors(kwargs, tensors))
         except Exception:  # it takes no tensors there: the number itself, then
             return func(*_as_numbers(args), **_as_numbers(kwargs))
 
-    def _in_single(self, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    def _call_in_single(self, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Calls a function of half tensors in single precision, as their kernels compute."""
         start = args[0]
         wide = [arg.float() if is_half(arg) else arg for arg in args]
@@ -214,7 +214,7 @@ class TracedNumbers:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         return found.to(reduce(torch.promote_types, [tensor.dtype for tensor in tensors]))
 
-    def _scaled(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _call_scaled(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Multiplies by ``alpha=`` or ``value=``, which torch does not take as tensors."""
         bare = name.strip("_")
         if bare in _WITH_ALPHA and is_traced_number(kwargs.get("alpha")):
@@ -231,7 +231,7 @@ class TracedNumbers:
 
     def _product(self, other: Any, number: Any) -> Any:
         if isinstance(other, Tensor):
-            return other * self._beside(number, [other])
+            return other * self._promote(number, [other])
         return other * number
 
     def _half_lerp(self, name: str, start: Tensor, end: Any, weight: Any) -> Tensor:
@@ -239,7 +239,7 @@ class TracedNumbers:
         found = torch.lerp(start.float(), end.float(), wide).to(start.dtype)
         return start.copy_(found) if name == "lerp_" else found
 
-    def _each(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _call_each(self, name: str, args: Any, kwargs: Any) -> Any:
         """Calls a function of lists of tensors tensor by tensor."""
         bare = name.removeprefix("_foreach_")
         lists = [arg for arg in args if _is_list_of_tensors(arg)]
@@ -265,7 +265,7 @@ class TracedNumbers:
             return self.call(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _beside(self, number: Any, tensors: Sequence[Tensor]) -> Tensor:
+    def _promote(self, number: Any, tensors: Sequence[Tensor]) -> Tensor:
         """Returns a number as a 0-d tensor of the dtype that torch gives numbers there."""
         if not tensors:
             is_int = number.is_int
@@ -280,9 +280,9 @@ class TracedNumbers:
         def to_tensors(leaf: Any) -> Any:
             if isinstance(leaf, slice):
                 return _as_numbers(leaf)
-            return self._beside(leaf, tensors) if is_traced_number(leaf) else leaf
+            return self._promote(leaf, tensors) if is_traced_number(leaf) else leaf
 
-        return _mapped(to_tensors, tree)
+        return _map_leaves(to_tensors, tree)
 
     # In every call
 
@@ -291,10 +291,10 @@ class TracedNumbers:
         if any(type(v) is not s.kind for v, s in zip(values, self.sources, strict=True)):
             return False
         return all(
-            evaluated(expression, values) == outcome for expression, outcome in self.guards.items()
+            evaluate(expression, values) == outcome for expression, outcome in self.guards.items()
         )
 
-    def changed(self, values: Sequence[Any], argument_names: Sequence[str]) -> str | None:
+    def find_change(self, values: Sequence[Any], argument_names: Sequence[str]) -> str | None:
         """Returns which comparison has another outcome than in the trace, in words."""
         names = [source.describe(argument_names) for source in self.sources]
         changes = [
@@ -305,21 +305,21 @@ class TracedNumbers:
             if type(value) is not source.kind:
                 return text
         for expression, outcome in self.guards.items():
-            now = evaluated(expression, values)
+            now = evaluate(expression, values)
             if now != outcome:
                 used = ", ".join(changes[i] for i in dict.fromkeys(_sources_in(expression)))
                 return f"`{_as_text(expression, names)}` was {outcome} and is {now} ({used})"
         return None
 
 
-def evaluated(expression: Expression, values: Sequence[Any]) -> Any:
+def evaluate(expression: Expression, values: Sequence[Any]) -> Any:
     """Returns the number that an expression is, given what the sources are."""
     kind = expression[0]
     if kind == "source":
         return values[expression[1]]
     if kind == "number":
         return expression[1]
-    return _FUNCTIONS[kind](*[evaluated(one, values) for one in expression[1:]])
+    return _FUNCTIONS[kind](*[evaluate(one, values) for one in expression[1:]])
 
 
 def _as_text(expression: Expression, names: Sequence[str]) -> str:
@@ -461,26 +461,26 @@ def is_half(value: Any) -> bool:
 
 def has_traced(tree: Any) -> bool:
     """Whether a traced number is among arguments."""
-    return any(map(is_traced_number, _flat(tree)))
+    return any(map(is_traced_number, _iterate_leaves(tree)))
 
 
-def _flat(tree: Any) -> Iterator[Any]:
+def _iterate_leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, (list, tuple)):
         for one in tree:
-            yield from _flat(one)
+            yield from _iterate_leaves(one)
     elif isinstance(tree, dict):
-        yield from _flat(list(tree.values()))
+        yield from _iterate_leaves(list(tree.values()))
     elif isinstance(tree, slice):
         yield from (tree.start, tree.stop, tree.step)
     else:
         yield tree
 
 
-def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if type(tree) in (list, tuple):
-        return type(tree)(_mapped(function, one) for one in tree)
+        return type(tree)(_map_leaves(function, one) for one in tree)
     if type(tree) is dict:
-        return {name: _mapped(function, one) for name, one in tree.items()}
+        return {name: _map_leaves(function, one) for name, one in tree.items()}
     return function(tree)
 
 
@@ -490,7 +490,7 @@ def _as_numbers(tree: Any) -> Any:
             return slice(*map(to_numbers, (leaf.start, leaf.stop, leaf.step)))
         return leaf.specialize() if is_traced_number(leaf) else leaf
 
-    return _mapped(to_numbers, tree)
+    return _map_leaves(to_numbers, tree)
 
 
 def _is_list_of_tensors(value: Any) -> bool:
@@ -513,7 +513,7 @@ def values_of(sources: Iterable[NumberSource], arguments: Mapping[int, Any]) -> 
             values.append(arguments.get(source.name))
             continue
         try:
-            value = source.among_options()
+            value = source.read_option()
         except (TypeError, IndexError):
             value = None
         values.append(float(value) if _is_plain_number(value) else None)

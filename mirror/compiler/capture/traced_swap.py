@@ -95,7 +95,7 @@ class TracedSwaps:
                     continue
                 leaf = self._placeholders.placeholder_of(place)
                 swapped_state[leaf] = {
-                    name: self._swapped(swap, place, name, value)
+                    name: self._substitute(swap, place, name, value)
                     if isinstance(value, Tensor)
                     else value
                     for name, value in entry.items()
@@ -125,7 +125,7 @@ class TracedSwaps:
             and (group["foreach"] is False or parameter.device.type == "cpu")
         ]
 
-    def _swapped(self, swap: TracedSwap, place: Any, name: str, value: Tensor) -> Tensor:
+    def _substitute(self, swap: TracedSwap, place: Any, name: str, value: Tensor) -> Tensor:
         """Returns the placeholder of a tensor of the state.
 
         A count of steps is in double precision if the parameter is: an uncompiled step computes
@@ -221,7 +221,7 @@ class TracedSwaps:
             for before, after in zip(swap.were_lent, swap.lent, strict=True):
                 for name, value in after.items():
                     if name != "params" and not is_as_before(before.get(name, swap), value):
-                        raise options_changed(kind, f"option {name!r}")
+                        raise changed_options_error(kind, f"option {name!r}")
             for key, entry in swap.lent_state.items():
                 known = swap.were_state.get(key, {})
                 if isinstance(entry, dict):
@@ -276,12 +276,12 @@ class _Group(dict[str, Any]):
     traced: Callable[[str, Any], Any] = staticmethod(lambda key, value: value)
 
     def __getitem__(self, key: str) -> Any:
-        return self._seen(key, super().__getitem__(key))
+        return self._replace_read(key, super().__getitem__(key))
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self._seen(key, super().get(key, default))
+        return self._replace_read(key, super().get(key, default))
 
-    def _seen(self, key: str, value: Any) -> Any:
+    def _replace_read(self, key: str, value: Any) -> Any:
         stands = self.traced(key, value)
         self.is_rate_read |= key == "lr" and stands is value
         return stands
@@ -340,7 +340,7 @@ class OptionGuards:
             CompileError: a group has other options, or there are other groups.
         """
         for optimizer, what in self._changed:
-            raise options_changed(type(optimizer).__name__, what)
+            raise changed_options_error(type(optimizer).__name__, what)
 
 
 def _difference(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str | None:
@@ -367,7 +367,7 @@ def is_as_before(old: Any, new: Any) -> bool:
     return True
 
 
-def options_changed(kind: str, what: str) -> CompileError:
+def changed_options_error(kind: str, what: str) -> CompileError:
     """Returns the error for a step that changes an optimizer's options."""
     return CompileError(
         f"the step cannot be compiled: it changes {what} of {kind}, which a compiled step would "

@@ -114,7 +114,7 @@ class Tracer:
         self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
         self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that lend
         self.gradients: TracedGradients | None = None
-        self.draws = FunctionalRng(placeholders.only(InputKind.SEED), refusal)
+        self.draws = FunctionalRng(placeholders.get_only(InputKind.SEED), refusal)
         self.failed_in_optimizer = False
         self.weight: Tensor | None = None
         self._share: Tensor | None = None
@@ -130,9 +130,9 @@ class Tracer:
         """
         leaves = self._placeholders.make_leaves()
         self.gradients = TracedGradients(
-            leaves, self._placeholders.entering, self._reduced, refusal
+            leaves, self._placeholders.add_entering, self._reduce, refusal
         )
-        self._by_id = self._placeholders.by_id()
+        self._by_id = self._placeholders.index_by_id()
         functions = Functions(
             self._by_id,
             self.gradients.read_leaf,
@@ -141,11 +141,11 @@ class Tracer:
         )
         replica = self._replica = TracedRun(self._replicas, NullLockstep(), (0,)).members[0]
         replica.tracing = self
-        replica.weight = self._placeholders.only(InputKind.WEIGHT)  # type: ignore[assignment]
+        replica.weight = self._placeholders.get_only(InputKind.WEIGHT)  # type: ignore[assignment]
         before = save_context()
         with ExitStack() as stack:
             stack.callback(self.gradients.remove_hooks)
-            stack.enter_context(self._placeholders.in_place(self.gradients))
+            stack.enter_context(self._placeholders.substituting(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(compiling())
             stack.enter_context(zero_grad_unconditionally(self, self._clear))
@@ -158,8 +158,10 @@ class Tracer:
             stack.callback(self.swaps.end)
             stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
-            stack.enter_context(Operations(self.draws, self._placeholders.only(InputKind.WEIGHT)))
-            stack.enter_context(functions.everywhere(self._is_followed))
+            stack.enter_context(
+                Operations(self.draws, self._placeholders.get_only(InputKind.WEIGHT))
+            )
+            stack.enter_context(functions.intercepting(self._is_followed))
             stack.enter_context(functions)
             try:
                 push_context(self._replicas.strategy, replica)
@@ -190,7 +192,7 @@ class Tracer:
 
     def own_row(self, row: Tensor) -> Tensor:
         """Returns a table of zeros with one row per replica, in which ``row`` is its own."""
-        is_own = self._placeholders.only(InputKind.PLACE).unsqueeze(1)
+        is_own = self._placeholders.get_only(InputKind.PLACE).unsqueeze(1)
         return torch.where(is_own, row, torch.zeros_like(row))
 
     def set_weight(self, value: Any) -> None:
@@ -261,9 +263,9 @@ class Tracer:
     @property
     def count(self) -> Tensor:
         """The number of replicas that take part, a 0-d tensor in double precision."""
-        return self._placeholders.only(InputKind.COUNT)
+        return self._placeholders.get_only(InputKind.COUNT)
 
-    def _reduced(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
+    def _reduce(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
         if not self._replicas.mirrors and not self._reduces_alone:
             return local
         if self._share is None:

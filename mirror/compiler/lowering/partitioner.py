@@ -118,7 +118,7 @@ class _Cutter:
                 )
             )
         after_all = self._num_levels, True
-        results = [self._slots[self._now(node, *after_all)] for node in self._results]
+        results = [self._slots[self._slot_key(node, *after_all)] for node in self._results]
         written = [self._slots[self._holder_of[id(one)]] for one in self._writes]
         return StepPlan(levels, len(self._slots), results, written, list(packings))
 
@@ -287,7 +287,7 @@ class _Cutter:
         given = [n for n in self._nodes if n in self._by.get((level, is_own), ())]
         old = [n for n in self._holders if n in self._old.get((level, is_own), ())]
         builder = _ProgramGraph(
-            self._graph.module, lambda node: self._slots[self._now(node, level, is_own)]
+            self._graph.module, lambda node: self._slots[self._slot_key(node, level, is_own)]
         )
         body = [node for node in self._nodes if node in nodes]
         for value in writes.values():
@@ -301,7 +301,7 @@ class _Cutter:
             is_own, graph, builder.reads, gives, written, estimate_work(graph.graph.nodes)
         )
 
-    def _now(self, node: fx.Node, level: int, is_own: bool) -> Any:
+    def _slot_key(self, node: fx.Node, level: int, is_own: bool) -> Any:
         """Returns the key of the slot in which a program finds a value."""
         return ("old", node) if self._is_overwritten(node, level, is_own) else node
 

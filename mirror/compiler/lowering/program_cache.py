@@ -44,8 +44,8 @@ from mirror.compiler.torch_internals import (
     Sizes,
     cache_folder,
     compiler_settings,
+    describe_sizes,
     is_operation,
-    known_of_sizes,
     program_of_library,
 )
 
@@ -79,7 +79,7 @@ def program_key(
         described = [
             *_graph(graph),
             *[_input(one) for one in inputs],
-            known_of_sizes(mode),
+            describe_sizes(mode),
             *[_collective(collective, inputs) for collective in collectives],
             f"{num_replicas} replicas, traced on {device}",
             *settings(),
@@ -244,7 +244,7 @@ def _write(
             (made / f"{i}.so").chmod(0o600)
             digests.append(_digest(made / f"{i}.so"))
         levels = [
-            PlanLevel(_without_graph(level.shared), _without_graph(level.own), level.collectives)
+            PlanLevel(_drop_graph(level.shared), _drop_graph(level.own), level.collectives)
             for level in pieces.levels
         ]
         index = (replace(pieces, levels=levels), [*map(tuple, numbers)], digests, sizes)
@@ -258,7 +258,7 @@ def _write(
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _without_graph(piece: ProgramPiece | None) -> ProgramPiece | None:
+def _drop_graph(piece: ProgramPiece | None) -> ProgramPiece | None:
     return None if piece is None else replace(piece, graph=None)
 
 
@@ -277,7 +277,10 @@ def load_program(key: str) -> tuple[StepPlan, list[Ready], Sizes] | None:
         if digests != [_digest(folder / f"{i}.so") for i in range(len(digests))]:
             raise OSError(f"{folder} has been damaged")
         levels = [
-            (_called(level.shared, of_shared, folder), _called(level.own, of_own, folder))
+            (
+                _load_callable(level.shared, of_shared, folder),
+                _load_callable(level.own, of_own, folder),
+            )
             for level, (of_shared, of_own) in zip(pieces.levels, numbers, strict=True)
         ]
     except Exception as error:  # a damaged file: the step is compiled again
@@ -288,7 +291,7 @@ def load_program(key: str) -> tuple[StepPlan, list[Ready], Sizes] | None:
     return pieces, levels, sizes
 
 
-def _called(
+def _load_callable(
     piece: ProgramPiece | None, number: int | None, folder: Path
 ) -> CallableProgram | None:
     if piece is None or number is None:

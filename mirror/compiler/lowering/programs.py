@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from mirror.compiler.custom_ops import DRAW
 from mirror.compiler.lowering.step_plan import ProgramPiece, estimate_work
-from mirror.compiler.torch_internals import Program, inductor_compiled, traced
+from mirror.compiler.torch_internals import Program, compile_with_inductor, trace_graph
 
 SMALL_PRODUCT = 1024  # multiplications of a matrix product
 
@@ -106,12 +106,12 @@ def compile_piece(
     unchecked = [i for i, slot in enumerate(piece.reads) if slot in guarded]
 
     def program(device: torch.device) -> Program:
-        own = retarget_again(graph, mode, traced_on, device)
+        own = retarget_with_fakes(graph, mode, traced_on, device)
         _draw_by_kernel(own)
         if device.type == "cpu":
             sum_small_products(own)
         fakes = [node.meta["val"] for node in own.graph.nodes if node.op == "placeholder"]
-        return inductor_compiled(own, mode, fakes, unchecked)
+        return compile_with_inductor(own, mode, fakes, unchecked)
 
     # The first device last: ``_draw_by_kernel`` changes its graph in place.
     programs = {device: program(device) for device in reversed(devices)}
@@ -198,7 +198,7 @@ def retarget(
     return own
 
 
-def retarget_again(
+def retarget_with_fakes(
     graph: fx.GraphModule, mode: Any, traced_on: torch.device, device: torch.device
 ) -> fx.GraphModule:
     """Returns the same, with a fake value for every node: a compiler reads its device."""
@@ -215,7 +215,7 @@ def retarget_again(
     def function(*inputs: Any) -> Any:
         return own(*inputs)
 
-    return traced(function, mode, there)
+    return trace_graph(function, mode, there)
 
 
 def _move_constant(arguments: Any, before: torch.device, after: torch.device) -> Any:

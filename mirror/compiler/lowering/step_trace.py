@@ -104,7 +104,7 @@ def trace_step(
         RunsUncompiled: it checks a value where arguments have these sizes.
     """
 
-    def tried(rates: str, inputs: VaryingInputs) -> _Try:
+    def attempt(rates: str, inputs: VaryingInputs) -> _Try:
         placeholders = Placeholders(places, grads, replicas.workers.num_replicas)
         numbers = TracedNumbers(placeholders.add, inputs.is_option, inputs.is_number)
         tracer = Tracer(
@@ -113,21 +113,21 @@ def trace_step(
         unchanged = UnchangedSurroundings(step, tracer, replicas)
         return _Try(call, placeholders, tracer, unchanged, places, inputs)
 
-    first = tried("tensors", varying)
+    first = attempt("tensors", varying)
     try:
-        return first.traced(leaves, own)
+        return first.trace(leaves, own)
     except (RunsUncompiled, StateMissing):
         raise
     except Exception as error:
         others: list[tuple[str, VaryingInputs]] = []
         if first.tracer.numbers.sources:
-            others.append(("tensors", varying.without_numbers()))
+            others.append(("tensors", varying.copy_without_numbers()))
         if first.tracer.failed_in_optimizer and isinstance(error, CompileError):
-            others += [("numbers", varying), ("constants", varying.without_numbers())]
+            others += [("numbers", varying), ("constants", varying.copy_without_numbers())]
         for rates, inputs in others:
-            one = tried(rates, inputs)
+            one = attempt(rates, inputs)
             try:
-                found = one.traced(leaves, own)
+                found = one.trace(leaves, own)
             except (RunsUncompiled, StateMissing):
                 raise
             except Exception as another:
@@ -163,14 +163,14 @@ class _Try:
         self._numbers: list[type | None] = []
         self._left: dict[StateTensor, Tensor | None] = {}
 
-    def traced(self, leaves: Sequence[Any], own: Sequence[bool]) -> StepTrace:
+    def trace(self, leaves: Sequence[Any], own: Sequence[bool]) -> StepTrace:
         """Traces the step, called with these leaves; see ``trace_step``."""
         placeholders, tracer = self._placeholders, self.tracer
         args = [
             self._placeholder_for(i, *one) for i, one in enumerate(zip(leaves, own, strict=True))
         ]
         graph, inputs = trace_functional(
-            lambda: self._followed(args), placeholders.mode, placeholders.inputs
+            lambda: self._call_step(args), placeholders.mode, placeholders.inputs
         )
         returned = leaves_of(self._result)
         is_tensor = [isinstance(leaf, Tensor) for leaf in returned]
@@ -213,7 +213,7 @@ class _Try:
         dynamic = self._varying.dimensions(index)
         return self._placeholders.add(kind, leaf, index, dynamic=dynamic, batched=is_own)
 
-    def _followed(self, args: Sequence[Any]) -> Sequence[Tensor]:
+    def _call_step(self, args: Sequence[Any]) -> Sequence[Tensor]:
         """Calls the step; returns results, gradients, and the weight if the step sets one."""
         with self._unchanged:
             result = self.tracer.trace(lambda: self._call(args))
@@ -222,7 +222,7 @@ class _Try:
         assert self.tracer.gradients is not None
         self._left = dict(self.tracer.gradients.left)
         placeholders = self._placeholders
-        by_id = placeholders.by_id()
+        by_id = placeholders.index_by_id()
         replaced: list[tuple[Tensor, Tensor]] = []
         for place in self._places:
             after = placeholders.assigned.get(id(place.record))

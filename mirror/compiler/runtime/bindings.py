@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.compiler.capture.traced_numbers import evaluated, values_of
+from mirror.compiler.capture.traced_numbers import evaluate, values_of
 from mirror.compiler.lowering.step_plan import StepPlan
 from mirror.compiler.lowering.step_trace import StepTrace
 from mirror.compiler.runtime.step_arguments import StepArguments
@@ -113,7 +113,7 @@ class Bindings:
     def _find(self, one: StepInput, r: int) -> Any:
         kind, device = one.kind, self._replicas.devices[r]
         if kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            return one.of.on_replica(r)
+            return one.of.tensor_of(r)
         if kind in (InputKind.RATE, InputKind.NUMBER, InputKind.OWN_NUMBER):
             return torch.zeros((), dtype=one.fake.dtype, device=device)
         if kind is InputKind.SHARED and one.value is not None:
@@ -138,7 +138,7 @@ class Bindings:
             self._bind()
         return True
 
-    def changed(self) -> str | None:
+    def find_change(self) -> str | None:
         """Returns which gradient or state is not as the trace found it, in words."""
         for place, was_there in self._trace.entering.items():
             is_there = _grad(place, 0) is not None
@@ -157,18 +157,18 @@ class Bindings:
                 return f"the state of {type(swap.optimizer).__name__} has other tensors"
         return None
 
-    def numbers_changed(self, arguments: StepArguments) -> str | None:
+    def find_number_change(self, arguments: StepArguments) -> str | None:
         """Returns which comparison of numbers has another outcome, in words."""
         numbers, names = self._trace.numbers, arguments.names()
-        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain()]
-        return next(filter(None, (numbers.changed(values, names) for values in found)), None)
+        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain_leaves()]
+        return next(filter(None, (numbers.find_change(values, names) for values in found)), None)
 
     def take_numbers(self, arguments: StepArguments) -> bool:
         """Finds the numbers that are inputs; returns whether comparisons have the same outcome."""
         numbers = self._trace.numbers
         if not numbers.sources:
             return True
-        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain()]
+        found = [values_of(numbers.sources, leaves) for leaves in arguments.plain_leaves()]
         if found != self._last_numbers:
             if not all(map(numbers.hold, found)):
                 return False
@@ -185,9 +185,9 @@ class Bindings:
         for slot, expression, is_own in self._numbers:
             if is_own:
                 for r, values in by_replica:
-                    self._templates[r][slot].fill_(evaluated(expression, values))
+                    self._templates[r][slot].fill_(evaluate(expression, values))
             else:
-                number = evaluated(expression, by_replica[0][1])
+                number = evaluate(expression, by_replica[0][1])
                 for leader in self.leaders:
                     self._templates[leader][slot].fill_(number)
 
@@ -253,7 +253,9 @@ class Bindings:
                     for slot in slots:
                         mine[slot] = values[slot]
 
-    def written(self, shared: dict[int, list[Any]], own: dict[int, list[Any]]) -> list[Tensor]:
+    def collect_written(
+        self, shared: dict[int, list[Any]], own: dict[int, list[Any]]
+    ) -> list[Tensor]:
         """Returns the tensors that a call has changed, of devices and of replicas."""
         found = [values[slot] for values in shared.values() for slot in self._written_shared]
         return found + [values[slot] for values in own.values() for slot in self._written_own]
@@ -285,9 +287,9 @@ class HeldStates:
         self._state: Any = None
         self._entries: list[Any] = []
         self._places: list[tuple[dict[Any, Any], Any]] = []
-        self.tensors = self.now()
+        self.tensors = self.read()
 
-    def now(self) -> list[Tensor]:
+    def read(self) -> list[Tensor]:
         """Returns the tensors of now.
 
         Raises:
@@ -308,8 +310,8 @@ class HeldStates:
         by_id = {id(key): entry for key, entry in dict.items(state)}
         places = []
         for place, name in self._wanted:
-            key = place.owner if self._mirror is None else place.on_replica(self._replica_id)
-            entry, device = by_id[id(key)], place.on_replica(self._replica_id).device
+            key = place.owner if self._mirror is None else place.tensor_of(self._replica_id)
+            entry, device = by_id[id(key)], place.tensor_of(self._replica_id).device
             # Programs of GPUs count there: what the host counts, a CUDA graph would not see.
             if not entry[name].dim() and entry[name].device != device:
                 entry[name] = entry[name].to(device)
@@ -319,7 +321,7 @@ class HeldStates:
     def are_as_before(self) -> bool:
         """Whether the tensors are the same, or have the same layout; keeps the new ones."""
         try:
-            tensors = self.now()
+            tensors = self.read()
         except KeyError:
             return False
         if are_identical(tensors, self.tensors):

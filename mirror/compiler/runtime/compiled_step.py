@@ -63,7 +63,7 @@ class StepProgramProtocol(Protocol):
 
     def numbers_hold(self, arguments: StepArguments) -> bool: ...
 
-    def what_changed(self, arguments: StepArguments, part: Sequence[Any] | None) -> str | None: ...
+    def find_change(self, arguments: StepArguments, part: Sequence[Any] | None) -> str | None: ...
 
     def can_run(self) -> bool: ...
 
@@ -131,7 +131,9 @@ class CompiledStep:
             self._has_run = True
             return result
         active, weights = self._participants(self._param_sync.num_replicas, args, kwargs)
-        made = self._param_sync.alone(partial(self._call, args, kwargs, active, weights))
+        made = self._param_sync.call_exclusively(
+            partial(self._call, args, kwargs, active, weights)
+        )
         if made is None:
             return self._run_uncompiled(args, kwargs)
         result, has_stepped = made
@@ -171,11 +173,11 @@ class CompiledStep:
         timeline.use()
         timeline.begin(CROSS, COMPILED)
         try:
-            return self._called(args, kwargs, active, weights)
+            return self._call_program(args, kwargs, active, weights)
         finally:
             timeline.end(CROSS, COMPILED)
 
-    def _called(
+    def _call_program(
         self, args: Any, kwargs: Any, active: Sequence[int], weights: Any
     ) -> tuple[Any, bool] | None:
         self._num_calls += 1
@@ -265,7 +267,7 @@ class CompiledStep:
     def _build(self, arguments: StepArguments) -> StepProgramProtocol | None:
         """Traces the step; returns ``None`` if this call is to run uncompiled."""
         if self._programs:
-            why = self._what_changed(arguments)
+            why = self._explain_retrace(arguments)
             logger.info("the compiled step %s is traced again: %s", _name(self._step), why)
         if self._builder is None:
             self._builder = self._make_builder()
@@ -280,13 +282,13 @@ class CompiledStep:
         except StateMissing:
             self._waits += 1
             if self._waits > MAX_TRACES:
-                raise _state_missing() from None
+                raise _unstable_state_error() from None
             return None
         except CompileError as error:
             self._refuse(error)
             return None
         except Exception as error:
-            refused = _not_followed(error)
+            refused = _untraceable_error(error)
             refused.__cause__ = error
             if _is_of_tracing(error):
                 self._refuse(refused)
@@ -314,14 +316,14 @@ class CompiledStep:
             return None
         return program if program.numbers_hold(arguments) else None
 
-    def _what_changed(self, arguments: StepArguments) -> str:
+    def _explain_retrace(self, arguments: StepArguments) -> str:
         """Returns the reason why the last trace is not valid, in words."""
         assumptions, program, known = self._programs[0]
         if program.structure != arguments.structure:
             return "the arguments have another structure"
         unfit = [s for s in arguments.signatures if not known.get(s)]
         part = arguments.leaves(unfit[0]) if unfit else None
-        changed = assumptions.changed() or program.what_changed(arguments, part)
+        changed = assumptions.find_change() or program.find_change(arguments, part)
         return changed or "optimizer state or sizes are not those of the trace"
 
     def _observe(self, arguments: StepArguments) -> None:
@@ -358,14 +360,14 @@ def _name(step: Any) -> str:
     return getattr(step, "__qualname__", type(step).__qualname__)
 
 
-def _state_missing() -> CompileError:
+def _unstable_state_error() -> CompileError:
     return CompileError(
         "the step cannot be compiled: its optimizer makes state of another kind or shape in every "
         "call; pass fallback='eager'"
     )
 
 
-def _not_followed(error: Exception) -> CompileError:
+def _untraceable_error(error: Exception) -> CompileError:
     return CompileError(
         f"the step cannot be compiled: {line_of(error)} cannot be traced "
         f"({type(error).__name__}: {first_line(error)}); leave that out of the step, or pass "

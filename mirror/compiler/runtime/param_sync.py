@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from mirror.compiler.step_inputs import StateTensor
 from mirror.execution.lifecycle import AllLifecycleHooks, step_ends
-from mirror.execution.replica_rng import with_rng_of
+from mirror.execution.replica_rng import call_with_worker_rng
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess
@@ -72,13 +72,13 @@ class ParamSync:
         """Returns the mirrored optimizers."""
         return optimizers_of(self._replicas).optimizers()
 
-    def alone(self, call: Callable[[], T]) -> T:
+    def call_exclusively(self, call: Callable[[], T]) -> T:
         """Calls ``call`` while no run is active, and none can begin."""
         workers = self._replicas.workers
         if workers.is_multi_process:
-            drawing = partial(with_rng_of, workers, call)
-            call = partial(workers.outermost, drawing)
-        return self._runner.exclusive(call, "a compiled step")
+            drawing = partial(call_with_worker_rng, workers, call)
+            call = partial(workers.call_outermost, drawing)
+        return self._runner.call_exclusively(call, "a compiled step")
 
     def begin(self) -> None:
         """Records that replicas may differ: if the step fails, the next use repairs them."""
@@ -111,11 +111,11 @@ class ParamSync:
         if self._runner.unfinished and self._runner.running is None:
             self._runner.recover()
         self._parts.prepare()
-        self._reduce_waiting()
+        self._reduce_deferred()
         if len(self._leaders) > 1:
             self._variables.sync_changed()
 
-    def _reduce_waiting(self) -> None:
+    def _reduce_deferred(self) -> None:
         """Reduces deferred gradients: a step must find them in ``p.grad``."""
         unreduced = self._access.unreduced
         if unreduced.deferred or unreduced.have_arrived():
@@ -141,7 +141,7 @@ class ParamSync:
         """Gives the replicas the gradients of the last compiled step."""
         self._access.distribute_common()
 
-    def stepped(
+    def record_step(
         self,
         changes: StateChanges,
         grads: dict[StateTensor, Tensor | None],
@@ -151,7 +151,7 @@ class ParamSync:
         if changes.optimizers:
             self._replicas.workers.num_steps += 1
         for buffer in changes.buffers:
-            buffer.wrote(active)
+            buffer.record_write(active)
         if not self._replicas.mirrors:
             for place, grad in grads.items():
                 place.owner.grad = grad

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.compiler.free_variables import comparable
+from mirror.compiler.free_variables import make_comparable
 from mirror.values import (
     PerReplica,
     children_of,
@@ -61,7 +61,7 @@ class StepArguments:
             return [[leaf] * len(self.active)]
         parts = [leaf.values[r] for r in self.active]
         if isinstance(parts[0], Tensor):
-            return [[t if t.is_contiguous() else _laid_out(t) for t in parts]]
+            return [[t if t.is_contiguous() else _fix_layout(t) for t in parts]]
         if children_of(parts[0]) is not None:
             self._structures += map(describe_structure, parts)
         return [list(column) for column in zip(*map(leaves_of, parts), strict=True)]
@@ -86,7 +86,7 @@ class StepArguments:
         named += [(f"argument {name!r}", value) for name, value in kwargs.items()]
         return [leaf for name, value in named for leaf in _named_leaves(name, value)]
 
-    def plain(self) -> list[dict[int, Any]]:
+    def plain_leaves(self) -> list[dict[int, Any]]:
         """Returns, for each replica that takes part, its leaves that are not tensors."""
         found = [(i, c) for i, c in enumerate(self.columns) if not isinstance(c[0], Tensor)]
         return [{i: c[row] for i, c in found} for row in range(len(self.active))]
@@ -137,7 +137,7 @@ def _take(leaf: Any, found: Iterator[Any]) -> Any:
     return next(found)
 
 
-def _laid_out(tensor: Tensor) -> Tensor:
+def _fix_layout(tensor: Tensor) -> Tensor:
     """Returns a tensor in a layout that programs take: contiguous, or channels last."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor
@@ -145,4 +145,4 @@ def _laid_out(tensor: Tensor) -> Tensor:
 
 
 def _key(value: Any) -> Any:
-    return value if comparable(value) is value else id(value)
+    return value if make_comparable(value) is value else id(value)

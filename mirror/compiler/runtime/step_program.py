@@ -99,12 +99,12 @@ class StepProgram:
         tensors = [leaf for leaf in part if isinstance(leaf, Tensor)]
         trace = self.trace
         return (
-            self._plain(part) == self._plain(self._leaves)
+            self._constant_leaves(part) == self._constant_leaves(self._leaves)
             and list(map(layout, tensors)) == trace.layouts
             and self._sizes.fit(tensors)
         )
 
-    def _plain(self, part: Sequence[Any]) -> list[Any]:
+    def _constant_leaves(self, part: Sequence[Any]) -> list[Any]:
         """Returns the leaves that are constants of the trace, with their types."""
         traced = self.trace.traced_leaves
         return [
@@ -117,23 +117,25 @@ class StepProgram:
         """Whether comparisons of numbers have the same outcomes as in the trace."""
         return self._bindings.take_numbers(arguments)
 
-    def what_changed(self, arguments: StepArguments, part: Sequence[Any] | None) -> str | None:
+    def find_change(self, arguments: StepArguments, part: Sequence[Any] | None) -> str | None:
         """Returns a difference to the trace in words: of a leaf, a number, or state."""
-        found = None if part is None else self._leaf_changed(part, arguments.names())
-        return found or self._bindings.numbers_changed(arguments) or self._bindings.changed()
+        found = None if part is None else self._find_leaf_change(part, arguments.names())
+        return (
+            found or self._bindings.find_number_change(arguments) or self._bindings.find_change()
+        )
 
-    def _leaf_changed(self, part: Sequence[Any], names: Sequence[str]) -> str | None:
+    def _find_leaf_change(self, part: Sequence[Any], names: Sequence[str]) -> str | None:
         if len(part) != len(self._leaves):
             return f"there are {len(part)} arguments, and were {len(self._leaves)}"
         for i, (name, then, now) in enumerate(zip(names, self._leaves, part, strict=True)):
             if i in self.trace.traced_leaves:
                 continue
             if isinstance(then, Tensor) and isinstance(now, Tensor):
-                before, after = _described(then), _described(now)
+                before, after = _describe(then), _describe(now)
                 if before != after:
                     return f"{name} was {before} and is {after}"
             elif type(then) is not type(now) or not isinstance(then, PLAIN) or then != now:
-                return f"{name} was {_shown(then)} and is {_shown(now)}"
+                return f"{name} was {_format_value(then)} and is {_format_value(now)}"
         return None
 
     def can_run(self) -> bool:
@@ -181,7 +183,7 @@ class StepProgram:
         self._has_run = True
         self._undo.clear()
         if self._is_raw:
-            increment_version(bindings.written(shared, own))
+            increment_version(bindings.collect_written(shared, own))
         for module, mode in self.trace.modes:
             module.training = mode
         slots = self.pieces.results
@@ -199,7 +201,7 @@ class StepProgram:
         if self.trace.sets_weight:
             self.weights = {r: check_weight(values[slots[-1]]) for r, values in own.items()}
         results, grads = self._launcher.keep_outputs(results, grads)
-        self._param_sync.stepped(self._changes, grads, active)
+        self._param_sync.record_step(self._changes, grads, active)
         return results
 
     def _launch(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
@@ -257,11 +259,11 @@ class StepProgram:
                     values[slot] = tensor
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value!r:.80}" if isinstance(value, PLAIN) else f"another {type(value).__name__}"
 
 

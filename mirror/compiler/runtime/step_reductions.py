@@ -83,7 +83,7 @@ class StepReductions:
             if not workers.is_multi_process:
                 return
             sent = columns[:1]
-        flats = [[self._flat(tensor) for tensor in column] for column in sent]
+        flats = [[self._flatten(tensor) for tensor in column] for column in sent]
         waits = [
             workers.all_reduce_replicas(_WHAT, each)
             if workers.sums_replicas
@@ -97,7 +97,7 @@ class StepReductions:
                 if tensor.data_ptr() != flat.data_ptr():
                     tensor.copy_(flat.view(tensor.shape))
 
-    def _flat(self, tensor: Tensor) -> Tensor:
+    def _flatten(self, tensor: Tensor) -> Tensor:
         """Returns a tensor as it is sent, flat and in the wire dtype."""
         wire = self._reducer.wire_dtype
         return tensor.reshape(-1) if wire is None else tensor.reshape(-1).to(wire)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import hooks_of
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
-from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, comparable
+from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, make_comparable
 from mirror.compiler.step_inputs import StateTensor
 from mirror.compiler.torch_internals import MODULE_HOOKS
 from mirror.replica.modules.module_owner import ReplicaDict
@@ -60,18 +60,20 @@ class GuardedValue:
         """Whether all values are those of the trace."""
         return self._read() == self._then
 
-    def changed(self) -> str | None:
+    def find_change(self) -> str | None:
         """Returns the first change in words; ``None`` if there is none."""
         now = self._read()
         if now == self._then:
             return None
         for i, (before, after) in enumerate(zip(self._then, now, strict=False)):
             if before != after and i < len(self._names):
-                return f"{self._names[i]} was {_shown(before)} and is {_shown(after)}"
+                return (
+                    f"{self._names[i]} was {_format_value(before)} and is {_format_value(after)}"
+                )
         return f"{self._names[0] if self._names else 'something'} or a value beside it"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, SameObject):
         return "one object" if value.is_then else "another one"
     return f"{value!r:.80}"
@@ -119,21 +121,21 @@ class TraceGuards:
     ) -> None:
         self._watched = [
             thread_state(),
-            *_of_modules(modules),
-            *_of_parameters(places),
-            *[_of_optimizer(swap, numbers) for swap in swaps],
-            *[_of_rates(optimizer) for optimizer in rates_read],
+            *_guard_modules(modules),
+            *_guard_parameters(places),
+            *[_guard_optimizer(swap, numbers) for swap in swaps],
+            *[_guard_rates(optimizer) for optimizer in rates_read],
             *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
-            _of_what_is_around(step, modules),
+            _guard_surroundings(step, modules),
         ]
 
     def hold(self) -> bool:
         """Whether all values are those of the trace."""
         return all(watched.holds() for watched in self._watched)
 
-    def changed(self) -> str | None:
+    def find_change(self) -> str | None:
         """Returns the first change in words; ``None`` if there is none."""
-        return next(filter(None, (watched.changed() for watched in self._watched)), None)
+        return next(filter(None, (watched.find_change() for watched in self._watched)), None)
 
 
 def thread_state() -> GuardedValue:
@@ -155,7 +157,7 @@ def thread_state() -> GuardedValue:
     return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], read)
 
 
-def _of_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
+def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     modules = {id(sub): sub for module in called for sub in module.modules()}
     paths: dict[int, str] = {}
     for module in called:
@@ -210,7 +212,7 @@ def _of_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     ]
 
 
-def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
+def _guard_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
     pointer = operator.methodcaller("data_ptr")
     strides = operator.methodcaller("stride")
@@ -231,7 +233,7 @@ def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     ]
 
 
-def _of_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
+def _guard_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
     optimizer = swap.optimizer
     kind = type(optimizer).__name__
     inputs = {(s.group, s.name) for s in numbers.sources if s.optimizer is optimizer}
@@ -246,7 +248,7 @@ def _of_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
         found: list[Any] = [len(now), [*map(tuple, step_hooks(optimizer))]]
         for group, names in zip(now, watched, strict=False):
             found.append([*map(id, group["params"])])
-            found += [len(group), *[comparable(group.get(name)) for name in names]]
+            found += [len(group), *[make_comparable(group.get(name)) for name in names]]
         return found
 
     said = [f"the number of parameter groups of {kind}", f"the hooks of {kind}"]
@@ -256,17 +258,17 @@ def _of_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
     return GuardedValue(said, read)
 
 
-def _of_rates(optimizer: Optimizer) -> GuardedValue:
+def _guard_rates(optimizer: Optimizer) -> GuardedValue:
     """Guards learning rates that a step has read as numbers."""
 
     def read() -> list[Any]:
-        return [comparable(group.get("lr")) for group in optimizer.param_groups]
+        return [make_comparable(group.get("lr")) for group in optimizer.param_groups]
 
     name = f"a learning rate of {type(optimizer).__name__}, which the step reads as a number,"
     return GuardedValue([name] * 8, read)
 
 
-def _of_what_is_around(step: Callable[..., Any], called: Sequence[nn.Module]) -> GuardedValue:
+def _guard_surroundings(step: Callable[..., Any], called: Sequence[nn.Module]) -> GuardedValue:
     modules = {id(sub): sub for module in called for sub in module.modules()}
     around = FreeVariables([step], modules.values())
     return GuardedValue(around.names, around.scan)

@@ -66,7 +66,7 @@ def varint(data: bytes, begin: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & 0xFFFFFFFFFFFFFFFF, i + 1
     what = "ends inside its message" if end - begin < VARINT_BYTES else "has more than 10 bytes"
-    raise malformed(begin, f"a number {what}")
+    raise malformed_error(begin, f"a number {what}")
 
 
 def packed_int64(data: bytes, begin: int, end: int) -> NDArray[np.int64]:
@@ -86,11 +86,11 @@ def packed_int64(data: bytes, begin: int, end: int) -> NDArray[np.int64]:
     first = np.concatenate(([0], last[:-1] + 1)) if last.size else np.zeros(1, np.int64)
     if not last.size or last[-1] != encoded.size - 1:
         cut = 0 if not last.size else int(last[-1]) + 1
-        raise malformed(begin + cut, "a number ends inside its message")
+        raise malformed_error(begin + cut, "a number ends inside its message")
     num_bytes = last - first + 1
     if num_bytes.max() > VARINT_BYTES:
         position = begin + int(first[np.argmax(num_bytes > VARINT_BYTES)])
-        raise malformed(position, "a number has more than 10 bytes")
+        raise malformed_error(position, "a number has more than 10 bytes")
     values = (encoded[first] & 0x7F).astype(np.uint64)
     for i in range(1, num_bytes.max()):
         longer = np.flatnonzero(num_bytes > i)
@@ -132,7 +132,7 @@ def encode_delimited(number: int, payload: bytes) -> bytes:
     return encode_varint(number << 3 | DELIMITED) + encode_varint(len(payload)) + payload
 
 
-def malformed(position: int, what: str) -> RecordError:
+def malformed_error(position: int, what: str) -> RecordError:
     """Returns the error for bytes that are no valid message."""
     return RecordError(
         f"malformed protocol buffer, byte {position} of the record: {what}; is this the record of "
@@ -143,7 +143,7 @@ def malformed(position: int, what: str) -> RecordError:
 def _tag(data: bytes, begin: int, end: int) -> tuple[int, int, int]:
     tag, payload = varint(data, begin, end)
     if not 0 < tag >> 3 < 2**29:
-        raise malformed(begin, f"a field cannot have the number {tag >> 3}")
+        raise malformed_error(begin, f"a field cannot have the number {tag >> 3}")
     return tag >> 3, tag & 7, payload
 
 
@@ -157,9 +157,11 @@ def _payload(data: bytes, begin: int, end: int, wire_type: int) -> tuple[int, in
         size, start = 8 if wire_type == FIXED64 else 4, begin
     else:
         what = "a group ends that did not begin" if wire_type == GROUP_END else "no such wire type"
-        raise malformed(begin, f"{what} ({wire_type})")
+        raise malformed_error(begin, f"{what} ({wire_type})")
     if size > end - start:
-        raise malformed(begin, f"a field of {size} bytes, but its message has {end - start} left")
+        raise malformed_error(
+            begin, f"a field of {size} bytes, but its message has {end - start} left"
+        )
     return start, start + size
 
 
@@ -167,7 +169,7 @@ def _end_of_group(data: bytes, begin: int, end: int) -> int:
     opened: list[int] = []
     while True:
         if begin >= end:
-            raise malformed(begin, f"group {opened[-1]} does not end")
+            raise malformed_error(begin, f"group {opened[-1]} does not end")
         position = begin
         number, wire_type, begin = _tag(data, begin, end)
         if wire_type == GROUP_START:
@@ -175,7 +177,9 @@ def _end_of_group(data: bytes, begin: int, end: int) -> int:
         elif wire_type != GROUP_END:
             begin = _payload(data, begin, end, wire_type)[1]
         elif opened.pop() != number:
-            raise malformed(position, f"group {number} ends, which is not the one that is open")
+            raise malformed_error(
+                position, f"group {number} ends, which is not the one that is open"
+            )
         if not opened:
             return begin
 
@@ -410,7 +414,7 @@ def _map(data: bytes, spans: Spans) -> dict[str, Spans]:
                 try:
                     name = data[start:stop].decode()
                 except UnicodeDecodeError as error:
-                    raise malformed(start, "the name of a feature is not UTF-8") from error
+                    raise malformed_error(start, "the name of a feature is not UTF-8") from error
             elif wire_type == DELIMITED and number == 2:
                 value.append((start, stop))
         found[name] = value
@@ -452,7 +456,7 @@ def _floats(data: bytes, lists: Spans) -> Iterator[Array]:
             if number == 1 and wire_type in (DELIMITED, FIXED32):
                 count, rest = divmod(end - begin, 4)
                 if rest:
-                    raise malformed(begin, f"{end - begin} bytes are no array of float32")
+                    raise malformed_error(begin, f"{end - begin} bytes are no array of float32")
                 yield np.frombuffer(data, "<f4", count, begin).astype(np.float32)
 
 
@@ -464,7 +468,7 @@ def _integers(data: bytes, lists: Spans) -> Iterator[Array]:
 
 
 def _encode_feature(name: str, values: object) -> bytes:
-    array = _flat(name, values)
+    array = _flatten(name, values)
     if array.dtype == object:
         encoded = b"".join(encode_delimited(1, value) for value in array.tolist())
         return encode_delimited(BYTES, encoded)
@@ -475,7 +479,7 @@ def _encode_feature(name: str, values: object) -> bytes:
     return encode_delimited(kind, encode_delimited(1, packed) if packed else b"")
 
 
-def _flat(name: str, values: object) -> Array:
+def _flatten(name: str, values: object) -> Array:
     """Returns the caller's values as a 1-d array of float32, int64 or, for bytes, object."""
     # Never as NumPy's own strings, which lose zero bytes at the end.
     if isinstance(values, (bytes, str)):

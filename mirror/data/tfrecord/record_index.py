@@ -56,7 +56,7 @@ class Numbering:
     def damage(self) -> tuple[RecordError, ...]:
         return tuple(error for file in self._files for error in file.damage)
 
-    def intact(self, num_shards: int, shard: int) -> NDArray[np.int64]:
+    def intact_numbers(self, num_shards: int, shard: int) -> NDArray[np.int64]:
         """Returns the numbers of intact records: every ``num_shards``-th one from ``shard``."""
         numbers = np.arange(shard, self._ends[-1], num_shards, dtype=np.int64)
         starts = self._ends - [len(file.offsets) for file in self._files]
@@ -99,7 +99,7 @@ def scan(path: str, *, verify: bool) -> RecordIndex:
                     raise
                 damage.append(error.with_traceback(None))  # frames of a traceback hold data
                 if len(damage) > MAX_DAMAGE:
-                    raise too_damaged(path) from error
+                    raise damage_error(path) from error
                 more = True
                 if reader.record > record:
                     damaged.append(record)
@@ -195,7 +195,7 @@ def _save(
         file.write(fields.tobytes() + offsets.tobytes())
 
 
-def too_damaged(path: str) -> RecordError:
+def damage_error(path: str) -> RecordError:
     """Returns the error for a file with too many damaged records."""
     return RecordError(
         f"on_damage='skip' skips at most {MAX_DAMAGE} damaged records; {path} has more: it is no "

@@ -265,7 +265,7 @@ class RecordReader:
         data = self._take(length)
         footer = self._take(FOOTER.size)
         if len(data) < length or len(footer) < FOOTER.size:
-            raise self._cut_off(length)
+            raise self._truncation_error(length)
         error = _data_error(self.path, self.record, self.offset, data, footer)
         self._advance(length)
         if error is not None:
@@ -282,7 +282,7 @@ class RecordReader:
         if length is None:
             return False
         if not self._skip_bytes(length + FOOTER.size):
-            raise self._cut_off(length)
+            raise self._truncation_error(length)
         self._advance(length)
         return True
 
@@ -310,7 +310,7 @@ class RecordReader:
         if not header:
             return None
         if len(header) < HEADER.size:
-            raise self._cut_off(None)
+            raise self._truncation_error(None)
         length = _length_in(header)
         if length is None:
             self._lost = True
@@ -322,7 +322,7 @@ class RecordReader:
         """Raises ``RecordError`` if a length exceeds the file's size, or the limit."""
         if self._compression is None:
             if length > os.stat(self._file.fileno()).st_size:
-                raise self._cut_off(length)
+                raise self._truncation_error(length)
         elif length > MAX_INFLATED_BYTES:
             self._ended = True
             raise RecordError.at_record(
@@ -396,7 +396,7 @@ class RecordReader:
             size -= passed
         return True
 
-    def _cut_off(self, length: int | None) -> RecordError:
+    def _truncation_error(self, length: int | None) -> RecordError:
         self._ended = True
         needs = "its length" if length is None else f"its {length} bytes and their checksum"
         return RecordError.at_record(

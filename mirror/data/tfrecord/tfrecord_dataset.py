@@ -18,9 +18,9 @@ from mirror.data.tfrecord.record_index import (
     MAX_DAMAGE,
     Numbering,
     OpenFiles,
+    damage_error,
     load_or_scan,
     scan,
-    too_damaged,
 )
 from mirror.data.tfrecord.record_reader import RecordReader, check_compression, crc32c_function
 from mirror.errors import RecordError
@@ -143,7 +143,7 @@ class TFRecordDataset(Dataset[Any]):
             RecordError: a length is damaged (with ``on_damage="raise"``).
             TypeError: the files are compressed.
         """
-        return len(self._numbered()[1])
+        return len(self._number_records()[1])
 
     def __getitem__(self, index: int) -> Any:
         """Reads one record, from any thread or process.
@@ -153,7 +153,7 @@ class TFRecordDataset(Dataset[Any]):
             RecordError: the record is damaged, or does not parse.
             TypeError: the files are compressed.
         """
-        numbering, numbers = self._numbered()
+        numbering, numbers = self._number_records()
         try:
             number = int(numbers[operator.index(index)])
         except IndexError:
@@ -161,7 +161,7 @@ class TFRecordDataset(Dataset[Any]):
         file, record, offset = numbering.locate(number)
         return self._convert(self._open_files.read(file, record, offset), file, record, offset)
 
-    def _numbered(self) -> tuple[Numbering, NDArray[np.int64]]:
+    def _number_records(self) -> tuple[Numbering, NDArray[np.int64]]:
         """Returns the numbering of all records, and the numbers of this shard's intact records."""
         if self._numbering is None:
             build = load_or_scan if self._saves_index else scan
@@ -170,7 +170,7 @@ class TFRecordDataset(Dataset[Any]):
         if self._numbers is None:
             for error in self._numbering.damage:
                 self._record(error)
-            self._numbers = self._numbering.intact(*self._shard)
+            self._numbers = self._numbering.intact_numbers(*self._shard)
         return self._numbering, self._numbers
 
     # --- in order --------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class TFRecordDataset(Dataset[Any]):
     def _record(self, error: RecordError) -> None:
         self._damage[error.path, error.offset] = error.with_traceback(None)
         if len(self._damage) > MAX_DAMAGE:
-            raise too_damaged(str(error.path)) from error
+            raise damage_error(str(error.path)) from error
 
     def _convert(self, data: bytes, file: int, record: int, offset: int) -> Any:
         try:

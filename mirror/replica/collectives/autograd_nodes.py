@@ -49,7 +49,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.over_workers import Participants, weighted_sum_over_workers
-from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.multi_worker.pass_weights import zeros_to_differentiate
 from mirror.replica.params.torch_function import make_common
 from mirror.values import PerReplica, describe_structure, is_number, leaves_of, rebuild_structure
@@ -124,7 +124,7 @@ class CollectiveState:
         columns = [arrived[r] for r in self.active if r in arrived]
         if not replicas.workers.is_multi_process:
             return [
-                summed([column[i] for column in columns], grad.device)
+                reduce_tensors([column[i] for column in columns], grad.device)
                 for i, grad in enumerate(grads)
             ]
         if torch.is_grad_enabled():
@@ -141,7 +141,7 @@ class CollectiveState:
     ) -> list[Tensor]:
         if self._added is None or self._added[0] != task:
             rows = zip(*columns, strict=True)
-            own = [summed(row, row[0].device) for row in rows]
+            own = [reduce_tensors(row, row[0].device) for row in rows]
             totals = weighted_sum_over_workers(replicas, "the gradient of a collective", own)
             self._added = task, totals
         return self._added[1]
@@ -253,7 +253,7 @@ class NotDifferentiable(torch.autograd.Function):
         )
 
 
-def not_differentiable(result: Tensor, name: str) -> Tensor:
+def refuse_backward(result: Tensor, name: str) -> Tensor:
     """Returns ``result`` as a tensor through which a backward pass raises RuntimeError."""
     refusing: Tensor = _refusal(result, name, _anchor())
     return refusing
@@ -292,7 +292,7 @@ def exchange_parts(runner: Runner, what: str, value: Any) -> tuple[Any, GradLink
     return rebuild_structure(value, _join(messages, device)), link
 
 
-def on_device(value: Any, device: torch.device) -> Tensor:
+def move_part(value: Any, device: torch.device) -> Tensor:
     """Returns a part as a tensor on the device where parts are combined.
 
     Raises:
@@ -333,8 +333,8 @@ class GradLink(NamedTuple):
 
 def _own(leaf: Any, device: torch.device, own_weight: float) -> _OwnParts:
     if not isinstance(leaf, PerReplica):
-        return _OwnParts([on_device(leaf, device)], [own_weight], True)
-    tensors = [on_device(part, device) for _, part in leaf.parts()]
+        return _OwnParts([move_part(leaf, device)], [own_weight], True)
+    tensors = [move_part(part, device) for _, part in leaf.parts()]
     weights = [1.0 if leaf.weights is None else float(leaf.weights[r]) for r, _ in leaf.parts()]
     return _OwnParts(tensors, weights, leaf.weights is not None)
 
@@ -369,7 +369,7 @@ def _scale_own_parts(
     if runner.running is not None:
         # Its backward passes may be inside run, where every replica has a loss of its own.
         name = f"{what} in a merge_call, over several workers,"
-        views, link = [not_differentiable(tensors[i].detach(), name) for i in which], GradLink()
+        views, link = [refuse_backward(tensors[i].detach(), name) for i in which], GradLink()
     else:
         workers = runner.replicas.workers
         workers.agreed = workers.num_runs, sum(message.numbers[0] for message in messages)

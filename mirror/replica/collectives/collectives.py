@@ -18,14 +18,19 @@ from mirror.execution.run import Replica
 from mirror.replica.collectives.autograd_nodes import (
     CollectiveEnd,
     CollectiveState,
-    not_differentiable,
+    refuse_backward,
 )
 from mirror.replica.collectives.over_workers import (
     Participants,
     gather_over_workers,
     reduce_over_workers,
 )
-from mirror.replica.collectives.reduce_ops import check_axis, check_reducible, reduce_op, summed
+from mirror.replica.collectives.reduce_ops import (
+    check_axis,
+    check_reducible,
+    reduce_op,
+    reduce_tensors,
+)
 from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.merge_point import MergePoint
 from mirror.values import describe_structure, is_number, leaves_of, rebuild_structure
@@ -57,7 +62,7 @@ def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
         reduced = _connect(end, tensors, reduced)
     elif state.participants.differentiable:
         name = f"all_reduce({op!r})"
-        reduced = [not_differentiable(t, name) if _floats(t) else t for t in reduced]
+        reduced = [refuse_backward(t, name) if _floats(t) else t for t in reduced]
     return rebuild_structure(value, reduced)
 
 
@@ -86,12 +91,12 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
         }
         if not workers.is_multi_process:
             return gathered, participants
-        own = _first(gathered)
+        own = _first_payload(gathered)
         what = f"all_gather of {_detail(tensors, structure, axes)}"
         whole, participants = gather_over_workers(
             workers, axes, what, signature, own, participants
         )
-        return _for_all(replica.replicas, payloads, whole), participants
+        return _copy_to_all(replica.replicas, payloads, whole), participants
 
     detail = _detail(tensors, structure)
     gathered, state, shapes = _merge(replica, "all_gather", detail, signature, tensors, gather)
@@ -139,13 +144,13 @@ def all_reduce_payloads(
         return fused_all_reduce(replicas, op, payloads), participants
     ready = {r: [_mean_ready(t, op) for t in mine] for r, mine in payloads.items()}
     sum_or_op = "sum" if op == "mean" else op
-    own = _first(fused_all_reduce(replicas, sum_or_op, ready))
+    own = _first_payload(fused_all_reduce(replicas, sum_or_op, ready))
     whole, participants = reduce_over_workers(
         replicas.workers, sum_or_op, what, signature, own, participants
     )
     if op == "mean":
         whole = [total / participants.num_replicas for total in whole]
-    return _for_all(replicas, payloads, whole), participants
+    return _copy_to_all(replicas, payloads, whole), participants
 
 
 def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payloads:
@@ -157,7 +162,7 @@ def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payload
     }
     for i, tensor in enumerate(outputs[ids[0]]):
         if tensor.is_sparse or tensor.is_complex():
-            total = summed([outputs[r][i] for r in ids], tensor.device, sum_or_op)
+            total = reduce_tensors([outputs[r][i] for r in ids], tensor.device, sum_or_op)
             for r in ids:
                 outputs[r][i] = total.to(outputs[r][i].device, copy=True)
     for dtype, device in dict.fromkeys((t.dtype, t.device) for t in outputs[ids[0]]):
@@ -220,11 +225,11 @@ def _merge(
     return merged
 
 
-def _first(payloads: Payloads) -> list[Tensor]:
+def _first_payload(payloads: Payloads) -> list[Tensor]:
     return next(iter(payloads.values()))
 
 
-def _for_all(replicas: Replicas, ids: Iterable[int], tensors: list[Tensor]) -> Payloads:
+def _copy_to_all(replicas: Replicas, ids: Iterable[int], tensors: list[Tensor]) -> Payloads:
     """Returns the tensors for all replicas: themselves for the first one, then copies."""
     first, *rest = ids
     copies = {r: [t.to(replicas.devices[r], copy=True) for t in tensors] for r in rest}
@@ -279,6 +284,6 @@ def _reduce_buffers(replicas: Replicas, buffers: list[Tensor], ids: list[int], o
     if len(ids) == replicas.num_replicas:  # a communicator needs a buffer of every replica
         replicas.communicator.all_reduce(buffers, op)
         return
-    total = summed(buffers, buffers[0].device, op)
+    total = reduce_tensors(buffers, buffers[0].device, op)
     for buffer in buffers:
         buffer.copy_(total)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
-from mirror.device.device_mesh import without_remap
+from mirror.device.device_mesh import disabling_remap
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.threads.watchdog import WatchedCall
 
 _MOST_BYTES = 64 * 1024  # up to this size an exchange is as fast as an all-reduce
@@ -109,7 +109,7 @@ def _reduce(
     Args:
         is_weighted: whether the first of the numbers is the worker's weight.
     """
-    on_the_way = _summed_on_the_way(op, own)
+    on_the_way = _find_summed_on_the_way(op, own)
     others = [i for i in range(len(own)) if i not in on_the_way]
     sent = [own[i] for i in others]
     pieces = [piece for tensor in sent for piece in _pieces(tensor)]
@@ -127,7 +127,7 @@ def _reduce(
     for dtype in dict.fromkeys(own[i].dtype for i in on_the_way):
         which = [i for i in on_the_way if own[i].dtype == dtype]
         flat = torch.cat([_scale(own[i], scales[workers.rank]).reshape(-1) for i in which])
-        flat = _summed_by_all(workers, what, flat)
+        flat = _sum_over_workers(workers, what, flat)
         for i, piece in zip(which, flat.split([own[i].numel() for i in which]), strict=True):
             totals[i] = piece.view(own[i].shape)
     mine = scales[workers.rank]
@@ -136,7 +136,7 @@ def _reduce(
     return totals, numbers_by_worker
 
 
-def _summed_on_the_way(op: str, tensors: Sequence[Tensor]) -> list[int]:
+def _find_summed_on_the_way(op: str, tensors: Sequence[Tensor]) -> list[int]:
     """Returns the indices of tensors that are too large to be exchanged."""
     which = [
         i
@@ -147,7 +147,7 @@ def _summed_on_the_way(op: str, tensors: Sequence[Tensor]) -> list[int]:
     return which if are_large else []
 
 
-def _summed_by_all(workers: LocalWorkerGroup, what: str, flat: Tensor) -> Tensor:
+def _sum_over_workers(workers: LocalWorkerGroup, what: str, flat: Tensor) -> Tensor:
     """Returns the sum of the workers' flat buffers, which have one size."""
     wide = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     # A sum of more than two half-precision numbers is rounded once, at the end.
@@ -169,8 +169,8 @@ def _combine(
     if not counted:
         return torch.zeros_like(parts[0], device=device)
     if dtype in _HALVES:
-        return summed([part.float() for part in counted], device, op).to(dtype)
-    return summed(counted, device, op)
+        return reduce_tensors([part.float() for part in counted], device, op).to(dtype)
+    return reduce_tensors(counted, device, op)
 
 
 def _scale(tensor: Tensor, scale: float) -> Tensor:
@@ -237,20 +237,20 @@ class PerPositionCommunicator(Communicator):
         vars(self)["waits"] = any(inner.waits for inner in inners)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
-        with without_remap():
-            self._at_position(tensors).all_reduce(tensors, op, scale)
+        with disabling_remap():
+            self._find_inner(tensors).all_reduce(tensors, op, scale)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        with without_remap():
-            self._at_position(tensors).broadcast(tensors, root)
+        with disabling_remap():
+            self._find_inner(tensors).broadcast(tensors, root)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
-        with without_remap():
-            self._at_position(tensors).reduce_scatter(tensors, op)
+        with disabling_remap():
+            self._find_inner(tensors).reduce_scatter(tensors, op)
 
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
-        with without_remap():
-            self._at_position(tensors).all_gather(tensors)
+        with disabling_remap():
+            self._find_inner(tensors).all_gather(tensors)
 
     def all_reduce_lists(
         self,
@@ -263,8 +263,8 @@ class PerPositionCommunicator(Communicator):
             # This call raises the error that names the mistake.
             self._inners[0].all_reduce_lists(lists, op, scale, bytes_per_pack)
             return
-        with without_remap():
-            for inner, columns in self._apart(lists):
+        with disabling_remap():
+            for inner, columns in self._group_by_position(lists):
                 inner.all_reduce_lists(columns, op, scale, bytes_per_pack)
 
     def all_reduce_checked(
@@ -275,8 +275,8 @@ class PerPositionCommunicator(Communicator):
         bytes_per_pack: int,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        with without_remap():  # the last replica to arrive reduces a bucket for all
-            for inner, mine in self._apart(columns):
+        with disabling_remap():  # the last replica to arrive reduces a bucket for all
+            for inner, mine in self._group_by_position(columns):
                 inner.all_reduce_checked(mine, op, scale, bytes_per_pack, wire_dtype)
 
     def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
@@ -285,10 +285,10 @@ class PerPositionCommunicator(Communicator):
             inner.prepare(wanted)
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def setting_timeout(self, seconds: float) -> Iterator[None]:
         with ExitStack() as stack:
             for inner in self._inners:
-                stack.enter_context(inner.within(seconds))
+                stack.enter_context(inner.setting_timeout(seconds))
             yield
 
     def abort(self) -> None:
@@ -301,19 +301,19 @@ class PerPositionCommunicator(Communicator):
             for inner in self._inners:
                 stack.callback(inner.close)
 
-    def _at_position(self, tensors: Sequence[Tensor]) -> Communicator:
+    def _find_inner(self, tensors: Sequence[Tensor]) -> Communicator:
         if not len(tensors):
             return self._inners[0]
         # The first communicator raises for a device that no replica has.
         return self._by_device.get(tensors[0].device, self._inners[0])
 
-    def _apart(
+    def _group_by_position(
         self, columns: Sequence[Sequence[Tensor]]
     ) -> list[tuple[Communicator, list[list[Tensor]]]]:
         """Returns each position's communicator with its tensors, a list per replica."""
         which: dict[Communicator, list[int]] = {}
         for i, tensor in enumerate(columns[0]):
-            which.setdefault(self._at_position([tensor]), []).append(i)
+            which.setdefault(self._find_inner([tensor]), []).append(i)
         return [
             (inner, [[column[i] for i in mine] for column in columns])
             for inner, mine in which.items()
@@ -380,10 +380,10 @@ class TimeoutCommunicator(Communicator):
         self._inner.prepare(reductions)
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def setting_timeout(self, seconds: float) -> Iterator[None]:
         before, self._seconds = self._seconds, seconds
         try:
-            with self._inner.within(seconds):
+            with self._inner.setting_timeout(seconds):
                 yield
         finally:
             self._seconds = before

@@ -94,7 +94,7 @@ def check_reducible(tensor: Tensor) -> None:
         raise TypeError("a bool tensor cannot be reduced; convert it first, to torch.int64 say")
 
 
-def summed(tensors: Sequence[Tensor], device: torch.device, op: str = "sum") -> Tensor:
+def reduce_tensors(tensors: Sequence[Tensor], device: torch.device, op: str = "sum") -> Tensor:
     """Returns tensors of one shape reduced in order, on ``device``. Differentiable for "sum"."""
     combine = _PAIRWISE[op]
     total: Tensor = reduce(combine, [tensor.to(device) for tensor in tensors])
@@ -105,7 +105,7 @@ def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     """Returns the mean of tensors of one shape and device. Differentiable."""
     total = sum(weights)
     terms = [tensor * (weight / total) for tensor, weight in zip(tensors, weights, strict=True)]
-    return summed(terms, terms[0].device)
+    return reduce_tensors(terms, terms[0].device)
 
 
 class MovedTensors(NamedTuple):

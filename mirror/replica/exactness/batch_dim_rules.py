@@ -36,7 +36,7 @@ from mirror.replica.exactness.loss_graph import (
     is_of_torch,
     is_parameter_operand,
     name_of,
-    saved,
+    read_saved,
     shape_of,
 )
 
@@ -168,7 +168,7 @@ def _contraction(node: Any, name: str) -> BatchDimUse | None:
     if name == "Bmm" and output[0] != 1:
         return None
     left, right = (next_node for next_node, _ in node.next_functions)
-    shape = shape_of(node, 0) if left else tuple(saved(node, _CONTRACTING[name][0]).shape)
+    shape = shape_of(node, 0) if left else tuple(read_saved(node, _CONTRACTING[name][0]).shape)
     for operand in (left, right):
         if is_parameter_operand(operand):
             return None
@@ -228,7 +228,7 @@ def _linearity(node: Any, name: str, linear: bool, constants: Any) -> tuple[bool
         return are_same[1] or (are_same[0] and name == "Mul"), constants
     if name == "Div" and inputs[0] is None:
         return False, constants
-    other = saved(node, "self" if inputs[0] is None else "other")
+    other = read_saved(node, "self" if inputs[0] is None else "other")
     if isinstance(other, Tensor) and other.dim():
         return True, (*constants, other)
     return True, constants
@@ -301,7 +301,7 @@ def _products_below(root: Any) -> Iterator[tuple[int, int, Any]]:
             if without and name not in _SAVED:
                 continue
             if all(size == 1 for size in shape[:-2]):
-                constant = saved(node, _SAVED[name][without[0]]) if without else None
+                constant = read_saved(node, _SAVED[name][without[0]]) if without else None
                 yield shape[-2], shape[-1], constant
         elif node is root or not _is_layer(node, name):
             if name in _BROADCASTING and _are_rows_and_columns(node):

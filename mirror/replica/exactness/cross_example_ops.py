@@ -27,7 +27,7 @@ from mirror.replica.exactness.loss_graph import (
     UnknownNode,
     is_parameter_operand,
     name_of,
-    saved,
+    read_saved,
     shape_of,
 )
 from mirror.replica.scatter_gather.containers import leaves_in
@@ -162,7 +162,7 @@ def _sizes_of_product(node: Any, name: str) -> list[int]:
     rows, columns = arriving_shape(node, 0)[-2:]
     sizes = [rows] if rows == columns else []
     if name in ("Mm", "Bmm"):
-        left = shape_of(node, 0) if operands[0] is not None else saved(node, "self").shape
+        left = shape_of(node, 0) if operands[0] is not None else read_saved(node, "self").shape
         sizes.append(left[-1])
     return sizes
 

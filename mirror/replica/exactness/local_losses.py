@@ -110,7 +110,7 @@ class LocalLosses:
             return
         is_weighed = run.replicas.weighted and not run.is_given
         shares = run.shares() if is_weighed and not run.replicas.workers.is_multi_process else None
-        what = why_inexact(
+        what = explain_inexact(
             terms_by_replica, counts, None if shares is None else [shares[r] for r in run.active]
         )
         mixing = mixing_operation([of_pass[r][1] for r in run.active], counts)
@@ -158,7 +158,9 @@ class ReducedLosses:
             return
         shares = {r: weights[r] / total for r in losses}
         terms_by_replica = [_read(loss) for loss in losses.values()]
-        what = why_inexact(terms_by_replica, counted, None if is_given else list(shares.values()))
+        what = explain_inexact(
+            terms_by_replica, counted, None if is_given else list(shares.values())
+        )
         mixing = mixing_operation([_uses(counted, [loss]) for loss in losses.values()], counted)
         if (what or mixing) is None or not _reach_parameters(list(losses.values())):
             return
@@ -180,7 +182,7 @@ def _uses(counts: Sequence[float], losses: Sequence[Any]) -> list[Use]:
     return uses_below([loss.grad_fn for loss in losses], of_loss=True)
 
 
-def why_inexact(
+def explain_inexact(
     terms_by_replica: Sequence[Terms], counts: Sequence[float], shares: Sequence[float] | None
 ) -> str | None:
     """Returns why the replicas' losses do not add up to one device's; ``None`` if they do.
@@ -190,7 +192,7 @@ def why_inexact(
         shares: the shares of their losses; ``None`` if the program chooses them.
     """
     try:
-        kind, weights = weights_of_terms(_with_means(terms_by_replica), counts)
+        kind, weights = weights_of_terms(_turn_sums_into_means(terms_by_replica), counts)
     except Mixed as why:
         return str(why)
     except NotReducible as why:
@@ -207,7 +209,7 @@ def why_inexact(
     return f"a mean over {', '.join(f'{number:g}' for number in numbers)} in the replicas' parts"
 
 
-def _with_means(terms_by_replica: Sequence[Terms]) -> list[Terms]:
+def _turn_sums_into_means(terms_by_replica: Sequence[Terms]) -> list[Terms]:
     """Returns the terms; a sum that is divided by the number of its summands becomes a mean.
 
     The division may take several steps: by the whole batch's number, times that of replicas.
@@ -233,13 +235,13 @@ def _is_mean(term: Term) -> bool:
 
 
 def _read(loss: Tensor) -> Terms:
-    """Returns the terms of a loss with the facts that ``why_inexact`` needs, without its graph."""
+    """Returns the terms of a loss, with what ``explain_inexact`` needs, without the graph."""
     terms = []
     for term in terms_or_unknown(loss.grad_fn):
         try:
             for fact in _FACTS.get(term.kind, ()):
                 term.read(fact)
-            terms.append(term.without_graph())
+            terms.append(term.detach())
         except (UnknownNode, AttributeError, RuntimeError):  # new torch, hook, or freed graph
             terms.append(Term("unknown", facts={batch_dim_uses: []}))
     return terms

@@ -70,7 +70,7 @@ class Term:
         found: T = self.facts[fact]
         return found
 
-    def without_graph(self) -> Term:
+    def detach(self) -> Term:
         """Returns the term with its facts and numbers, without its graph."""
         factors = tuple((is_div, abs(float(value))) for is_div, value in self.factors)
         return Term(self.kind, self.shape, None, factors, self.facts)
@@ -128,9 +128,9 @@ def _term_of_product(
     node: Any, is_div: bool, inputs: list[Any], factors: Any, found: list[Any]
 ) -> Iterator[Term]:
     if len(inputs) == 1 or inputs[1] is None:
-        found.append((inputs[0], (*factors, (is_div, saved(node, "other")))))
+        found.append((inputs[0], (*factors, (is_div, read_saved(node, "other")))))
     elif inputs[0] is None and not is_div:
-        found.append((inputs[1], (*factors, (False, saved(node, "self")))))
+        found.append((inputs[1], (*factors, (False, read_saved(node, "self")))))
     elif _is_same(inputs[1]):
         found.append((inputs[0], factors))
     elif not is_div and _is_same(inputs[0]):
@@ -154,7 +154,7 @@ def _inner_factors(node: Any) -> Iterator[tuple[bool, Any]]:
         if len(graphs) != 1 or name not in _LINEAR | {"Sum"}:
             return
         if name in ("Mul", "Div") and (inputs[0] is not None or name == "Mul"):
-            other = saved(node, "other" if inputs[0] is not None else "self")
+            other = read_saved(node, "other" if inputs[0] is not None else "self")
             if not isinstance(other, Tensor) or other.dim() == 0:
                 yield name == "Div", other
         node = graphs[0]
@@ -258,7 +258,7 @@ def reaches_parameters(node: Any) -> bool:
     return False
 
 
-def _below(term: Term) -> Iterator[Any]:
+def _walk_below(term: Term) -> Iterator[Any]:
     """Yields the elementwise nodes below a term, and the first other node of each branch."""
     if term.node is None:
         return
@@ -273,12 +273,14 @@ def _below(term: Term) -> Iterator[Any]:
 
 
 def names_below(term: Term) -> set[str]:
-    return {name_of(node) for node in _below(term)}
+    return {name_of(node) for node in _walk_below(term)}
 
 
 def views_below(term: Term) -> list[Shape]:
     return [
-        tuple(node._saved_self_sym_sizes) for node in _below(term) if name_of(node) in _RESHAPED
+        tuple(node._saved_self_sym_sizes)
+        for node in _walk_below(term)
+        if name_of(node) in _RESHAPED
     ]
 
 
@@ -294,7 +296,7 @@ def is_loss(term: Term) -> bool:
 
 def total_weight(term: Term) -> Any:
     """Returns the weight of the targets that a cross entropy does not ignore."""
-    return saved(term.node, "total_weight")
+    return read_saved(term.node, "total_weight")
 
 
 def mask_sums(term: Term) -> list[float]:
@@ -303,14 +305,14 @@ def mask_sums(term: Term) -> list[float]:
 
 
 def _mask_sums(term: Term) -> Iterator[float]:
-    for node in _below(term):
+    for node in _walk_below(term):
         name = name_of(node)
         for key in ("other", "self") if name == "Mul" else ():
-            mask = saved(node, key)
+            mask = read_saved(node, key)
             if isinstance(mask, Tensor) and mask.dim() and not mask.requires_grad:
                 yield float(mask.sum())
         if name in ("MaskedFill", "Where"):
-            mask = saved(node, "mask" if name == "MaskedFill" else "condition")
+            mask = read_saved(node, "mask" if name == "MaskedFill" else "condition")
             chosen = float(mask.sum())
             yield from (mask.numel() - chosen, chosen)
         if name in CHOICES:
@@ -318,7 +320,7 @@ def _mask_sums(term: Term) -> Iterator[float]:
             yield float(math.prod(term.shape))
 
 
-def saved(node: Any, name: str) -> Any:
+def read_saved(node: Any, name: str) -> Any:
     """Returns a value that a node has saved.
 
     Raises:

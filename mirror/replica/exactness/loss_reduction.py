@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.exactness.batch_dim_rules import are_linear, batch_dim_uses, compare_examples
 from mirror.replica.exactness.loss_graph import (
     CHOICES,
@@ -88,9 +88,9 @@ def weights_of_terms(
         NotReducible: no weights make the whole batch's value.
     """
     means = "mean", list(counts)
-    loops = [_Loop.over(*pair) for pair in zip(terms_by_replica, counts, strict=True)]
+    loops = [_Loop.find(*pair) for pair in zip(terms_by_replica, counts, strict=True)]
     if all(loops):
-        return _of_loops([loop for loop in loops if loop], counts)
+        return _weigh_loops([loop for loop in loops if loop], counts)
     if len({tuple(term.kind for term in terms) for terms in terms_by_replica}) > 1:
         return means
     found = []
@@ -132,7 +132,7 @@ class _Loop:
     divisor: float
 
     @classmethod
-    def over(cls, terms: Sequence[Term], count: float) -> _Loop | None:
+    def find(cls, terms: Sequence[Term], count: float) -> _Loop | None:
         """Returns the loop over ``count`` examples; ``None`` if the terms do not show one."""
         terms = [term for term in terms if term.kind != "constant"]  # the 0 at the beginning
         if len({term.kind for term in terms}) != 1:
@@ -157,7 +157,7 @@ class _Loop:
         return cls(is_complete, divided[0])
 
 
-def _of_loops(loops: Sequence[_Loop], counts: Sequence[float]) -> tuple[str, list[Any]]:
+def _weigh_loops(loops: Sequence[_Loop], counts: Sequence[float]) -> tuple[str, list[Any]]:
     """Returns the kind and the weights of values that loops over examples have added up.
 
     Raises:
@@ -189,7 +189,7 @@ def weighted_sum(parts: Sequence[Tensor], weights: Weights) -> Tensor:
             terms.append(kept * weight.to(part.dtype))
         elif weight:
             terms.append(part * weight)
-    return summed(terms, terms[0].device)
+    return reduce_tensors(terms, terms[0].device)
 
 
 class _TermOfReplicas:
@@ -363,7 +363,7 @@ def _normal(weights: Sequence[Any], device: torch.device) -> Weights:
         total = sum(weights)
         return [weight / total if total else 1.0 for weight in weights]
     tensors = [torch.as_tensor(w, dtype=torch.float64).to(device) for w in weights]
-    total = summed(tensors, device)
+    total = reduce_tensors(tensors, device)
     return [tensor / total for tensor in tensors]
 
 

@@ -141,7 +141,7 @@ class Buckets:
             self._plan = plan = _Plan(arrivals, ends)
             for index, end in enumerate(ends):
                 for copies in arrivals.copies:
-                    launch = partial(self._arrived, plan, index)
+                    launch = partial(self._handle_arrival, plan, index)
                     self._hooks.append(copies[end - 1].on_accumulate(launch))
 
     def _ends(self, variables: Sequence[ReplicatedParam]) -> list[int]:
@@ -190,7 +190,7 @@ class Buckets:
             if variable in reduction.variables:
                 reduction.dropped.update((variable, r) for r in replica_ids)
 
-    def launched(self) -> list[list[ReplicaParameter]]:
+    def copies_in_flight(self) -> list[list[ReplicaParameter]]:
         """Returns each replica's copies with gradients in flight, in order."""
         parts = [reduction.copies for reduction in self.in_flight]
         return [[*chain(*(part[r] for part in parts))] for r in range(len(self._tracker.pending))]
@@ -237,7 +237,7 @@ class Buckets:
         return reductions
 
     @disable_dynamo
-    def _arrived(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
+    def _handle_arrival(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         self._tracker.mutex.call(self._launch_if_due, plan, index, copy)
 

@@ -43,7 +43,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.replica.gradients.ready_grads import local_grad, plus, set_local_grad
+from mirror.replica.gradients.ready_grads import add_grads, local_grad, set_local_grad
 from mirror.replica.params.mirrored_tensor import same_kind, share_storage
 from mirror.replica.params.replicated_param import GradientHook, ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
@@ -112,7 +112,7 @@ class GradAccess:
         if replica is None or replica_id is None:
             return self._read_outside(variable)
         if gradients.deferring:
-            return gradients.local(variable, replica_id)
+            return gradients.local_gradient(variable, replica_id)
         # A compiler that traces a replica's code reads .grad while it holds its lock. The other
         # replicas would wait for the lock, so this read must not wait for them.
         if gradients.must_reduce(replica.replica_id) and compile_context() is None:
@@ -151,7 +151,7 @@ class GradAccess:
             variable.targets[r].grad = value
             set_local_grad(variable.copies[r], None)
             return
-        self._put(variable, value, r, _with_idle_replicas(replica))
+        self._put(variable, value, r, _add_idle_replicas(replica))
 
     def _write_outside(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         self._runner.check_between_runs("a gradient")
@@ -256,7 +256,7 @@ class GradAccess:
             else:
                 del self.exposed[variable]
 
-    def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
+    def record_replacement(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Records that another object has replaced a reduced gradient."""
         if self.exposed.get(variable) is known:
             self.exposed[variable] = grad
@@ -316,7 +316,7 @@ class GradAccess:
             r = variable.forward_param() or 0
             copy = variable.copies[r]
             grad = None if grad is None else grad.to(copy.device)
-            set_local_grad(copy, plus(local_grad(copy), grad))
+            set_local_grad(copy, add_grads(local_grad(copy), grad))
             self.unreduced.pending[r].append(copy)
 
         with WithoutSubclass():
@@ -332,7 +332,7 @@ def _reduce_after_backward(reference: weakref.ref[GradAccess], copy: ReplicaPara
         queue_callback(access.end_backward)
 
 
-def _with_idle_replicas(replica: Replica) -> tuple[int, ...]:
+def _add_idle_replicas(replica: Replica) -> tuple[int, ...]:
     """Returns the replica's index, and the idle replicas if they will follow this one."""
     replica_id, active = replica.replica_id, replica.run.active
     if replica_id != active[0]:

@@ -50,12 +50,12 @@ from mirror.replica.gradients.ready_grads import (
     ReadyGrads,
     ReplicaGrads,
     accumulate,
+    add_grads,
     are_non_dense,
     are_usual,
     common_scale,
+    fill_missing,
     local_grad,
-    or_zeros,
-    plus,
     reduce_non_dense,
     run_hooks,
     set_local_grad,
@@ -106,7 +106,7 @@ class GradReducer:
         )
         self._arrivals: ReadyGrads | None = None  # of the last pass, for the next one
         self._may_be_silent = replicas.mirrors and register_listener(self.tracker)
-        self._shown: list[tuple[Tensor, int]] = []  # sums that local() returned, their versions
+        self._shown: list[tuple[Tensor, int]] = []  # what local_gradient returned, versions
 
     @property
     def bytes_per_pack(self) -> int:
@@ -189,7 +189,7 @@ class GradReducer:
             self.scatter.gather()
 
     @contextmanager
-    def deferred_within(self) -> Iterator[None]:
+    def deferring_gradients(self) -> Iterator[None]:
         """Defers gradients inside the ``with`` block; the next reduction reduces their sum."""
         self._runner.check_between_runs("no_sync")
         outer = self.deferring
@@ -219,7 +219,7 @@ class GradReducer:
         """Reduces or defers the remaining gradients of a run, or of the code between two runs.
 
         Raises:
-            StrategyError: the program has changed a sum that ``local`` returned, which is a copy.
+            StrategyError: the program has changed the copy that ``local_gradient`` returned.
         """
         shown = self._shown
         if shown:
@@ -264,7 +264,7 @@ class GradReducer:
         if self.scattered and self.scatter is not None:
             self.scatter.drop(variable, replicas)
 
-    def local(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
+    def local_gradient(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns the sum of one replica's gradients under ``no_sync``, not reduced."""
         parts = [
             variable.targets[replica_id].grad,
@@ -274,7 +274,7 @@ class GradReducer:
         present = [part for part in parts if part is not None]
         if len(present) < 2:
             return present[0] if present else None
-        total: Tensor = reduce(plus, present)
+        total: Tensor = reduce(add_grads, present)
         self._shown.append((total, total._version))
         return total
 
@@ -295,7 +295,7 @@ class GradReducer:
             scale = 1.0
             weigh(columns, shares)
         if self.deferred or not all(map(are_usual, columns)) or arrivals.is_complex:
-            variables, columns = self._without_unusual(variables, columns, scale)
+            variables, columns = self._reduce_unusual(variables, columns, scale)
             targets = [[v.targets[r] for v in variables] for r in range(len(columns))]
         if variables and self.scatter is not None:
             streams = self.tracker.streams
@@ -316,7 +316,7 @@ class GradReducer:
         if self.tracker.streams is not None:
             self.tracker.forget_streams()
 
-    def _without_unusual(
+    def _reduce_unusual(
         self, variables: list[ReplicatedParam], columns: list[ReplicaGrads], scale: float
     ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
         """Reduces sparse and other non-dense gradients; returns the rest, filled with zeros."""
@@ -331,7 +331,7 @@ class GradReducer:
             else:
                 usual.append(i)
         filled: list[ReplicaGrads] = [
-            [or_zeros(column[i], variables[i], r) for i in usual]
+            [fill_missing(column[i], variables[i], r) for i in usual]
             for r, column in enumerate(columns)
         ]
         return [variables[i] for i in usual], filled
@@ -348,14 +348,14 @@ class GradReducer:
         arrived: Sequence[Sequence[ReplicaParameter]] = self.pending
         num_launched = 0
         if self.buckets.in_flight:
-            launched = self.buckets.launched()
+            launched = self.buckets.copies_in_flight()
             num_launched = len(launched[0])
             arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
         known = self._arrivals is not None and self._arrivals.are_ready(arrived)
         if not known:
             self._arrivals = ReadyGrads(arrived)
         assert self._arrivals is not None
-        rest = self._arrivals.after(num_launched) if num_launched else self._arrivals
+        rest = self._arrivals.skip(num_launched) if num_launched else self._arrivals
         if self._finite is not None:
             grads = [
                 list(map(local_grad, mine)) if shares.get(r) else []  # a share of 0 is not checked

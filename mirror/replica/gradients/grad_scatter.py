@@ -39,7 +39,7 @@ from mirror.device.streams import ReplicaStreams
 from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.ready_grads import ReplicaGrads, accumulate
 from mirror.replica.optimizers.slice_plan import ParamSlice, chunk_ends
-from mirror.replica.optimizers.sliced_params import SliceExchange, flat, flat_like
+from mirror.replica.optimizers.sliced_params import SliceExchange, flat_like, view_flat
 from mirror.replica.params.replicated_param import ReplicatedParam
 
 _MOST_PADDED = 1.5  # times the bytes of the gradients; an all_reduce moves twice as many
@@ -325,7 +325,7 @@ class GradScatter:
             for variable in variables:
                 whole = torch.empty_like(variable.targets[r], requires_grad=False)
                 wholes[r].append(whole)
-                elements = flat(whole)
+                elements = view_flat(whole)
                 for i in record.of_variable[variable]:
                     one = record.slices[i]
                     own[i] = elements[one.start : one.stop]

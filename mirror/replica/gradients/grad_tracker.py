@@ -30,7 +30,7 @@ from torch.func import debug_unwrap
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
-from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest
+from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest_timeline
 from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
@@ -293,24 +293,24 @@ def _add_listener(tracker: GradTracker) -> None:
 
 def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     @disable_dynamo
-    def wrapped_backward(*args: Any, **kwargs: Any) -> Any:
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
         replica = current.replica
         if replica is not None and replica.tracing is not None:
             return run(*args, **kwargs)
         accumulates = kwargs.get("accumulate_grad", True)
         if args[4]:
-            args = _with_all_leaves(*args)
+            args = _expand_inputs(*args)
         if accumulates and not getattr(args[0][0], "requires_grad", True):
             args = start_without_examples(*args)
         if replica is None:
-            timeline, lane = latest(), CROSS
+            timeline, lane = latest_timeline(), CROSS
         else:
             timeline, lane = replica.replicas.timeline, replica.replica_id
         if timeline is not None:
             timeline.begin(lane, BACKWARD)
         if replica is not None:
             if len(args[1]) > 1 or (args[1][0] is not None and args[1][0].dim()):
-                args = _with_own_gradients(*args)
+                args = _clone_gradients(*args)
             if accumulates:
                 check_pass(replica.run, lane, args)
             else:
@@ -338,18 +338,18 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             if timeline is not None:
                 timeline.end(lane, BACKWARD)
 
-    return wrapped_backward
+    return run_backward
 
 
-def lane_here() -> tuple[Timeline | None, int]:
+def current_lane() -> tuple[Timeline | None, int]:
     """Returns the timeline of the calling code, and its lane in it."""
     replica = current.replica
     if replica is None:
-        return latest(), CROSS
+        return latest_timeline(), CROSS
     return replica.replicas.timeline, replica.replica_id
 
 
-def _with_all_leaves(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
+def _expand_inputs(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
     """Replaces mirrored parameters in ``backward(inputs=...)`` by their copies.
 
     Needed by older versions of torch: they ignore ``__torch_function__`` of the inputs here.
@@ -362,7 +362,7 @@ def _with_all_leaves(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
     return outputs, grads, retain, create, inputs, *others
 
 
-def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
+def _clone_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
     """Clones the gradients that a user passes.
 
     All replicas may pass the same tensor, and autograd may put it into ``.grad`` as it is.

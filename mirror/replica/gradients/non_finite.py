@@ -60,7 +60,7 @@ class NonFiniteCheck:
                     if variable is not None and not _are_finite([grad]):
                         path = path_of(variable.owner(), variable.name)
                         assert grad is not None
-                        raise _not_finite(grad, f"{path!r} on {name}")
+                        raise _non_finite_error(grad, f"{path!r} on {name}")
 
 
 # The parameters of strategies with one replica, which are checked when a step begins.
@@ -85,7 +85,7 @@ def refuse_step(optimizer: Optimizer) -> None:
     if not _are_finite([p.grad for p in ours]):
         for p in ours:
             if not _are_finite([p.grad]):
-                raise _not_finite(p.grad, repr(path_of(p, "?")))
+                raise _non_finite_error(p.grad, repr(path_of(p, "?")))
 
 
 def _are_finite(grads: Iterable[Tensor | None]) -> bool:
@@ -113,7 +113,7 @@ def _dense(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
-def _not_finite(grad: Tensor, name: str) -> GradientError:
+def _non_finite_error(grad: Tensor, name: str) -> GradientError:
     values = _dense(grad.detach())
     num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
     return GradientError(

@@ -160,7 +160,7 @@ def split_at_boundaries(outputs: Sequence[Any]) -> SplitGraph | None:
         if boundary is not None:
             boundaries[boundary] = node
             continue
-        following = _following(node)
+        following = _next_nodes(node)
         nodes += following
         if not following:
             ends.append(node)
@@ -196,7 +196,7 @@ def _is_separate(
 
     Records the graph's nodes in ``owners``.
     """
-    nodes = [node for boundary in boundaries for node in _following(boundary)]
+    nodes = [node for boundary in boundaries for node in _next_nodes(boundary)]
     while nodes:
         node = nodes.pop()
         owner = owners.get(node)
@@ -204,7 +204,7 @@ def _is_separate(
             if not _concerns_only(runner, replica_id, node):
                 return False
             owners[node] = replica_id
-            nodes += _following(node)
+            nodes += _next_nodes(node)
         elif owner != replica_id:
             return False
     return True
@@ -263,7 +263,7 @@ def _unpack_hooks_getter(kind: type) -> Callable[[Node], Sequence[Any]] | None:
     return get_hooks
 
 
-def _following(node: Node) -> list[Node]:
+def _next_nodes(node: Node) -> list[Node]:
     return [following for following, _ in node.next_functions if following is not None]
 
 

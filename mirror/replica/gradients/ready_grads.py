@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import num_sharers
 from mirror.device.streams import ReplicaStreams
-from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.params.mirrored_tensor import GRAD
-from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam, through_hooks
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam, apply_hooks
 from mirror.values import are_identical
 
 ReplicaGrads = list[Any]  # one replica's local gradients; None where it has none
@@ -56,7 +56,7 @@ class ReadyGrads:
         """Whether the same copies have arrived in the same order."""
         return all(map(are_identical, self._arrived, arrived))
 
-    def after(self, num_taken: int) -> ReadyGrads:
+    def skip(self, num_taken: int) -> ReadyGrads:
         """Returns the arrivals without the first ``num_taken`` of every replica."""
         if self._rest is None or self._rest[0] != num_taken:
             self._rest = (num_taken, ReadyGrads([copies[num_taken:] for copies in self._arrived]))
@@ -114,12 +114,12 @@ def weigh(columns: list[ReplicaGrads], shares: Mapping[int, float]) -> None:
         present = [grad for grad in column if grad is not None]
         if present and share != 1.0:
             if any(grad.requires_grad or grad.is_sparse for grad in present):
-                column[:] = [None if grad is None else _scaled(grad, share) for grad in column]
+                column[:] = [None if grad is None else _scale(grad, share) for grad in column]
             else:
                 torch._foreach_mul_(present, share)
 
 
-def _scaled(grad: Tensor, share: float) -> Tensor:
+def _scale(grad: Tensor, share: float) -> Tensor:
     with torch.set_grad_enabled(grad.requires_grad):  # keeps the graph of create_graph=True
         return grad * share
 
@@ -132,7 +132,7 @@ def are_usual(grads: Sequence[Tensor | None]) -> bool:
     return True
 
 
-def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def add_grads(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Returns the sum of two gradients, either of which may be absent or sparse."""
     if a is None or b is None:
         return b if a is None else a
@@ -166,13 +166,13 @@ def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
     if not (known.requires_grad or grad.requires_grad or (known.is_sparse and not grad.is_sparse)):
         known += grad
         return
-    total = target.grad = plus(known, grad)
+    total = target.grad = add_grads(known, grad)
     assert total is not None
     variable: ReplicatedParam = target.variable  # type: ignore[attr-defined]
-    variable.gradients.replaced(variable, known, total)
+    variable.gradients.record_replacement(variable, known, total)
 
 
-def or_zeros(grad: Tensor | None, variable: ReplicatedParam, replica_id: int) -> Tensor:
+def fill_missing(grad: Tensor | None, variable: ReplicatedParam, replica_id: int) -> Tensor:
     """Returns a replica's gradient, or zeros if there is none."""
     if grad is None:
         return torch.zeros_like(variable.targets[replica_id])
@@ -188,7 +188,7 @@ def run_hooks(variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGra
     for i, variable in enumerate(variables):
         if variable.hooks:
             home, device = variable.home.device, columns[0][i].device
-            grad = through_hooks(variable.hooks, columns[0][i].to(home))
+            grad = apply_hooks(variable.hooks, columns[0][i].to(home))
             columns[0][i] = grad.to(device)
             for column in columns[1:]:
                 column[i] = grad.to(column[i].device, copy=True)
@@ -210,11 +210,11 @@ def reduce_non_dense(
     if not all(grad.is_sparse for grad in present):
         present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
     with torch.set_grad_enabled(any(grad.requires_grad for grad in present)):
-        total = summed(present, variable.targets[0].device)
+        total = reduce_tensors(present, variable.targets[0].device)
         if scale != 1.0:
             total = total * scale
             total = total.coalesce() if total.is_sparse else total
-        total = through_hooks(variable.hooks, total)
+        total = apply_hooks(variable.hooks, total)
         for r, target in enumerate(variable.targets):
             mine = total if r == 0 else total.clone().to(target.device)
             accumulate_one(target, mine)
@@ -229,7 +229,7 @@ class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
             if any(column[i] is not None for column in columns):
                 summands = self.setdefault(variable, [None] * len(columns))
                 for r, column in enumerate(columns):
-                    summands[r] = plus(summands[r], column[i])
+                    summands[r] = add_grads(summands[r], column[i])
 
     def take_with(
         self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]
@@ -245,7 +245,7 @@ class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
                 for column in columns:
                     column.append(None)
             for column, summand in zip(columns, summands, strict=True):
-                column[position[variable]] = plus(column[position[variable]], summand)
+                column[position[variable]] = add_grads(column[position[variable]], summand)
         return variables, columns
 
     def grads_of(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:

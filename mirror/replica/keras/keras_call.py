@@ -29,12 +29,12 @@ from mirror.errors import StrategyError
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import Runner, runner_of
-from mirror.replica.gradients.grad_tracker import lane_here
+from mirror.replica.gradients.grad_tracker import current_lane
 from mirror.replica.keras.keras_layers import (
     KerasThreadState,
     LayerWrites,
     assign_merged,
-    imported,
+    find_keras,
     is_stateless,
     keras_device,
     library,
@@ -62,17 +62,17 @@ def wrap_optimizers() -> None:
         kind = kinds.pop()
         kinds += type.__subclasses__(kind)
         if "apply" in vars(kind):
-            wrap_once(kind, "apply", _ending_a_step)
+            wrap_once(kind, "apply", _wrap_apply)
 
 
-def _ending_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     """Reports the step to the timeline and the listeners, like the hooks of torch's optimizers."""
 
     @disable_dynamo
     def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if _thread.is_applying:
             return original(optimizer, *args, **kwargs)
-        timeline, lane = lane_here()
+        timeline, lane = current_lane()
         if timeline is not None:
             timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.apply")
         _thread.is_applying = True
@@ -82,7 +82,7 @@ def _ending_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
             _thread.is_applying = False
             if timeline is not None:
                 timeline.end(lane, OPTIMIZER)
-        step_ends.optimizer_stepped(timeline)
+        step_ends.record_optimizer_step(timeline)
         return result
 
     return apply
@@ -298,15 +298,15 @@ def wrap_keras() -> None:
     """
     keras = library()
     if keras is None:
-        if imported() is not None:
-            wrap_once(imported().Layer, "__init__", _refusing_init)
+        if find_keras() is not None:
+            wrap_once(find_keras().Layer, "__init__", _refuse_layer_init)
         return
-    if wrap_once(keras.Layer, "__init__", _recording_init):
+    if wrap_once(keras.Layer, "__init__", _wrap_layer_init):
         wrap_optimizers()
         wrap_metrics()
 
 
-def _recording_init(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_layer_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if recording.recorders and current.replica is None:
@@ -317,12 +317,12 @@ def _recording_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:
+def _refuse_layer_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if recording.recorders:
             raise StrategyError(
                 f"mirror takes Keras over torch; got the layer {type(self).__name__}, and Keras "
-                f"computes with {imported().config.backend()!r} here; set "
+                f"computes with {find_keras().config.backend()!r} here; set "
                 'os.environ["KERAS_BACKEND"] = "torch" before Keras is imported'
             )
         original(self, *args, **kwargs)

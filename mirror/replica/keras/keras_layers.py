@@ -45,11 +45,11 @@ _TRACKER = "keras.src.backend.common.global_state"
 
 def library() -> Any:
     """Returns Keras if it is completely imported and computes with torch, else ``None``."""
-    keras = imported()
+    keras = find_keras()
     return keras if keras is not None and keras.config.backend() == "torch" else None
 
 
-def imported() -> Any:
+def find_keras() -> Any:
     """Returns Keras with any backend if it is completely imported, else ``None``."""
     keras = sys.modules.get("keras")
     is_whole = hasattr(keras, "StatelessScope") and hasattr(keras, "config")
@@ -245,7 +245,7 @@ _METHODS = ("update_state", "result", "reset_state")
 def wrap_metrics() -> None:
     """Makes replicas' calls of Keras metrics happen once for all replicas. Idempotent."""
     base = library().metrics.Metric
-    if not wrap_once(base, "__init__", _wrapping_init):
+    if not wrap_once(base, "__init__", _wrap_init):
         return
     kinds = [base]
     while kinds:
@@ -254,7 +254,7 @@ def wrap_metrics() -> None:
         _wrap_kind(kind)
 
 
-def _wrapping_init(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for kind in type(self).__mro__[:-1]:
@@ -278,11 +278,11 @@ def _call_once_for_all(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(metric, *args, **kwargs)
         device = replica.replicas.devices[0]
 
-        def once(*args: Any, **kwargs: Any) -> Any:
+        def call_once(*args: Any, **kwargs: Any) -> Any:
             with keras_device(device):
                 return method(metric, *args, **kwargs)
 
-        return merge_call_joined(replica, metric, once, args, kwargs, KerasJoin)
+        return merge_call_joined(replica, metric, call_once, args, kwargs, KerasJoin)
 
     return call
 

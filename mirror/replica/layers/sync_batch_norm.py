@@ -24,10 +24,10 @@ _batch_norm_of_part = F.batch_norm  # torch's own, also if it is wrapped later
 
 def wrap_torch_sync_batch_norm() -> None:
     """Makes ``torch.nn.SyncBatchNorm`` in mirrored modules compute what ours does. Idempotent."""
-    wrap_once(nn.SyncBatchNorm, "forward", _synchronized_forward)
+    wrap_once(nn.SyncBatchNorm, "forward", _wrap_forward)
 
 
-def _synchronized_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
         owner = owner_of(self)
         if owner is None or not owner.mirrors:
@@ -43,10 +43,10 @@ def synchronize_all() -> None:
     The layers stay of their classes, which may have a forward of their own. It is
     ``convert_sync_batchnorm`` for models that are not made yet.
     """
-    wrap_once(F, "batch_norm", _synchronizing_all)
+    wrap_once(F, "batch_norm", _wrap_batch_norm)
 
 
-def _synchronizing_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _wrap_batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def batch_norm(
         input: Tensor,  # noqa: A002
         running_mean: Tensor | None,
@@ -258,8 +258,8 @@ class Deviations(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
-        of_mean, of_squares = (_per_channel(grad, x) for grad in grads)
-        centered = x.to(mean.dtype) - _per_channel(mean, x)
+        of_mean, of_squares = (_view_per_channel(grad, x) for grad in grads)
+        centered = x.to(mean.dtype) - _view_per_channel(mean, x)
         return of_mean / max(1, _num_values(x)) + 2 * of_squares * centered, None
 
 
@@ -291,10 +291,10 @@ class Normalization(torch.autograd.Function):
         inverse = torch.rsqrt(var + ctx.eps)
         scale = inverse if weight is None else inverse * weight
         summed = grad.sum(over)
-        centered = x.to(mean.dtype) - _per_channel(mean, x)
+        centered = x.to(mean.dtype) - _view_per_channel(mean, x)
         along = (grad * centered).sum(over)  # the component along the deviations
         return (
-            grad * _per_channel(scale, x),
+            grad * _view_per_channel(scale, x),
             None,
             -scale * summed,
             -0.5 * scale * inverse.square() * along,
@@ -313,7 +313,7 @@ def _all_but_channels(x: Tensor) -> list[int]:
     return [axis for axis in range(x.dim()) if axis != 1]
 
 
-def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+def _view_per_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.view(-1, *[1] * (x.dim() - 2))
 
 

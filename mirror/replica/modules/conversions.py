@@ -36,17 +36,17 @@ Conversion = Callable[[Tensor], Tensor]
 
 def watch_conversions() -> None:
     """Wraps ``Module._apply``, which all conversions call; once, permanently."""
-    wrap_once(nn.Module, CONVERT, _looking)
+    wrap_once(nn.Module, CONVERT, _wrap_apply)
 
 
-def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply_looked_at(self: Any, fn: Conversion, *args: Any, **kwargs: Any) -> Any:
+def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, fn: Conversion, *args: Any, **kwargs: Any) -> Any:
         owner = owner_of(self)
         if owner is None or not owner.mirrors or isinstance(fn, _Staying):
             return original(self, fn, *args, **kwargs)
         return original(self, _Staying(fn, owner), *args, **kwargs)
 
-    return apply_looked_at
+    return apply
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +137,11 @@ def warn_of_ignored(module: nn.Module, names: object) -> None:
 def watch_wrappers() -> None:
     """Makes wrappers of mirrored modules raise, and sharded samplers warn; once, permanently."""
     for wrapper in _WRAPPERS:
-        wrap_once(wrapper, "__init__", _refusing_init)
-    wrap_once(DistributedSampler, "__iter__", _telling_iter)
+        wrap_once(wrapper, "__init__", _wrap_init)
+    wrap_once(DistributedSampler, "__iter__", _wrap_iter)
 
 
-def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         inside = module.modules() if isinstance(module, nn.Module) else ()
         counts = [owner.num_replicas for m in inside if (owner := owner_of(m)) is not None]
@@ -157,7 +157,7 @@ def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _telling_iter(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+def _wrap_iter(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def __iter__(self: DistributedSampler[Any]) -> Iterator[Any]:
         if reads_a_shard(self) and torch.utils.data.get_worker_info() is None:
             warn_user(SHARDED.format(self.num_replicas))

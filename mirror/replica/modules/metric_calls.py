@@ -82,7 +82,7 @@ def merge_call_joined(
     name = type(metric).__name__
     places = replica.replicas.places
 
-    def once(calls: dict[int, _Call]) -> dict[int, Any]:
+    def call_once(calls: dict[int, _Call]) -> dict[int, Any]:
         weights = replica.run.weights()
         first, *_ = calls.values()
         join = (joining or Join)(first.metric, places, [weights[r] for r in calls], is_partial)
@@ -98,7 +98,9 @@ def merge_call_joined(
             calls_by_object.setdefault(id(one.metric), {})[r] = one
         if is_partial or len(calls_by_object) == 1:
             return {
-                r: result for same in calls_by_object.values() for r, result in once(same).items()
+                r: result
+                for same in calls_by_object.values()
+                for r, result in call_once(same).items()
             }
         return dict.fromkeys(calls, _OWN)
 
@@ -294,7 +296,7 @@ def watch_log(module: nn.Module) -> None:
 
 def _merge_log(kind: Any) -> None:
     if not hasattr(kind.log, _WRAPPED):
-        kind.log = _merged(kind.log)
+        kind.log = _wrap_method(kind.log)
 
 
 def watch_lone_metrics() -> None:
@@ -306,16 +308,16 @@ def watch_lone_metrics() -> None:
         return  # another thread imports it
     unwatched_libraries.clear()
     for kind in kinds:
-        wrap_once(kind, "__init__", _watching)
+        wrap_once(kind, "__init__", _wrap_init)
         if "__setstate__" in vars(kind):  # of copies
-            wrap_once(kind, "__setstate__", _watching)
+            wrap_once(kind, "__setstate__", _wrap_init)
     metrics = set(kinds)
     for made in gc.get_objects():
         if not metrics.isdisjoint(type(made).__mro__):
             watch_metric(made)
 
 
-def _watching(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         watch_metric(self)
@@ -334,7 +336,7 @@ def _merge_methods(module: nn.Module) -> None:
         # Metrics have them as instance attributes, which copies and pickles do not contain.
         method = attributes.get(name)
         if method is not None and not hasattr(method, _WRAPPED):
-            attributes[name] = _merged(method, module)
+            attributes[name] = _wrap_method(method, module)
     names = [*(_METHODS[2:] if "update" in attributes else _METHODS)]
     names += _OF_TRACKERS if hasattr(module, "increment") else ()
     for kind in type(module).__mro__:
@@ -342,10 +344,12 @@ def _merge_methods(module: nn.Module) -> None:
         for name in () if is_library else names:
             method = kind.__dict__.get(name)
             if callable(method) and not hasattr(method, _WRAPPED):
-                setattr(kind, name, _merged(method))
+                setattr(kind, name, _wrap_method(method))
 
 
-def _merged(method: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+def _wrap_method(
+    method: Callable[..., Any], module: nn.Module | None = None
+) -> Callable[..., Any]:
     """Wraps a bound method of ``module``, or a method of a class."""
 
     @functools.wraps(method)

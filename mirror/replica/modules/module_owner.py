@@ -159,11 +159,11 @@ def owner_of(module: nn.Module | None) -> Replicas | None:
 
 def watch_compile() -> None:
     """Keeps calls of mirrored modules split when these are compiled; once, permanently."""
-    if wrap_once(nn.Module, "compile", _routed_again):
+    if wrap_once(nn.Module, "compile", _wrap_compile):
         register_module_module_registration_hook(_record_compiled)
 
 
-def _routed_again(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_compile(original: Callable[..., None]) -> Callable[..., None]:
     def compile_routed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         route = interceptor_of(module)
         original(module, *args, **kwargs)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mirror.base.dynamo import is_compiled, refuse_unknown_compiler
 from mirror.base.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_lacking
-from mirror.device.device_mesh import without_remap
+from mirror.device.device_mesh import disabling_remap
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -108,7 +108,7 @@ class ModuleRegistry:
         self._buffers = buffers
         self._mirrored: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
 
-    def mirrored(self) -> Iterator[tuple[nn.Module, str]]:
+    def mirrored_modules(self) -> Iterator[tuple[nn.Module, str]]:
         """Yields the mirrored modules, in the order of their mirroring, with their first paths."""
         for key, (reference, path) in list(self._mirrored.items()):
             module = reference()
@@ -216,7 +216,7 @@ class ModuleRegistry:
         def action(payloads: dict[int, Any]) -> dict[int, None]:
             args, kwargs = payloads[min(payloads)]
             replica.run.enter_first_stream()
-            with stream_of_caller(self.replicas.workers), without_remap():
+            with stream_of_caller(self.replicas.workers), disabling_remap():
                 getattr(module, INFER)(module, args, kwargs)
                 if not self.replicas.mirrors:
                     self._move(module)
@@ -262,7 +262,7 @@ class ModuleRegistry:
                 home = self.replicas.places.home_of(tensor.device, name)
                 if tensor.device != home:
                     tensor.data = tensor.data.to(home)
-                self._registry.own(tensor)
+                self._registry.register(tensor)
 
     def _refuse_script(self, module: torch.jit.ScriptModule, name: str) -> None:
         # A module that was traced from a mirrored one, inside the scope, shares its tensors.

@@ -120,10 +120,10 @@ class PerReplicaAttribute:
     def read(self, replica: Replica) -> Any:
         """Returns the replica's value, ``MISSING`` if it has none."""
         if not self.is_set:
-            return self._ordinary().get(self._name, MISSING)
-        now, r = self._in(replica.run), replica.replica_id
+            return self._module_dict().get(self._name, MISSING)
+        now, r = self._enter(replica.run), replica.replica_id
         if r not in now.values:
-            value = self._first(replica)
+            value = self._initial_value(replica)
             if type(value) is bool or value is MISSING:
                 return value
             now.values[r] = value
@@ -133,11 +133,11 @@ class PerReplicaAttribute:
     def write(self, replica: Replica, value: Any) -> None:
         """Sets the replica's value; ``MISSING`` deletes it."""
         self.is_set = True
-        now, r = self._in(replica.run), replica.replica_id
+        now, r = self._enter(replica.run), replica.replica_id
         now.read.pop(r, None)
         if type(value) is bool:
             now.values.pop(r, None)
-            now.flags[r] = self._ordinary()[self._name] = value
+            now.flags[r] = self._module_dict()[self._name] = value
         else:
             now.flags.pop(r, None)
             now.values[r] = value
@@ -164,12 +164,12 @@ class PerReplicaAttribute:
             self._left = values
             self._set_joined({r: v for r, v in values.items() if v is not MISSING}, run)
 
-    def _ordinary(self) -> dict[str, Any]:
+    def _module_dict(self) -> dict[str, Any]:
         """Returns the module's ``__dict__``."""
         module = self._module()
         return {} if module is None else module.__dict__
 
-    def _in(self, run: Run) -> _InRun:
+    def _enter(self, run: Run) -> _InRun:
         if self._now.run is not run:
             _beginning.call(self._begin, run)
         return self._now
@@ -177,17 +177,17 @@ class PerReplicaAttribute:
     def _begin(self, run: Run) -> None:
         if self._now.run is not run:  # of replicas that run at once, the first one begins
             joined, versions = self._joined
-            value = self._ordinary().get(self._name, MISSING)
+            value = self._module_dict().get(self._name, MISSING)
             if value is not joined or versions != _versions(joined):
                 self._left = {}  # the cross-replica context has set it
             self._attributes.record(run, self)
             self._now = _InRun(run)
 
-    def _first(self, replica: Replica) -> Any:
+    def _initial_value(self, replica: Replica) -> Any:
         """Returns the value with which the replica begins a run."""
         if replica.replica_id in self._left:
             return self._left[replica.replica_id]
-        value = self._ordinary().get(self._name, MISSING)
+        value = self._module_dict().get(self._name, MISSING)
         if value is MISSING:
             return value
         sizes = replica.run.all_weights() if self._is_batched else None
@@ -217,13 +217,13 @@ class PerReplicaAttribute:
         return map_structure(part, value)
 
     def _set_joined(self, values: dict[int, Any], run: Run) -> None:
-        ordinary = self._ordinary()
+        ordinary = self._module_dict()
         if not values:
             ordinary.pop(self._name, None)
             self._joined = MISSING, ()
             return
         before = ordinary.get(self._name, MISSING)
-        joined = ordinary[self._name] = _apart(self._join(values, before, run), values)
+        joined = ordinary[self._name] = _separate(self._join(values, before, run), values)
         self._joined = joined, _versions(joined)
 
     def _join(self, values: dict[int, Any], before: Any, run: Run) -> Any:
@@ -260,15 +260,15 @@ class PerReplicaAttribute:
         return joined
 
 
-def _apart(joined: Any, parts: dict[int, Any]) -> Any:
+def _separate(joined: Any, parts: dict[int, Any]) -> Any:
     """Returns ``joined`` with memory of its own: replicas may write to theirs in place."""
     own = {id(leaf) for part in parts.values() for leaf in leaves_of(part)}
 
-    def copied(leaf: Any) -> Any:
+    def copy_shared(leaf: Any) -> Any:
         shared = isinstance(leaf, Tensor) and not isinstance(leaf, MirroredTensor)
         return leaf.clone() if shared and id(leaf) in own else leaf
 
-    return map_structure(copied, joined)
+    return map_structure(copy_shared, joined)
 
 
 def _versions(value: Any) -> tuple[int, ...]:

@@ -122,15 +122,15 @@ def own_values(module: nn.Module, name: str) -> tuple[PerReplicaAttribute, Repli
 
 def watch_attributes() -> None:
     """Makes attributes that replicas set on mirrored modules theirs; once, permanently."""
-    wrap_once(nn.Module, "__setattr__", _noticing_set)
-    wrap_once(nn.Module, "__delattr__", _noticing_delete)
+    wrap_once(nn.Module, "__setattr__", _wrap_setattr)
+    wrap_once(nn.Module, "__delattr__", _wrap_delattr)
 
 
-def _noticing_set(original: Callable[..., None]) -> Callable[..., None]:
-    def setattr_noticed(self: nn.Module, name: str, value: Any) -> None:
+def _wrap_setattr(original: Callable[..., None]) -> Callable[..., None]:
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
         if SPLIT_CALL in self.__dict__ and name not in _SHARED:
             if name in WEIGHT_LISTS:
-                value = [_for_all(weight) for weight in value]
+                value = [_find_owner(weight) for weight in value]
             elif current.replica is not None:
                 _notice(self, name, value)
             elif type(value) is Tensor and not torch.compiler.is_compiling():
@@ -143,16 +143,16 @@ def _noticing_set(original: Callable[..., None]) -> Callable[..., None]:
             _record(self)  # so that the new dict is watched
         original(self, name, value)
 
-    return setattr_noticed
+    return set_attribute
 
 
-def _noticing_delete(original: Callable[..., None]) -> Callable[..., None]:
-    def delattr_noticed(self: nn.Module, name: str) -> None:
+def _wrap_delattr(original: Callable[..., None]) -> Callable[..., None]:
+    def delete_attribute(self: nn.Module, name: str) -> None:
         if current.replica is not None and SPLIT_CALL in self.__dict__:
             _notice(self, name, MISSING)
         original(self, name)
 
-    return delattr_noticed
+    return delete_attribute
 
 
 def _record(module: nn.Module) -> None:
@@ -171,7 +171,7 @@ def _record_mode(module: nn.Module, mode: bool) -> None:
         of_replicas[replica.replica_id] = mode
 
 
-def _for_all(weight: Any) -> Any:
+def _find_owner(weight: Any) -> Any:
     """Returns the mirrored parameter of a replica's copy: RNNs share lists of their weights."""
     is_reference = isinstance(weight, weakref.ref)
     copy = weight() if is_reference else weight
@@ -207,10 +207,10 @@ def _notice(module: nn.Module, name: str, value: Any) -> None:
 
 def watch_copies() -> None:
     """Makes ``copy`` and ``pickle`` see the replica's values of attributes; once, permanently."""
-    wrap_once(nn.Module, "__reduce_ex__", _reducing)
+    wrap_once(nn.Module, "__reduce_ex__", _wrap_reduce_ex)
 
 
-def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_reduce_ex(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = original(self, protocol)
         if current.replica is None or not isinstance(reduced, tuple) or len(reduced) < 3:

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from mirror.errors import DivergenceError
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
+from mirror.replica.bitwise import bytes_of
 from mirror.replica.params.mirrored_buffer import Buffers, ReplicatedBuffer
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
-from mirror.replica.replica_checks import bytes_of
 from mirror.threads.user_frames import user_line
 
 _logger = logging.getLogger("mirror")
@@ -103,7 +103,7 @@ class FirstValues:
         """Returns the hooks that distribute values before runs. See [Note: Parts]."""
         return LifecycleHooks(name="first values", prepare=self._prepare)
 
-    def before_reducing(self) -> None:
+    def wait_for_reduce(self) -> None:
         """Waits until all workers reduce gradients, if training has not begun."""
         if not self._is_open:
             return
@@ -163,7 +163,7 @@ class FirstValues:
             if given:
                 self._put_in_order(named)
                 if REDUCE in stages and min(stages) < REDUCE:
-                    raise _too_late(stages, named[changed.index(True)][1])
+                    raise _late_change_error(stages, named[changed.index(True)][1])
                 self._warn_if_stale(statuses)
                 # Written in place: the new version is detected, and the value is then broadcast
                 # to the other replicas of this worker.
@@ -264,7 +264,7 @@ def _bits(record: _Record) -> bytes | None:
     return found.digest()
 
 
-def _too_late(stages: Sequence[int], name: str) -> DivergenceError:
+def _late_change_error(stages: Sequence[int], name: str) -> DivergenceError:
     """Returns the error for values that change between a worker's forward and its gradients."""
     behind = ", ".join(str(rank) for rank, stage in enumerate(stages) if stage < REDUCE)
     return DivergenceError(

@@ -237,7 +237,7 @@ class InFlight:
         trailer = write_trailer(flags, number, weight, **states, mixed=mixed, sparse=sparse)
         # A worker has one trailer, in the first replica's buffer.
         trailers = [trailer, *([[0.0] * len(trailer)] * (len(columns) - 1))]
-        buffers = [*map(bucket.packed, columns, scales, trailers, range(len(columns)))]
+        buffers = [*map(bucket.pack, columns, scales, trailers, range(len(columns)))]
         if self._workers.sums_replicas:
             waits.append(self._workers.all_reduce_replicas(what, buffers))
         else:
@@ -264,10 +264,10 @@ class InFlight:
             total: the sum of all workers' weights in the previous pass.
         """
         number, reduction, what = self._next(phase)
-        buffer = bucket.summed(columns, scale, trailers.own(number, weight))
+        buffer = bucket.sum_replicas(columns, scale, trailers.own_trailer(number, weight))
         wait = self._workers.all_reduce(what, buffer)
         usual = trailers.all(number, total, self._workers.size)
-        grads = bucket.unpacked(buffer)  # now, as nothing else is done before the wait
+        grads = bucket.unpack(buffer)  # now, as nothing else is done before the wait
         self.launched.append(
             BucketInFlight(bucket, [buffer], number, [wait], None, reduction, usual, grads)
         )

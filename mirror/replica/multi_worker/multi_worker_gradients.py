@@ -18,7 +18,7 @@ import torch
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
-from mirror.execution.lifecycle import nothing
+from mirror.execution.lifecycle import do_nothing
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run, current, replica_of
 from mirror.execution.runner import Runner
@@ -49,7 +49,7 @@ class MultiWorkerGradients(GradReducer):
         replicas, runner, reducer, finite: as in ``GradReducer``.
 
     Attributes:
-        before_reducing: called before each reduction, by all workers: [Note: First values].
+        wait_for_reduce: called before each reduction, by all workers: [Note: First values].
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MultiWorkerGradients(GradReducer):
             self._non_finite,
         )
         self._dropped = self._reduction.dropped
-        self.before_reducing: Callable[[], None] = nothing
+        self.wait_for_reduce: Callable[[], None] = do_nothing
 
     # Weights of passes
 
@@ -166,7 +166,7 @@ class MultiWorkerGradients(GradReducer):
     # Launching during a pass
 
     @disable_dynamo
-    def _arrived(self, order: BucketOrder, index: int, copy: ReplicaParameter) -> None:
+    def _handle_arrival(self, order: BucketOrder, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         lock = self.tracker.mutex.lock
         try:
@@ -207,7 +207,7 @@ class MultiWorkerGradients(GradReducer):
             for unsettled in self.unsettled:
                 unsettled.append(self._in_flight)
         columns = take(bucket.copies)
-        self._reduction.launch(bucket, columns, self._reduction.estimated_shares(weights), weights)
+        self._reduction.launch(bucket, columns, self._reduction.estimate_shares(weights), weights)
 
     def _current_weights(self) -> PassWeights | None:
         """Returns the weights of the running pass; ``None`` if they are not certain."""
@@ -229,7 +229,7 @@ class MultiWorkerGradients(GradReducer):
             StrategyError: a gradient carries a graph.
         """
         assert isinstance(shares, PassWeights)
-        self.before_reducing()
+        self.wait_for_reduce()
         self._replicas.timeline.begin(CROSS, REDUCTION, "gradients of all workers")
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -275,9 +275,9 @@ class MultiWorkerGradients(GradReducer):
             return False
         if order.changes == changes:
             return True
-        return order.fits(self._trained(), changes)
+        return order.fits(self._find_trained(), changes)
 
-    def _trained(self) -> list[ReplicatedParam]:
+    def _find_trained(self) -> list[ReplicatedParam]:
         variables = map(param_of, self._registry.parameters())
         return [v for v in variables if v is not None and v.targets[0].requires_grad]
 
@@ -288,7 +288,7 @@ class MultiWorkerGradients(GradReducer):
 
     def smallest_trained(self) -> ReplicatedParam | None:
         """Returns the parameter with the fewest elements, ``None`` if none is trained."""
-        return min(self._trained(), key=lambda v: v.targets[0].numel(), default=None)
+        return min(self._find_trained(), key=lambda v: v.targets[0].numel(), default=None)
 
     def _agree(self, weight: float) -> BucketOrder:
         """Agrees with the other workers on a new order."""
@@ -298,14 +298,14 @@ class MultiWorkerGradients(GradReducer):
         gc.collect()  # frees on all workers what some have freed
         known = [] if self._order is None else list(self._order.sparse)
         known += [v for v in self._deferred if self._deferred.is_sparse(v)]
-        variables, sparse = agree(self._workers, self._trained(), arrived, weight, known)
+        variables, sparse = agree(self._workers, self._find_trained(), arrived, weight, known)
         for hook in self._launching_hooks:
             hook.remove()
         self._order = order = BucketOrder(
             variables, sparse, changes, self._reducer, self._replicas.devices
         )
         self._launching_hooks = [
-            mine[-1].on_accumulate(partial(self._arrived, order, index))
+            mine[-1].on_accumulate(partial(self._handle_arrival, order, index))
             for index, bucket in enumerate(order.buckets[:-1])  # nothing hides the last one
             for mine in bucket.copies
         ]

@@ -38,12 +38,12 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reduce_ops import Reducer, summed
+from mirror.replica.collectives.reduce_ops import Reducer, reduce_tensors
 from mirror.replica.gradients.ready_grads import (
     ReplicaGrads,
+    add_grads,
     are_usual,
     common_scale,
-    plus,
     unshare,
     weigh,
 )
@@ -93,9 +93,9 @@ class Contributions:
         """
         flags: Sequence[float] = bucket.all_count
         if self._deferred or not self._all_count(columns, shares):
-            flags, shares = self._filled(bucket, columns, shares)
+            flags, shares = self._fill_absent(bucket, columns, shares)
         if bucket.has_complex:
-            columns = [bucket.real(column) for column in columns]
+            columns = [bucket.view_as_real(column) for column in columns]
         if self._workers.sums_replicas:
             return Contribution(columns, flags, [shares.get(r, 0.0) for r in range(len(columns))])
         if len(columns) == 1 or not flags:
@@ -133,7 +133,7 @@ class Contributions:
             return False
         return all(map(are_usual, columns))
 
-    def _filled(
+    def _fill_absent(
         self, bucket: WorkerBucket, columns: Sequence[ReplicaGrads], shares: Mapping[int, float]
     ) -> tuple[list[float], Mapping[int, float]]:
         """Replaces gradients that are absent or have no share by zeros; returns flags, shares."""
@@ -150,7 +150,7 @@ class Contributions:
             for i, variable in enumerate(bucket.variables):
                 kept = None if variable is None else self._deferred.pop_dense(variable)
                 for column, summand in zip(columns, kept or (), strict=False):
-                    column[i] = plus(column[i], summand)
+                    column[i] = add_grads(column[i], summand)
                     flags[i] = COUNTS
         for r, (column, device) in enumerate(zip(columns, self._devices, strict=True)):
             for i, grad in enumerate(column):
@@ -166,11 +166,11 @@ class Contributions:
         weigh(columns, shares)
         kept = self._deferred.pop(variable, None) or [None] * len(columns)
         own = (column[0] for column in columns)
-        grads = [plus(grad, summand) for grad, summand in zip(own, kept, strict=True)]
+        grads = [add_grads(grad, summand) for grad, summand in zip(own, kept, strict=True)]
         present = [grad for grad in grads if grad is not None]
         if not all(grad.is_sparse for grad in present):
             present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
-        return summed(present, self._devices[0]) if present else None
+        return reduce_tensors(present, self._devices[0]) if present else None
 
 
 def refuse_graphs(columns: Sequence[ReplicaGrads]) -> None:
@@ -223,7 +223,7 @@ class UsualTrailers:
         self._own: dict[tuple[int, float], bytes] = {}
         self._all: dict[tuple[int, float, int], bytes] = {}
 
-    def own(self, number: int, weight: float) -> bytes:
+    def own_trailer(self, number: int, weight: float) -> bytes:
         """Returns this worker's trailer, as bytes of the dtype."""
         key = number % _MARKS, weight
         known = self._own.get(key)
@@ -298,7 +298,7 @@ class WorkerBucket:
         all_count: the flags of a worker that has all gradients.
         ends_exactly: whether the wire dtype is precise enough for the weight in the trailer.
         num_elements, num_bytes: the size of the buffer without the trailer.
-        usual_trailers: the trailers of the usual case; ``None`` if ``summed`` cannot be used.
+        usual_trailers: the trailers of the usual case; ``None`` excludes ``sum_replicas``.
     """
 
     def __init__(
@@ -366,14 +366,16 @@ class WorkerBucket:
         shape, strides = self._layouts[i]
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device).zero_()
 
-    def real(self, column: Sequence[Tensor]) -> list[Tensor]:
+    def view_as_real(self, column: Sequence[Tensor]) -> list[Tensor]:
         """Returns a replica's gradients with complex ones viewed as real."""
         return [
             torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
             for grad in column
         ]
 
-    def summed(self, columns: Sequence[Sequence[Tensor]], scale: float, trailer: bytes) -> Tensor:
+    def sum_replicas(
+        self, columns: Sequence[Sequence[Tensor]], scale: float, trailer: bytes
+    ) -> Tensor:
         """Returns a new buffer with the sums over the replicas, and a trailer, in one pass.
 
         Only for a bucket with ``usual_trailers``. Gradients that are not contiguous are copied.
@@ -389,7 +391,7 @@ class WorkerBucket:
         library().pack_sums(addresses, self._places, scale, trailer, buffer.data_ptr())
         return buffer
 
-    def packed(
+    def pack(
         self, grads: Sequence[Tensor], scale: float, trailer: Sequence[float], replica_id: int = 0
     ) -> Tensor:
         """Returns a new buffer with real gradients, multiplied by ``scale``, and a trailer."""
@@ -397,7 +399,7 @@ class WorkerBucket:
         if self._is_contiguous and False not in [grad.is_contiguous() for grad in grads]:
             pieces = [grad.view(-1) for grad in grads]
         else:
-            pieces = list(self._in_order(grads))
+            pieces = list(self._order_elements(grads))
         if self._gaps:
             pieces = [*chain(*zip(pieces, self._gaps[device], strict=True))]
         pieces.append(torch.tensor(trailer, dtype=self.dtype, device=device))
@@ -411,7 +413,7 @@ class WorkerBucket:
             buffer.narrow(0, 0, self.num_elements).mul_(scale)
         return buffer
 
-    def _in_order(self, grads: Sequence[Tensor]) -> Iterator[Tensor]:
+    def _order_elements(self, grads: Sequence[Tensor]) -> Iterator[Tensor]:
         for grad, (shape, strides) in zip(grads, self._layouts, strict=True):
             ordered = grad
             if grad.stride() != strides:
@@ -419,7 +421,7 @@ class WorkerBucket:
                 ordered.copy_(grad)
             yield ordered.as_strided((ordered.numel(),), (1,))
 
-    def unpacked(self, buffer: Tensor) -> list[Tensor]:
+    def unpack(self, buffer: Tensor) -> list[Tensor]:
         """Returns the gradients in a buffer; to autograd they are no views of it."""
         rest = buffer.numel() - self.num_elements
         *grads, _ = torch.unsafe_split_with_sizes(buffer, [*self._steps, rest])
@@ -491,7 +493,7 @@ def sum_sparse(
             continue
         if not all(part.is_sparse for part in present):
             present = [part.to_dense() if part.is_sparse else part for part in present]
-        totals.append(summed(present, target.device))
+        totals.append(reduce_tensors(present, target.device))
     return totals
 
 

@@ -88,7 +88,7 @@ class WorkerReduction:
         # 1. Take the gradients out of their slots, and launch the remaining buckets.
         is_exact = self._deferred.has_passes
         shares: Mapping[int, float]
-        shares = self.exact_shares(weights) if is_exact else self.estimated_shares(weights)
+        shares = self.exact_shares(weights) if is_exact else self.estimate_shares(weights)
         try:
             sparse = self._take_sparse(order, shares) if order.sparse else []
             self._launch_rest(order, shares, weights)
@@ -222,11 +222,11 @@ class WorkerReduction:
             if factor != 1.0:
                 buffers[r].mul_(factor)
         if flight.grads is None:
-            columns = [bucket.unpacked(buffer) for buffer in buffers]
+            columns = [bucket.unpack(buffer) for buffer in buffers]
         else:
             columns = [flight.grads]
         for device in self._replicas.devices[len(buffers) :]:
-            columns.append(bucket.unpacked(buffers[0].to(device, copy=True)))
+            columns.append(bucket.unpack(buffers[0].to(device, copy=True)))
         targets: Sequence[list[Any]] = bucket.targets
         flags = bucket.all_count if trailer is None else trailer.flags
         variables = bucket.variables
@@ -262,7 +262,7 @@ class WorkerReduction:
     def _reference(self) -> float:
         return self._workers.reference or 1.0
 
-    def estimated_shares(self, weights: PassWeights) -> dict[int, float]:
+    def estimate_shares(self, weights: PassWeights) -> dict[int, float]:
         """Returns shares in the previous total, which all workers know.
 
         The reduced gradients are corrected by the exact total.

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from mirror.base.mutex import Mutex
 from mirror.errors import StrategyError
 from mirror.execution.run import Replica, Tracing, current
-from mirror.replica.optimizers.param_groups import replicas_reached
+from mirror.replica.optimizers.param_groups import find_replicas
 from mirror.threads.merge_point import MergePoint
 
 _lock = Mutex()  # not held by a scaler: scalers are copied and pickled
@@ -190,7 +190,7 @@ class GradScaler(torch.amp.GradScaler):
         if replica is None:
             return self._common_states
         if replica.replica_id not in self._replica_states:
-            self._replica_states[replica.replica_id] = _copied(self._common_states.items())
+            self._replica_states[replica.replica_id] = _copy_states(self._common_states.items())
         return self._replica_states[replica.replica_id]
 
     @property
@@ -224,20 +224,19 @@ class GradScaler(torch.amp.GradScaler):
 def watch_torchs_scaler() -> None:
     """Makes torch's own scaler raise StrategyError inside ``run``; call it once."""
     for name in ("unscale_", "step", "update"):
-        setattr(torch.amp.GradScaler, name, _refusing(getattr(torch.amp.GradScaler, name)))
+        setattr(
+            torch.amp.GradScaler, name, _refuse_unmirrored(getattr(torch.amp.GradScaler, name))
+        )
 
 
-def _refusing(method: Any) -> Any:
+def _refuse_unmirrored(method: Any) -> Any:
     @functools.wraps(method)
-    def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+    def call(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
         is_torchs = self.is_enabled() and not isinstance(self, GradScaler)
         if replica is not None and is_torchs and replica.replicas.num_replicas > 1:
             optimizer = args[0] if args else kwargs.get("optimizer")
-            own = (
-                isinstance(optimizer, torch.optim.Optimizer)
-                and replicas_reached(optimizer) is None
-            )
+            own = isinstance(optimizer, torch.optim.Optimizer) and find_replicas(optimizer) is None
             if not own:
                 raise StrategyError(
                     f"{type(self).__name__}.{method.__name__} of torch was called inside "
@@ -246,15 +245,15 @@ def _refusing(method: Any) -> Any:
                 )
         return method(self, *args, **kwargs)
 
-    return refusing
+    return call
 
 
-def _copied(states: Iterable[tuple[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
-    copied: dict[int, dict[str, Any]] = defaultdict(_ready)
+def _copy_states(states: Iterable[tuple[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    copied: dict[int, dict[str, Any]] = defaultdict(_ready_state)
     for key, state in states:
         copied[key] = {**state, "found_inf_per_device": dict(state["found_inf_per_device"])}
     return copied
 
 
-def _ready() -> dict[str, Any]:
+def _ready_state() -> dict[str, Any]:
     return {"stage": OptState.READY, "found_inf_per_device": {}}

@@ -34,11 +34,11 @@ from mirror.errors import StrategyError, short_repr
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import runner_of
-from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.bitwise import same_bits
+from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.gradients.parallel_backward import mark_boundary
-from mirror.replica.optimizers.param_groups import replicas_reached
+from mirror.replica.optimizers.param_groups import find_replicas
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.replica.replica_checks import same_bits
 from mirror.threads.merge_point import MergePoint
 from mirror.values import map_structure
 
@@ -214,7 +214,7 @@ def _mean(run: Run, *leaves: Any) -> Any:
         parts = mark_boundary(runner_of(run.replicas), run.active, leaves)
         home = run.replicas.places.peers_of(parts[0].device)[0]
         scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
-        loss = summed(scaled, home)
+        loss = reduce_tensors(scaled, home)
     if not run.replicas.workers.is_multi_process:
         return loss
     return average_loss_over_workers(run.replicas, loss, sum(run.weights().values()))
@@ -309,14 +309,14 @@ def _add_in_run(
     add: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
     is_being_made = not vars(optimizer).get(_CREATED, True)
-    if is_being_made or replicas_reached(optimizer) is not context.replicas:
+    if is_being_made or find_replicas(optimizer) is not context.replicas:
         return add(optimizer, *args, **kwargs)
-    args = tuple(map(_with_mirrored_params, args))
-    kwargs = {name: _with_mirrored_params(value) for name, value in kwargs.items()}
+    args = tuple(map(_replace_copies, args))
+    kwargs = {name: _replace_copies(value) for name, value in kwargs.items()}
     return merge_call_shared(context, add, optimizer, args, kwargs)
 
 
-def _with_mirrored_params(group: Any) -> Any:
+def _replace_copies(group: Any) -> Any:
     """Returns a parameter group with the mirrored parameters in place of a replica's copies."""
     if not isinstance(group, dict) or "params" not in group:
         return group
@@ -339,6 +339,6 @@ def _step_in_run(
     step: Callable[..., Any], scheduler: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
     optimizer = getattr(scheduler, "optimizer", None)
-    if optimizer is None or replicas_reached(optimizer) is not context.replicas:
+    if optimizer is None or find_replicas(optimizer) is not context.replicas:
         return step(scheduler, *args, **kwargs)
     return merge_call_shared(context, step, scheduler, args, kwargs)

@@ -55,7 +55,7 @@ from mirror.replica.optimizers.param_groups import (
     keep_options,
     options_of,
     refuse_different,
-    refuse_what_is_not_mirrored,
+    refuse_unmirrored,
     step_hooks,
 )
 from mirror.replica.optimizers.step_dispatch import (
@@ -137,20 +137,20 @@ class OptimizerRegistry:
 
     def bytes_of_replicas(self) -> tuple[int, ...]:
         """Returns the bytes of state that each replica holds, of all optimizers."""
-        held = [optimizer.bytes_of_replicas() for optimizer in self._in_use()]
+        held = [optimizer.bytes_of_replicas() for optimizer in self._live_records()]
         return tuple(map(sum, zip(*held, strict=True)))
 
     def check(self, compare: ComparePair) -> None:
         """Calls ``compare`` with the state of every replica and that of the first one."""
-        for optimizer in self._in_use():
+        for optimizer in self._live_records():
             optimizer.check(compare)
 
     def visit_first(self, visit: VisitValue) -> None:
         """Calls ``visit`` with the first replica's state of all optimizers."""
-        for optimizer in self._in_use():
+        for optimizer in self._live_records():
             optimizer.visit_first(visit)
 
-    def _in_use(self) -> list[OptimizerOfReplicas]:
+    def _live_records(self) -> list[OptimizerOfReplicas]:
         """Returns the records of optimizers that live; without the GIL, some outlive theirs."""
         return [mirrored for mirrored in tuple(self._all) if mirrored.optimizer is not None]
 
@@ -188,7 +188,7 @@ class OptimizerRegistry:
         """Copies the values after the first replica's step to the others, on the same device."""
         moved, targets = parameters.variables, parameters.targets
         if [target for target in targets[0] if target.grad is None]:
-            moved = [v for v in moved if v.targets[0].grad is not None or v.changed()]
+            moved = [v for v in moved if v.targets[0].grad is not None or v.has_changed()]
             targets = list(zip(*[variable.targets for variable in moved], strict=True))
         for others in targets[1:]:
             torch._foreach_copy_(others, targets[0])
@@ -238,7 +238,7 @@ class CentralOptimizers(OptimizerRegistry):
         moved = [
             variable
             for variable in cast("list[CentralParam]", parameters.variables)
-            if variable.home.grad is not None or variable.changed()
+            if variable.home.grad is not None or variable.has_changed()
         ]
         homes: list[Tensor] = [variable.home for variable in moved]
         for r in range(self.replicas.num_replicas) if homes else ():
@@ -310,12 +310,12 @@ class MirroredOptimizer:
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
-                args, kwargs = _with_closure(args, kwargs, StepOnce(closure()))
+                args, kwargs = _replace_closure(args, kwargs, StepOnce(closure()))
         # 1. All replicas meet: the gradients are reduced; one replica may step for all.
         steps_once = at_once = False
         if not is_in_turn:
             if not loan.parameters.are_mirrored:
-                refuse_what_is_not_mirrored(optimizer)
+                refuse_unmirrored(optimizer)
             by_itself = closure is not None and not self.replicas.has_parameter_device
             if self.replicas.steps_once and not (by_itself or has_hooks):
                 steps_once = is_torchs_own(type(optimizer))
@@ -368,7 +368,7 @@ class MirroredOptimizer:
         leader, others = context.run.active[0], context.run.active[1:]
 
         def meet(payloads: dict[int, Any]) -> dict[int, Any]:
-            refuse_what_is_not_mirrored(optimizer)
+            refuse_unmirrored(optimizer)
             self._meet(optimizer, context, payloads)
             self.loan.refresh()
             self.met = set(context.run.active)
@@ -488,7 +488,7 @@ class MirroredOptimizer:
             def whole() -> Any:
                 return average_loss_over_workers(self.replicas, closure(), workers.weight)
 
-            args, kwargs = _with_closure(args, kwargs, whole)
+            args, kwargs = _replace_closure(args, kwargs, whole)
         loan.refresh(only_first=True, is_whole=True)
         loan.is_begun = True
         result = step(optimizer, *args, **kwargs)
@@ -567,6 +567,6 @@ class MirroredOptimizer:
         self.states.visit_first(self.loan.parameters.variables, visit)
 
 
-def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:
+def _replace_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:
     """Returns the arguments of a step with another closure."""
     return (closure, *args[1:]), {k: kwargs[k] for k in kwargs if k != "closure"}

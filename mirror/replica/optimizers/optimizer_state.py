@@ -36,7 +36,7 @@ from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import SwappedOptimizer, current, replica_of
-from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, stepped_by
+from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, state_key
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
@@ -121,7 +121,7 @@ class SharedState(defaultdict[Any, Any]):
         return copy.deepcopy(defaultdict(dict, super().items()), memo)
 
 
-def _noting(name: str) -> Callable[..., Any]:
+def _wrap_method(name: str) -> Callable[..., Any]:
     original = getattr(defaultdict, name)
 
     def method(self: SharedState, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ def _noting(name: str) -> Callable[..., Any]:
 
 
 for _name in "items values pop popitem update clear __delitem__".split():
-    setattr(SharedState, _name, _noting(_name))
+    setattr(SharedState, _name, _wrap_method(_name))
 
 
 class ReplicaStates:
@@ -227,20 +227,18 @@ class ReplicaStates:
                 other = self._by_replica[r].get(variable.targets[r], {})
                 for key in first.keys() | other.keys():
 
-                    def what(
+                    def describe(
                         key: Any = key, variable: ReplicatedParam = variable, r: int = r
                     ) -> str:
-                        return (
-                            f"{named_state(key, variable)} differs on {names[r]} from {names[0]}"
-                        )
+                        return f"{state_name(key, variable)} differs on {names[r]} from {names[0]}"
 
-                    compare(first.get(key), other.get(key), what)
+                    compare(first.get(key), other.get(key), describe)
 
     def visit_first(self, variables: Sequence[ReplicatedParam], visit: VisitValue) -> None:
         """Calls ``visit`` with the first replica's state."""
         for variable in variables:
             for key, value in self._by_replica[0].get(variable.home, {}).items():
-                visit(value, partial(named_state, key, variable))
+                visit(value, partial(state_name, key, variable))
 
     def bytes_of_replicas(self) -> list[int]:
         """Returns the bytes of state that each replica holds; 0 for one that follows the first."""
@@ -257,7 +255,7 @@ class ReplicaStates:
         if variable is None:
             mine, owner = key, key
         else:
-            mine, owner = stepped_by(variable, replica.replica_id), variable.owner()
+            mine, owner = state_key(variable, replica.replica_id), variable.owner()
         self.catch_up()  # before the caller may change the first replica's
         state = self._by_replica[replica.replica_id]
         return state, mine, owner if replica.replica_id == 0 else None
@@ -267,18 +265,18 @@ class ReplicaStates:
             state: dict[Any, Any] = defaultdict(dict)
             for key, value in self._by_replica[source].items():
                 variable = param_of(key)
-                mine = key if variable is None else stepped_by(variable, r)
-                state[mine] = self._copied(value, source, r)
+                mine = key if variable is None else state_key(variable, r)
+                state[mine] = self._copy_value(value, source, r)
             self._by_replica[r] = state
             if r == 0:
                 self.publish_first()
 
-    def _copied(self, value: Any, source: int, destination: int) -> Any:
+    def _copy_value(self, value: Any, source: int, destination: int) -> Any:
         devices = (self._replicas.parameter_device, *self._replicas.devices[1:])
         home, device = devices[source], devices[destination]
         places = self._replicas.places if self._replicas.places.is_model_parallel else None
 
-        def copied(leaf: Any) -> Any:
+        def copy_leaf(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 there = device if leaf.device == home else leaf.device
                 if places is not None:
@@ -286,7 +284,7 @@ class ReplicaStates:
                 return leaf.detach().to(there, copy=True)
             return copy.deepcopy(leaf)
 
-        return map_structure(copied, value)
+        return map_structure(copy_leaf, value)
 
 
 def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
@@ -314,7 +312,7 @@ def num_bytes(entries: Iterable[Any]) -> int:
     return sum(sizes)
 
 
-def named_state(key: Any, variable: ReplicatedParam) -> str:
+def state_name(key: Any, variable: ReplicatedParam) -> str:
     """Returns the name of a state entry, for messages."""
     return f"optimizer state {key!r} of parameter {path_of(variable.owner(), variable.name)!r}"
 

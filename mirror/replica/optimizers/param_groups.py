@@ -72,13 +72,13 @@ class ParamGroupsView:
 
 def _copies_of(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
     return [
-        stepped_by(p._mirrored, replica_id) if isinstance(p, MirroredParameter) else p
+        state_key(p._mirrored, replica_id) if isinstance(p, MirroredParameter) else p
         for p in parameters
         if replica_id == 0 or isinstance(p, MirroredParameter)
     ]
 
 
-def stepped_by(variable: ReplicatedParam, replica_id: int) -> nn.Parameter:
+def state_key(variable: ReplicatedParam, replica_id: int) -> nn.Parameter:
     """Returns the parameter under which a replica has optimizer state."""
     return variable.targets[replica_id] if replica_id else variable.home
 
@@ -115,7 +115,7 @@ def replicas_in(optimizer: Optimizer) -> Replicas | None:
     return replicas
 
 
-def replicas_reached(optimizer: Optimizer) -> Replicas | None:
+def find_replicas(optimizer: Optimizer) -> Replicas | None:
     """Returns the replicas of the first mirrored parameter of an optimizer, or of one it wraps.
 
     Every step of a scheduler or an optimizer inside ``run`` calls it, so it stops there.
@@ -125,7 +125,7 @@ def replicas_reached(optimizer: Optimizer) -> Replicas | None:
             if isinstance(parameter, MirroredParameter):
                 return parameter._mirrored.replicas
     for inner in optimizers_in(optimizer):
-        replicas = replicas_reached(inner)
+        replicas = find_replicas(inner)
         if replicas is not None:
             return replicas
     return None
@@ -139,7 +139,7 @@ def optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
                 yield inner
 
 
-def refuse_what_is_not_mirrored(optimizer: Optimizer) -> None:
+def refuse_unmirrored(optimizer: Optimizer) -> None:
     """Raises StrategyError for a parameter that is not mirrored: no gradient of it is reduced."""
     for i, options in enumerate(getattr(optimizer, "param_groups", ())):
         for parameter in options["params"]:
@@ -186,11 +186,11 @@ def options_of(optimizer: Optimizer) -> Options:
     for i, options in enumerate(groups):
         if Tensor in map(type, options.values()):  # 100 ns if there is none
             groups[i] = known = WithTensors(options)
-            known.held = {n: _held(v) for n, v in options.items() if type(v) is Tensor}
+            known.held = {n: _read_count(v) for n, v in options.items() if type(v) is Tensor}
     return groups
 
 
-def _held(tensor: Tensor) -> Any:
+def _read_count(tensor: Tensor) -> Any:
     """Returns the value of a CPU tensor; of other tensors, which need a wait, the version."""
     if tensor.device.type == "cpu":
         return _numbers(tensor)

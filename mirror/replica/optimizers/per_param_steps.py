@@ -58,7 +58,7 @@ _HARMLESS = (type, ModuleType, BuiltinFunctionType, Logger, Enum, TypeVar, parti
 _reasons: dict[Any, str | None] = {}  # by class and options
 
 
-def why_not_per_param(optimizer: Optimizer) -> str | None:
+def explain_not_per_param(optimizer: Optimizer) -> str | None:
     """Returns why clones over some parameters each do not equal one optimizer; else ``None``."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it has one history for all parameters together"
@@ -194,7 +194,7 @@ def _classes(kind: type) -> list[type]:
 
 
 @contextmanager
-def _restored_classes(kind: type) -> Iterator[None]:
+def _restoring_classes(kind: type) -> Iterator[None]:
     """Restores the attributes of an optimizer's classes afterwards: a measurement may count."""
     before = [(cls, dict(vars(cls))) for cls in _classes(kind)]
     try:
@@ -218,7 +218,7 @@ def _names_in(code: CodeType) -> set[str]:
 def _measure(optimizer: Optimizer, dims: Sequence[Sequence[int]]) -> str | None:
     state = torch.get_rng_state()
     try:
-        with _restored_classes(type(optimizer)):
+        with _restoring_classes(type(optimizer)):
             return _compare_groups(describe(optimizer, lambda parameter: 0), dims)
     finally:
         torch.set_rng_state(state)
@@ -259,7 +259,7 @@ def _compare(
     indices = range(len(shapes))
     for members in ([[*indices]], [[i] for i in indices]):
         parameters = [nn.Parameter(value.clone()) for value in values]
-        optimizers = [_rebuilt(description, own, parameters) for own in members]
+        optimizers = [_rebuild_one(description, own, parameters) for own in members]
         state = torch.get_rng_state()
         count = 0  # as the optimizers count
         for i, of_step in enumerate(gradients):
@@ -308,7 +308,7 @@ def _set_counters(optimizer: Optimizer, count: int, late: int) -> None:
                 holder[name] = type(value)(late)
 
 
-def _rebuilt(
+def _rebuild_one(
     description: Mapping[str, Any], members: Sequence[int], parameters: Sequence[nn.Parameter]
 ) -> Optimizer:
     own, groups = copy.deepcopy((description["own"], description["groups"]))

@@ -1,12 +1,12 @@
 """Optimizers over pieces of their parameters, rebuilt from class and options.
 
 A server steps an optimizer over its own pieces only, and so does a replica with
-``optimizer_state="sharded"``. The result is right if the update of an
-element depends only on that element's value, gradient and state, as in SGD and Adam. It is wrong
-for an optimizer that uses norms of variables (LARS, LAMB), rows and columns (Adafactor, Muon) or
-all variables together, or that calls a closure (LBFGS). No list can classify a user's class, so
-``check_piecewise`` tests it: it steps one optimizer over small whole tensors, and others of the
-same class and options over their pieces, and compares the results.
+``optimizer_state="sharded"``. The result is right if the update of an element depends only on that
+element's value, gradient and state, as in SGD and Adam. It is wrong for an optimizer that uses
+norms of variables (LARS, LAMB), rows and columns (Adafactor, Muon) or all variables together, or
+that calls a closure (LBFGS). No list can classify a user's class, so ``check_piecewise`` tests it:
+it steps one optimizer over small whole tensors, and others of the same class and options over
+their pieces, and compares the results.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ _divisible: dict[type, Divisible] = {}
 _CHECKED = {"lr": 0.1, "foreach": False, "fused": False, "capturable": False}
 
 
-def divisible(optimizer: Optimizer) -> Divisible:
+def measure_divisible(optimizer: Optimizer) -> Divisible:
     """Returns which parts an optimizer of torch.optim may step apart; measured once per class."""
     kind = type(optimizer)
     found = _divisible.get(kind)

@@ -50,10 +50,10 @@ from mirror.replica.optimizers.param_groups import (
 )
 from mirror.replica.optimizers.per_param_steps import (
     calls_hooks_again,
+    explain_not_per_param,
     step_clones,
-    why_not_per_param,
 )
-from mirror.replica.optimizers.piecewise_optimizers import Divisible, divisible
+from mirror.replica.optimizers.piecewise_optimizers import Divisible, measure_divisible
 from mirror.replica.optimizers.sharded_states import ShardedStates
 from mirror.replica.optimizers.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
@@ -158,7 +158,7 @@ class ShardedOptimizer(MirroredOptimizer):
             return sliced
         if self._undivided is not None and self._undivided is parameters:
             return None
-        reason = _why_undivided(optimizer, parameters)
+        reason = _explain_undivided(optimizer, parameters)
         self.sliced = self._undivided = None
         former, self._grads = self._grads, None
         scatter = self._gradients.unreduced.scatter
@@ -189,7 +189,7 @@ class ShardedOptimizer(MirroredOptimizer):
         sizes = [variable.targets[0].numel() for variable in variables]
         whole = set(range(len(variables)))
         is_own = is_torchs_own(type(optimizer))
-        if is_own and divisible(optimizer) is Divisible.BY_ELEMENT:
+        if is_own and measure_divisible(optimizer) is Divisible.BY_ELEMENT:
             whole = {i for i, v in enumerate(variables) if v in self._whole or not is_cuttable(v)}
         position = {variable: i for i, variable in enumerate(variables)}
         arrived = self._gradients.unreduced.order_of_arrival()
@@ -259,7 +259,7 @@ def _closure_of(optimizer: Optimizer, args: Any, kwargs: Any) -> Callable[[], An
     return found[0] if found else None
 
 
-def _why_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str | None:
+def _explain_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str | None:
     """Returns why an optimizer's state is not sharded; ``None`` if it is."""
     if not parameters.are_mirrored:
         return "a parameter of its groups is in no mirrored module"
@@ -267,6 +267,6 @@ def _why_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str | N
         return "a parameter is in its groups twice"
     if any(optimizers_in(optimizer)):
         return "it steps other optimizers; only the state of these is sharded"
-    if not is_torchs_own(type(optimizer)) or divisible(optimizer) is Divisible.NOT:
-        return why_not_per_param(optimizer)
+    if not is_torchs_own(type(optimizer)) or measure_divisible(optimizer) is Divisible.NOT:
+        return explain_not_per_param(optimizer)
     return None

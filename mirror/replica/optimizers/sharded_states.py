@@ -42,11 +42,11 @@ from mirror.execution.replicas import Replicas
 from mirror.replica.optimizers.optimizer_state import (
     ReplicaStates,
     SharedState,
-    named_state,
     num_bytes,
+    state_name,
 )
 from mirror.replica.optimizers.slice_plan import find_uncovered
-from mirror.replica.optimizers.sliced_params import SlicedParams, flat, flat_like
+from mirror.replica.optimizers.sliced_params import SlicedParams, flat_like, view_flat
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
@@ -78,7 +78,7 @@ class GatheredState(SharedState):
     """``optimizer.state`` between steps; any access gathers the replicas' parts first."""
 
 
-def _gathering(name: str) -> Callable[..., Any]:
+def _wrap_method(name: str) -> Callable[..., Any]:
     original = getattr(SharedState, name)
 
     def method(self: GatheredState, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ for _name in (
     "__or__ __ror__ __ior__ __repr__ __reduce_ex__ __deepcopy__ keys values items get setdefault "
     "copy pop popitem update clear raw_items"
 ).split():
-    setattr(GatheredState, _name, _gathering(_name))
+    setattr(GatheredState, _name, _wrap_method(_name))
 
 
 class ShardedStates(ReplicaStates):
@@ -168,7 +168,7 @@ class ShardedStates(ReplicaStates):
             return
         with torch.inference_mode(False):
             for variable in sliced.of_variable:
-                entry = self._whole(variable, sliced)
+                entry = self._gather_entry(variable, sliced)
                 owner = variable.owner()
                 if entry is not None and owner is not None:
                     # Of a plain dict there are no weak references: see ``_record_read``.
@@ -207,7 +207,7 @@ class ShardedStates(ReplicaStates):
                     names = [*one.mark, *held]
                     key = next(n for n in names if one.mark.get(n) != id(held.get(n)))
                 raise StrategyError(
-                    f"{named_state(key, one.variable)} was read before a step and changed "
+                    f"{state_name(key, one.variable)} was read before a step and changed "
                     'after it; with optimizer_state="sharded" what is read is a copy of '
                     "that moment, so this change would be lost; read optimizer.state again after "
                     "a step, and change that"
@@ -226,14 +226,14 @@ class ShardedStates(ReplicaStates):
 
         def part(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
-                return self._copied(leaf, source, one.replica_id)
+                return self._copy_value(leaf, source, one.replica_id)
             if is_cut and leaf.shape == target.shape and leaf.layout is torch.strided:
                 leaf = flat_like(leaf, target)[one.start : one.stop]
             return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
 
         return {name: map_structure(part, value) for name, value in entry.items()}
 
-    def _whole(self, variable: ReplicatedParam, sliced: SlicedParams) -> Entry | None:
+    def _gather_entry(self, variable: ReplicatedParam, sliced: SlicedParams) -> Entry | None:
         """Returns the entry of a whole parameter, on the first replica's device."""
         positions = sliced.of_variable[variable]
         entries = [
@@ -253,7 +253,7 @@ class ShardedStates(ReplicaStates):
             if not is_part or leaf.layout is not torch.strided:
                 return leaf.to(home if leaf.device == device else leaf.device)
             full = torch.empty_like(target, dtype=leaf.dtype, requires_grad=False)
-            elements = flat(full)
+            elements = view_flat(full)
             for i, part in zip(positions, leaves, strict=True):
                 elements[sliced.slices[i].start : sliced.slices[i].stop].copy_(part)
             return full
@@ -298,17 +298,15 @@ class ShardedStates(ReplicaStates):
                 other, replica_id = self._shared_values(sliced, i), sliced.slices[i].replica_id
                 for key in first.keys() | other.keys():
 
-                    def what(
+                    def describe(
                         key: Any = key,
                         variable: ReplicatedParam = variable,
                         r: int = replica_id,
                         s: int = sliced.slices[first_of].replica_id,
                     ) -> str:
-                        return (
-                            f"{named_state(key, variable)} differs on {names[r]} from {names[s]}"
-                        )
+                        return f"{state_name(key, variable)} differs on {names[r]} from {names[s]}"
 
-                    compare(first.get(key), other.get(key), what)
+                    compare(first.get(key), other.get(key), describe)
 
     def _shared_values(self, sliced: SlicedParams, position: int) -> Mapping[Any, Any]:
         """Returns the values of a slice's entry that are equal for all slices of its parameter."""
@@ -316,10 +314,10 @@ class ShardedStates(ReplicaStates):
         entry = shard.get(sliced.stepped[position], {})
         size = sliced.stepped[position].shape
 
-        def without_part(leaf: Any) -> Any:
+        def mask_part(leaf: Any) -> Any:
             return "a part" if isinstance(leaf, Tensor) and leaf.shape == size else leaf
 
-        kept_entry: Mapping[Any, Any] = map_structure(without_part, entry)
+        kept_entry: Mapping[Any, Any] = map_structure(mask_part, entry)
         return kept_entry
 
     def visit_first(self, variables: Sequence[ReplicatedParam], visit: VisitValue) -> None:
@@ -329,9 +327,11 @@ class ShardedStates(ReplicaStates):
             super().visit_first(variables, visit)
             return
         for variable in variables:
-            entry = self._whole(variable, sliced) if variable in sliced.of_variable else None
+            entry = (
+                self._gather_entry(variable, sliced) if variable in sliced.of_variable else None
+            )
             for key, value in ({} if entry is None else entry).items():
-                visit(value, partial(named_state, key, variable))
+                visit(value, partial(state_name, key, variable))
 
     def bytes_of_replicas(self) -> list[int]:
         """Returns the bytes of state that each replica holds."""

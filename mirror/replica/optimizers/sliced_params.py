@@ -62,7 +62,7 @@ class SlicedParams:
             self.of_variable[variable].append(position)
             is_cut = one.stop - one.start < variable.targets[0].numel()
             for views, target in zip(self._views, variable.targets, strict=True):
-                view = flat(target.detach()) if is_cuttable(variable) else target.detach()
+                view = view_flat(target.detach()) if is_cuttable(variable) else target.detach()
                 views.append(view[one.start : one.stop] if is_cut else view)
             stepped = variable.targets[one.replica_id]
             if is_cut:
@@ -182,7 +182,7 @@ class SlicedParams:
                 if grad is None or grad.layout is not torch.strided:
                     views_of_one.append(target)  # not exchanged, or as it is
                 elif grad.stride() == target.stride():
-                    views_of_one.append(flat(grad.detach())[one.start : one.stop])
+                    views_of_one.append(view_flat(grad.detach())[one.start : one.stop])
                 else:
                     views_of_one.append(grad.detach())
         flat_ones = [i for i in positions if all(own[i].dim() == 1 for own in views)]
@@ -283,7 +283,7 @@ def is_cuttable(variable: ReplicatedParam) -> bool:
     return have_same_strides(variable.targets)
 
 
-def flat(tensor: Tensor) -> Tensor:
+def view_flat(tensor: Tensor) -> Tensor:
     """Returns a view of a tensor without gaps: its elements in the order of memory."""
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -298,4 +298,4 @@ def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.stride() != like.stride() and not (tensor.is_contiguous() and like.is_contiguous()):
         tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return flat(tensor)
+    return view_flat(tensor)

@@ -38,7 +38,7 @@ from mirror.base.torch_private import put_hooks_around, wrap_once
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, current, refuse_within_another
-from mirror.replica.gradients.grad_tracker import lane_here
+from mirror.replica.gradients.grad_tracker import current_lane
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
@@ -53,12 +53,12 @@ from mirror.replica.optimizers.merge_call_shared import (
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, optimizers_of
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
+    find_replicas,
     has_step_hooks,
     options_of,
     refuse_different,
-    refuse_what_is_not_mirrored,
+    refuse_unmirrored,
     replicas_in,
-    replicas_reached,
 )
 from mirror.replica.optimizers.sharded_optimizer import ShardedOptimizer
 from mirror.replica.optimizers.step_dispatch import (
@@ -107,7 +107,7 @@ def _watch_steps(are_mirrored: bool) -> None:
         wrap_in_subclasses(Optimizer, "step", _wrap)
     if are_mirrored and not _Installed.mirroring:
         _Installed.mirroring = True
-        wrap_once(Optimizer, "zero_grad", _clearing_at_once)
+        wrap_once(Optimizer, "zero_grad", _wrap_zero_grad)
         watch_creation()
         watch_schedulers()
         watch_torchs_scaler()
@@ -148,7 +148,7 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
     is_apart, is_sharded = context.replicas.has_parameter_device, context.replicas.shards_state
     is_own = is_torchs_own(type(optimizer)) and not is_sharded
     is_own = is_own and not (is_apart and has_step_hooks(optimizer))
-    if is_own or replicas_reached(optimizer) is not context.replicas:
+    if is_own or find_replicas(optimizer) is not context.replicas:
         return _step(step, optimizer, context, args, kwargs)
     if context.lent and len(current.stepping) > 1:  # a step of one replica has called this one
         return _step(step, optimizer, context, args, kwargs)
@@ -168,7 +168,7 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
             args, kwargs = args[1:], {n: v for n, v in kwargs.items() if n != "closure"}
     result = merge_call_shared(
         context,
-        _once(step, context),
+        _wrap_step(step, context),
         optimizer,
         args,
         kwargs,
@@ -187,13 +187,13 @@ def _current_mirror(optimizer: Any, replicas: Replicas) -> MirroredOptimizer:
     return mirror
 
 
-def _once(step: Step, context: Replica) -> Step:
+def _wrap_step(step: Step, context: Replica) -> Step:
     """Returns a step over mirrored parameters, in the cross-replica context."""
 
-    def once(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step_once(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         mirror = vars(optimizer).get("_mirror")
         if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
-            refuse_what_is_not_mirrored(optimizer)
+            refuse_unmirrored(optimizer)
         own_step = partial(_step, step, optimizer, None, args, kwargs)
         if context.replicas.shards_state:
             optimizers_of(context.replicas).gradients.refuse_unequal(context.run)
@@ -207,8 +207,8 @@ def _once(step: Step, context: Replica) -> Step:
             context.run.stepped.setdefault(mirror, {})  # its options are compared when run ends
         return result
 
-    once.__name__ = "step"
-    return once
+    step_once.__name__ = "step"
+    return step_once
 
 
 def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs: Any) -> Any:
@@ -221,7 +221,7 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
     if only_replicas and has_hooks_around and not is_traced:
         refuse_step(optimizer)
     timeline, lane = (
-        lane_here() if replica is None else (replica.replicas.timeline, replica.replica_id)
+        current_lane() if replica is None else (replica.replicas.timeline, replica.replica_id)
     )
     if timeline is not None:
         timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
@@ -245,7 +245,7 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
             timeline.end(lane, OPTIMIZER)
     if len(current.stepping) == 1:  # no step of another optimizer has called this one
         if replica is None:
-            step_ends.optimizer_stepped(timeline)
+            step_ends.record_optimizer_step(timeline)
         else:
             run = replica.run
             while run.outer is not None:
@@ -292,7 +292,7 @@ def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> MirroredOptimizer:
     return mirror
 
 
-def _clearing_at_once(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
     """Returns a ``zero_grad`` that checks once whether a reduction must be waited for.
 
     Torch's own goes through the parameters one by one, and every read of ``p.grad`` checks.

@@ -89,7 +89,7 @@ class CentralParamCopy(ReplicaParameter):
 class ShownParameter(ReplicaParameter):
     """The tensor that the parameter resolves to in the cross-replica context."""
 
-    def plain(self) -> nn.Parameter:
+    def make_plain(self) -> nn.Parameter:
         """Returns an ordinary parameter on its storage, of its class before mirroring."""
         home = self.variable.home
         plain: nn.Parameter = parameter_like(home, type(home), self, self.requires_grad)
@@ -386,7 +386,7 @@ class CentralAccess(GradAccess):
                 self._forget_shown(variable)
         return True
 
-    def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
+    def record_replacement(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Does nothing: ``fetch`` and ``refresh`` compare the identity of the gradient."""
 
     def forget(self, variable: ReplicatedParam) -> None:

@@ -36,7 +36,14 @@ from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import replica_of
-from mirror.replica.collectives.reduce_ops import summed, weighted_mean
+from mirror.replica.collectives.reduce_ops import reduce_tensors, weighted_mean
+from mirror.replica.params.buffer_differences import (
+    BATCH_NORMS,
+    are_different,
+    log_statistics,
+    num_checked_runs,
+    warn_of_buffer,
+)
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
     raw_set_data,
@@ -45,13 +52,6 @@ from mirror.replica.params.mirrored_tensor import (
 )
 from mirror.replica.params.replicated_param import StorageAliases
 from mirror.replica.params.replicated_params import MirroredTensors, put_in_order
-from mirror.replica.replica_checks import (
-    BATCH_NORMS,
-    are_different,
-    log_statistics,
-    num_checked_runs,
-    warn_of_buffer,
-)
 
 _version_of = attrgetter("_version")
 AGGREGATIONS = ("mean", "sum", "first", "none")
@@ -174,7 +174,7 @@ class ReplicatedBuffer:
         if self._aggregation == "none":
             self._combined_version = self.copies[0]._version
 
-    def wrote(self, active: tuple[int, ...]) -> None:
+    def record_write(self, active: tuple[int, ...]) -> None:
         """Records that these replicas have written their copies; idle replicas follow them."""
         self._ran = active
         self._stale = self._may_differ = True
@@ -278,7 +278,7 @@ class ReplicatedBuffer:
         device = self.copies[0].device
         values = [value.to(device) for value, _ in aggregates]
         if self._aggregation == "sum":
-            self._set_combined(summed(values, device))
+            self._set_combined(reduce_tensors(values, device))
         elif self._aggregation == "first":
             self._set_combined(values[0])
         else:
@@ -305,7 +305,7 @@ class ReplicatedBuffer:
         device = self.copies[0].device
         values = [copy.to(device) for copy in self.copies]
         if self._aggregation == "sum":
-            return summed(values, device)
+            return reduce_tensors(values, device)
         return mean_of([values[r] for r in ran], [1] * len(ran))
 
     def _set_combined(self, value: Tensor) -> None:
@@ -349,7 +349,7 @@ def mean_of(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
     small = first.is_floating_point() and first.element_size() < 4
     wide = [value.float() for value in values] if small else list(values)  # float16 may overflow
     if len(set(counts)) == 1:
-        return (summed(wide, first.device) / len(values)).to(first.dtype)
+        return (reduce_tensors(wide, first.device) / len(values)).to(first.dtype)
     return weighted_mean(wide, counts).to(first.dtype)
 
 
@@ -443,12 +443,12 @@ class Buffers:
         if buffer.device != home:
             buffer.data = buffer.data.to(home)
         record = self._by_id[id(buffer)] = ReplicatedBuffer(buffer, name, module, self._replicas)
-        self._registry.own(buffer, self._on_gone())
+        self._registry.register(buffer, self._make_forget())
         buffer._mirrored = record  # type: ignore[attr-defined]
         buffer.__class__ = MirroredBuffer
         return record
 
-    def _on_gone(self) -> Callable[[int], None]:
+    def _make_forget(self) -> Callable[[int], None]:
         reference = weakref.ref(self)
 
         def forget(key: int) -> None:

@@ -138,7 +138,7 @@ def resolve(value: Any, func: object = None) -> Any:
     return value
 
 
-def special(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the implementation of ``functions`` for arguments that are mirrored tensors."""
 
     def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +239,7 @@ def attributes_of(parameter: Tensor) -> dict[str, Any]:
     return {k: v for k, v in own.items() if k not in (_OF_RUN, "variable")} if own else own
 
 
-def copied_once(
+def copy_once(
     key: Tensor, plain: Callable[[], nn.Parameter], memo: dict[int, Any]
 ) -> nn.Parameter:
     """Returns the ordinary parameter that ``copy.deepcopy`` makes of a mirrored one.

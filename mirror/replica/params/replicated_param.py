@@ -52,7 +52,7 @@ from mirror.execution.runner import runner_of
 from mirror.replica.params.mirrored_tensor import (
     DATA,
     REQUIRES_GRAD,
-    copied_once,
+    copy_once,
     derived_class,
     parameter_like,
     raw_set_data,
@@ -75,7 +75,7 @@ class StorageAliases(list[Callable[[], object]]):
         """Adds a tensor; ``None`` for an alias that is no tensor, which counts as dead already."""
         if len(self) > _MAX_ALIASES:
             self.drop_dead()
-        self.append(_dead if handle is None else weakref.ref(handle))
+        self.append(_dead_reference if handle is None else weakref.ref(handle))
 
     def drop_dead(self) -> None:
         """Drops the aliases that no longer exist."""
@@ -83,7 +83,7 @@ class StorageAliases(list[Callable[[], object]]):
             self[:] = [reference for reference in self if reference() is not None]
 
 
-def _dead() -> None:
+def _dead_reference() -> None:
     """The weak reference to an alias that is no tensor, such as a NumPy array."""
 
 
@@ -157,7 +157,7 @@ class ReplicaParameter(nn.Parameter):
         self.variable.set_requires_grad(requires_grad)
         return self
 
-    def plain(self) -> nn.Parameter:
+    def make_plain(self) -> nn.Parameter:
         """Returns an ordinary parameter on the copy's storage, of its class before mirroring."""
         target = self.variable.targets[self.replica_id]
         plain: nn.Parameter = parameter_like(target, type(target), self, self.requires_grad)
@@ -167,10 +167,10 @@ class ReplicaParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return copied_once(self, self.plain, memo)
+        return copy_once(self, self.make_plain, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+        return self.make_plain().__reduce_ex__(protocol)
 
 
 class Unreduced(Protocol):
@@ -220,7 +220,7 @@ class GradientAccess(Protocol):
     def add_hook(self, variable: ReplicatedParam, hook: GradientHook) -> RemovableHandle:
         """Registers a hook that gets the reduced gradient of every backward pass from now on."""
 
-    def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
+    def record_replacement(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Records that another object has replaced a reduced gradient."""
 
     def forget(self, variable: ReplicatedParam) -> None:
@@ -316,7 +316,7 @@ class ReplicatedParam:
         return None
 
     @disable_dynamo
-    def first(self) -> ReplicaParameter:
+    def first_copy(self) -> ReplicaParameter:
         """Returns the tensor that the parameter resolves to in the cross-replica context.
 
         Dynamo stops tracing here, so a mirrored module's call is split, not compiled as one.
@@ -328,7 +328,7 @@ class ReplicatedParam:
 
     # Values
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether the value may have changed in the cross-replica context."""
         return bool(self.handles) or self.shown._version != self.version
 
@@ -403,7 +403,7 @@ class ReplicatedParam:
 GradientHook = Callable[[Tensor], "Tensor | None"]
 
 
-def through_hooks(
+def apply_hooks(
     hooks: Mapping[int, GradientHook], grad: Tensor, *, is_batched: bool = False
 ) -> Tensor:
     """Returns a gradient after it has passed through a variable's hooks.

@@ -36,6 +36,7 @@ from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run
+from mirror.replica.bitwise import same_bits
 from mirror.replica.params.mirrored_tensor import derived_class, refuse_operations
 from mirror.replica.params.replicated_param import (
     GradientAccess,
@@ -43,7 +44,6 @@ from mirror.replica.params.replicated_param import (
     refuse_post_accumulate_hook,
 )
 from mirror.replica.params.torch_function import MirroredParameter
-from mirror.replica.replica_checks import same_bits
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class MirroredTensors:
         self.has_owned = False
         self.num_owned = 0
 
-    def own(self, tensor: Tensor, on_gone: Callable[[int], object] | None = None) -> None:
+    def register(self, tensor: Tensor, on_gone: Callable[[int], object] | None = None) -> None:
         """Registers a tensor.
 
         Args:
@@ -163,7 +163,7 @@ class ReplicatedParams:
             parameter.data = parameter.data.to(home)
         variable = self.kind(parameter, name, self._replicas, gradients, self.mirror)
         self._by_id[id(parameter)] = variable
-        self._registry.own(parameter, self._on_gone())
+        self._registry.register(parameter, self._make_forget())
         parameter.grad = None
         if hooks:
             variable.hooks = hooks  # the same dict, because handles remove their hook from it
@@ -178,7 +178,7 @@ class ReplicatedParams:
             gradients.write(variable, grad)
         return variable
 
-    def _on_gone(self) -> Callable[[int], None]:
+    def _make_forget(self) -> Callable[[int], None]:
         reference = weakref.ref(self)
 
         def forget(key: int) -> None:

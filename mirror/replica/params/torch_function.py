@@ -38,24 +38,24 @@ from mirror.execution.run import (
     replica_of,
     save_context,
 )
-from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.params.mirrored_tensor import (
     DATA,
     GRAD,
     REQUIRES_GRAD,
     MirroredTensor,
-    copied_once,
+    copy_once,
+    implements,
     parameter_like,
     resolve,
     set_to,
-    special,
 )
 from mirror.replica.params.replicated_param import (
     ReplicaParameter,
     ReplicatedParam,
+    apply_hooks,
     refuse_own_hook,
     refuse_post_accumulate_hook,
-    through_hooks,
 )
 
 
@@ -70,7 +70,7 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
     def _copy(self) -> ReplicaParameter:
         variable = self._mirrored
         replica_id = variable.forward_param()
-        return variable.first() if replica_id is None else variable.copies[replica_id]
+        return variable.first_copy() if replica_id is None else variable.copies[replica_id]
 
     def _expose(self, handle: Tensor | None) -> None:
         self._mirrored.expose_storage(handle)
@@ -123,13 +123,13 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         return repr(self._copy())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return copied_once(self, lambda: self._copy().plain(), memo)
+        return copy_once(self, lambda: self._copy().make_plain(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._copy().__reduce_ex__(protocol)
 
 
-@special(GRAD.__get__)
+@implements(GRAD.__get__)
 def _get_grad(self: Any) -> Tensor | None:
     # The gradient of a buffer is not reduced.
     mirrored = isinstance(self, MirroredParameter)
@@ -137,17 +137,17 @@ def _get_grad(self: Any) -> Tensor | None:
     return grad
 
 
-@special(GRAD.__set__)
+@implements(GRAD.__set__)
 def _set_grad(self: Any, value: Tensor | None) -> None:
     self.grad = value
 
 
-@special(GRAD.__delete__)
+@implements(GRAD.__delete__)
 def _delete_grad(self: Any) -> None:
     self.grad = None
 
 
-@special(Tensor.detach)
+@implements(Tensor.detach)
 def _detach(self: Any) -> Tensor:
     if isinstance(self, MirroredParameter):
         if sys._getframe(2).f_code is NEW_PARAMETER and self._mirrored.forward_param() is None:
@@ -172,18 +172,18 @@ def _clone_parameter(parameter: MirroredParameter) -> Tensor:
     return cloned
 
 
-@special(REQUIRES_GRAD.__set__)
+@implements(REQUIRES_GRAD.__set__)
 def _set_requires_grad(self: Any, value: bool) -> None:
     self.requires_grad = value
 
 
-@special(Tensor.requires_grad_)
+@implements(Tensor.requires_grad_)
 def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
     self.requires_grad = requires_grad
     return self
 
 
-@special(Tensor.register_hook)
+@implements(Tensor.register_hook)
 def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Registers a hook for the gradient over the whole batch: see ``replicated_param.py``."""
     if not isinstance(self, MirroredParameter):
@@ -194,12 +194,12 @@ def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
     return variable.gradients.add_hook(variable, hook)
 
 
-@special(Tensor.register_post_accumulate_grad_hook)
+@implements(Tensor.register_post_accumulate_grad_hook)
 def _register_post_accumulate_grad_hook(self: Any, hook: object) -> None:
     refuse_post_accumulate_hook()
 
 
-@special(Tensor.backward, torch.autograd.backward)
+@implements(Tensor.backward, torch.autograd.backward)
 def _backward(
     tensors: Any,
     grad_tensors: Any = None,
@@ -244,7 +244,7 @@ def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
         return *copies, get_gradient_edge(parameter)
 
 
-@special(torch.autograd.grad)
+@implements(torch.autograd.grad)
 def _autograd_grad(
     outputs: Any,
     inputs: Any,
@@ -293,12 +293,12 @@ def _autograd_grad(
     for copies in spread:
         parts = [next(remaining) for _ in copies]
         used = [part.to(copies[0].device) for part in parts if part is not None]
-        totals.append(summed(used, used[0].device) if used else None)
+        totals.append(reduce_tensors(used, used[0].device) if used else None)
     _reduce_over_workers(inputs, totals)
     for i, (captured, copies) in enumerate(zip(inputs, spread, strict=True)):
         total = totals[i]
         if total is not None and isinstance(captured, MirroredParameter):
-            totals[i] = through_hooks(captured._mirrored.hooks, total, is_batched=is_batched)
+            totals[i] = apply_hooks(captured._mirrored.hooks, total, is_batched=is_batched)
         elif total is None and materialize_grads:
             totals[i] = torch.zeros_like(copies[0])
         elif total is None and not allow_unused:
@@ -355,12 +355,12 @@ def _reduce_over_workers(inputs: Sequence[Any], totals: list[Tensor | None]) -> 
             totals[i] = sums[i].to(device) if i in sums else None
 
 
-@special(DATA.__get__)
+@implements(DATA.__get__)
 def _get_data(self: Any) -> Any:
     return self.data
 
 
-@special(DATA.__set__)
+@implements(DATA.__set__)
 def _set_data(self: Any, value: Tensor) -> None:
     self.data = value
 
@@ -391,15 +391,15 @@ def _resolve_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         for arg in (*args, *kwargs.values()):
             if isinstance(arg, MirroredTensor) and not is_jit_tracing():
-                args = tuple(map(_resolved, args))
-                kwargs = {name: _resolved(value) for name, value in kwargs.items()}
+                args = tuple(map(_resolve_leaf, args))
+                kwargs = {name: _resolve_leaf(value) for name, value in kwargs.items()}
                 break
         return original(cls, *args, **kwargs)
 
     return apply
 
 
-def _resolved(value: Any) -> Any:
+def _resolve_leaf(value: Any) -> Any:
     # Autograd ignores tensors inside nested structures; these are resolved when they are used.
     return resolve(value) if isinstance(value, MirroredTensor) else value
 

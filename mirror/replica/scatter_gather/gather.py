@@ -192,7 +192,7 @@ class Gatherer:
         values: list[Any] = [ABSENT] * len(self._sizes)
         for replica_id, part in zip(self._ids if ids is None else ids, parts, strict=True):
             values[replica_id] = part
-        return PerReplica(values, weights=self._sizes)._from_split_call(bool(self._parts))
+        return PerReplica(values, weights=self._sizes)._mark_split_call(bool(self._parts))
 
     def join(self, parts: Sequence[Any]) -> Any:
         """Returns the one value that the parts form.
@@ -247,7 +247,7 @@ class Gatherer:
         """Returns whether each replica has as many entries as examples, and one has several."""
         return [len(part) for part in parts] == self._counts and max(self._counts) > 1
 
-    def added(self, parts: Sequence[Any], num_added: int) -> Any:
+    def join_added(self, parts: Sequence[Any], num_added: int) -> Any:
         """Joins one of the entries that were added to a list."""
         is_any = num_added == 1 and set(self._counts) == {1} and len(parts) > 1
         if is_any and is_leaf(parts[0]) and not isinstance(parts[0], Tensor):

@@ -54,20 +54,20 @@ def join_changes(
                 where(value),
                 f"an object ({type(value).__name__}) that all replicas share, once by each",
             )
-    writes = _written(parts, gatherer, where)
+    writes = _collect_writes(parts, gatherer, where)
     fills = []
     for i, (value, _, _) in enumerate(parts[0].given):
         now = [contents_of(part.given[i][1]) for part in parts]
         handed = [part.given[i][2] for part in parts]
         if not all(map(is_held, now, handed)):
-            fills.append((value, _changed(value, now, handed, gatherer, where)))
+            fills.append((value, _merge_contents(value, now, handed, gatherer, where)))
     for write in writes:
         write()
     for value, contents in fills:
         assign(value, contents)
 
 
-def _written(
+def _collect_writes(
     parts: Sequence[ReplicaArgs], gatherer: Gatherer, where: Callable[[Any], str]
 ) -> list[Callable[[], object]]:
     """Returns functions that write the tensors that replicas have changed in place."""
@@ -94,7 +94,7 @@ def _written(
     return writes
 
 
-def _changed(
+def _merge_contents(
     value: Any,
     now: Sequence[dict[Any, Any]],
     handed: Sequence[dict[Any, Any]],
@@ -184,7 +184,7 @@ def _sequence(
         _refuse(where(value), f"to lengths {lengths} that are not those of their examples")
     rows = [[one[i] for one in lists] for i in range(lengths[0])]
     entries = [_entry(i, before[i], row, handed, gatherer) for i, row in enumerate(rows[:kept])]
-    added = [gatherer.added(row, len(rows) - kept) for row in rows[kept:]]
+    added = [gatherer.join_added(row, len(rows) - kept) for row in rows[kept:]]
     if only_grown and gatherer.are_as_many_as_examples(grown):
         if any(isinstance(entry, PerReplica) for entry in added):
             added = gatherer.concatenate(grown)

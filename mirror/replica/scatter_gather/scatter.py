@@ -115,7 +115,7 @@ class SplitPlan:
         if self._copies is not None:
             for value in leaves_in(arguments):
                 if _is_pinnable(value):
-                    whole = self._copies.pinned(value)
+                    whole = self._copies.pin(value)
                     self._pinned[id(value)] = value, whole
                     self._reads_pinned_args |= whole is value
 

@@ -142,10 +142,10 @@ class RayFuture:
         if kind == "raised":
             self.fail(decode_error(header, buffers))
         else:
-            self._answer = header, self._into_arrays(buffers)
+            self._answer = header, self._copy_into(buffers)
         self._ref = None
 
-    def _into_arrays(self, buffers: list[Array]) -> list[Array]:
+    def _copy_into(self, buffers: list[Array]) -> list[Array]:
         into = self._into
         if into is None or [(a.dtype, a.shape) for a in into] != [
             (b.dtype, b.shape) for b in buffers

@@ -85,7 +85,7 @@ class ServerVariables:
             client = self.client
             if client is None:
                 return
-            changed = client.changed()
+            changed = client.find_changed()
             if changed or any(remote.is_changed for remote in self.optimizers):
                 self._wait()
                 self._pull_commits()
@@ -141,7 +141,7 @@ class ServerVariables:
         self.client.keep_tables()
         self.client.is_fresh = True
         for module in model.modules:
-            watch(module, self._before_read(module))
+            watch(module, self._make_read_hook(module))
         for remote in self.optimizers:
             self._add(remote)
         self._describe()
@@ -156,7 +156,7 @@ class ServerVariables:
                 p.offset,
                 variables[p.variable].is_whole,
             )
-            for p in layout.of_server(server)
+            for p in layout.pieces_of_server(server)
         ]
         header = {
             "num_bytes": layout.sizes[server],
@@ -270,7 +270,7 @@ class ServerVariables:
         with self.lock:
             if not client.is_fresh:
                 self._actors.check()
-                changed = client.changed()
+                changed = client.find_changed()
                 if changed:
                     self._pull_commits()
                     client.assign(changed)
@@ -278,16 +278,16 @@ class ServerVariables:
             if tables:
                 client.pull_tables()
 
-    def _before_read(self, module: nn.Module) -> Callable[[str | None], None]:
+    def _make_read_hook(self, module: nn.Module) -> Callable[[str | None], None]:
         has_table = any(
             t is not None and self.model is not None and self._is_table(t)
             for t in vars(module)["_parameters"].values()
         )
 
-        def before(name: str | None) -> None:
+        def refresh(name: str | None) -> None:
             self.refresh(tables=has_table)
 
-        return before
+        return refresh
 
     def _is_table(self, tensor: Tensor) -> bool:
         assert self.model is not None
@@ -384,7 +384,7 @@ class RemoteOptimizer:
         """Raises StrategyError if servers cannot step it over the pieces of a layout."""
         description = self.description(tensors)
         members = [i for group in description["members"] for i in group]
-        pieces = [layout.of_variable(i) for i in members]
+        pieces = [layout.pieces_of_variable(i) for i in members]
         check_piecewise(
             description,
             cuts=any(len(own) > 1 for own in pieces),
@@ -409,12 +409,14 @@ class RemoteOptimizer:
         states: dict[tuple[int, int], server_messages.State] = {}
         for server, reply in enumerate(replies):
             answer, buffers = reply.result()
-            own = layout.of_server(server)
+            own = layout.pieces_of_server(server)
             for piece, state in server_messages.decode_states(answer["states"], buffers).items():
                 states[own[piece].variable, own[piece].begin] = state
         self.optimizer.state.clear()
         for variable, tensor in enumerate(client.tensors):
-            pieces = [p for p in layout.of_variable(variable) if (variable, p.begin) in states]
+            pieces = [
+                p for p in layout.pieces_of_variable(variable) if (variable, p.begin) in states
+            ]
             if pieces:
                 self.optimizer.state[tensor] = server_messages.join_states(
                     layout.variables[variable].name,
@@ -430,14 +432,14 @@ class RemoteOptimizer:
         for variable, tensor in enumerate(client.tensors):
             state = self.optimizer.state.get(tensor)
             if state:
-                pieces = layout.of_variable(variable)
+                pieces = layout.pieces_of_variable(variable)
                 rows = [(piece.begin, piece.end) for piece in pieces]
                 cut = server_messages.cut_state(dict(state), tuple(tensor.shape), rows)
                 parts |= {(variable, p.begin): s for p, s in zip(pieces, cut, strict=True)}
         for server, actor in enumerate(actors.servers):
             own = {
                 i: parts[piece.variable, piece.begin]
-                for i, piece in enumerate(layout.of_server(server))
+                for i, piece in enumerate(layout.pieces_of_server(server))
                 if (piece.variable, piece.begin) in parts
             }
             entries, buffers = server_messages.encode_states(own)

@@ -66,7 +66,7 @@ class VariableClient:
         self.traffic = Traffic()
         self._is_sync, self._asks_first = is_sync, asks_first
         # - Pieces, by server
-        self._pieces = [layout.of_server(server) for server in range(len(self.servers))]
+        self._pieces = [layout.pieces_of_server(server) for server in range(len(self.servers))]
         self._dense = [
             [piece for piece in own if not layout.variables[piece.variable].by_rows]
             for own in self._pieces
@@ -176,7 +176,7 @@ class VariableClient:
             begun = perf_counter()
             rows = torch.tensor(sorted(wanted))
             replies = []
-            for piece in self.layout.of_variable(variable):
+            for piece in self.layout.pieces_of_variable(variable):
                 own = rows[(rows >= piece.begin) & (rows < piece.end)]
                 if len(own):
                     header = {"piece": self._index[piece.server, variable, piece.begin]}
@@ -193,7 +193,7 @@ class VariableClient:
         for variable, table in self._tables.items():
             if not table.is_whole:
                 with self._lock:
-                    for piece in self.layout.of_variable(variable):
+                    for piece in self.layout.pieces_of_variable(variable):
                         header = {
                             "piece": self._index[piece.server, variable, piece.begin],
                             "rows": [0, piece.end - piece.begin],
@@ -232,7 +232,7 @@ class VariableClient:
 
     # - Pushing
 
-    def changed(self) -> list[int]:
+    def find_changed(self) -> list[int]:
         """Returns the variables that the program has changed in place since the last pull.
 
         Buffers are compared by value, since normalization layers do not change the version of
@@ -262,7 +262,7 @@ class VariableClient:
         with self._lock:
             begun = perf_counter()
             num_parameters = sum(not v.is_whole for v in self.layout.variables)
-            for variable in self.changed():
+            for variable in self.find_changed():
                 if variable < num_parameters:
                     raise StrategyError(
                         f"a step has changed the parameter {names[variable]} in place; in a step "
@@ -278,7 +278,7 @@ class VariableClient:
             self.traffic.push_seconds += perf_counter() - begun
         return result
 
-    def based_on(self, optimizer: int | None) -> int:
+    def pulled_version(self, optimizer: int | None) -> int:
         """Returns the number of the pulled values, from which servers compute the staleness."""
         if self._is_sync and optimizer is not None:
             return self.updates[optimizer]

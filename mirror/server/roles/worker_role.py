@@ -65,7 +65,7 @@ class WorkerModel:
                 table = self._indices[id(module.weight)]
                 if self.client.layout.variables[table].by_rows:
                     self._pull_rows_in_calls(module, table)
-            watch(module, self._before_read(module, table))
+            watch(module, self._make_read_hook(module, table))
         for root in roots:
             root.register_forward_pre_hook(self._record_call, with_kwargs=True)
 
@@ -115,28 +115,30 @@ class WorkerModel:
             if tensor.requires_grad != flag:
                 tensor.requires_grad_(flag)
 
-    def _before_read(self, module: nn.Module, table: int | None) -> Callable[[str | None], None]:
-        def before(name: str | None) -> None:
+    def _make_read_hook(
+        self, module: nn.Module, table: int | None
+    ) -> Callable[[str | None], None]:
+        def pull_values(name: str | None) -> None:
             if not self.client.is_fresh:
                 self.client.pull()
             if table is not None and name == "weight" and id(module) not in self._active_tables:
                 self.client.pull_tables()
 
-        return before
+        return pull_values
 
     def _pull_rows_in_calls(self, module: nn.Module, table: int) -> None:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def pull_rows(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.client.is_fresh:
                 self.client.pull()
             ids = args[0] if args else kwargs["input"]
             self.client.pull_rows(table, ids)
             self._active_tables.add(id(module))
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def end_call(module: nn.Module, args: Any, output: Any) -> None:
             self._active_tables.discard(id(module))
 
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after, always_call=True)
+        module.register_forward_pre_hook(pull_rows, with_kwargs=True)
+        module.register_forward_hook(end_call, always_call=True)
 
     def _record_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         count = num_examples((*args, *kwargs.values()))
@@ -266,7 +268,7 @@ class WorkerRole:
         try:
             fn, args, kwargs = load(buffers[0], self._resolve)
             value = fn(*self._localize(args), **self._localize(kwargs))
-            if model is not None and model.client.is_fresh and model.client.changed():
+            if model is not None and model.client.is_fresh and model.client.find_changed():
                 self._send(None, -1, [])  # only changes of buffers
             outcome, sent = "returned", self._dump_value(value)
         except ActorDied as error:
@@ -362,7 +364,7 @@ class WorkerRole:
             number,
             self._step["attempt"],
             optimizer,
-            client.based_on(optimizer),
+            client.pulled_version(optimizer),
             float(self._num_examples or self._model.largest_call or 1),
             self._step["done_below"],
         )

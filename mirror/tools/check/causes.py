@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mirror.replica.exactness.cross_example_ops import GATHER_FIRST, MIXES_EXAMPLES
-from mirror.replica.replica_checks import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
+from mirror.replica.params.buffer_differences import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
 from mirror.tools.check.check_result import CheckResult
 from mirror.tools.check.differences import Difference, align, nearest_of
-from mirror.tools.check.fingerprint import relative
+from mirror.tools.check.fingerprint import relative_distance
 from mirror.tools.check.record import (
     GRADIENT,
     INPUT,
@@ -107,10 +107,10 @@ def diagnose(
         return _explain_statistics(result)
     if event.info.get("dropout") or event.info.get("random"):
         return _explain_random(result, "torch")
-    drawn = _drawn_in(event, some)
+    drawn = _find_draws(event, some)
     if drawn and drawn != ["torch"]:
         return _explain_random(result, " and ".join(drawn))
-    written = _written_outside(event, some, others)
+    written = _find_write_outside(event, some, others)
     if written is not None:
         return _explain_state(result, written)
     source, is_product = _find_source(first, some, others)
@@ -161,7 +161,9 @@ def _nearly_equal_loss(
             continue
         distance, nearest = nearest_of(a.prints[0], c)
         if nearest is not None and distance > _FEW_UNITS * a.prints[0].norm:
-            return Difference(i, a, c, relative(distance, a.prints[0].norm), print_many=nearest)
+            return Difference(
+                i, a, c, relative_distance(distance, a.prints[0].norm), print_many=nearest
+            )
     return None
 
 
@@ -209,7 +211,7 @@ def _call_of(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[Reco
     return list(events[start:end])
 
 
-def _drawn_in(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str]:
+def _find_draws(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str]:
     """Returns the generators that the outermost call has drawn from, on one device."""
     call = [e for e in _call_of(event, events) if e.depth == 0 and e.info.get("rng")]
     if len(call) < 2:
@@ -219,7 +221,7 @@ def _drawn_in(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[str
     return [name for name, some, other in names if some != other]
 
 
-def _written_outside(
+def _find_write_outside(
     event: RecordedEvent, some: Sequence[RecordedEvent], others: Sequence[RecordedEvent]
 ) -> RecordedEvent | None:
     """Returns where the call uses a tensor outside the model that its forward changes."""
@@ -457,8 +459,8 @@ def _find_source(
     """
     if first.one is None or first.many is None:
         return None, False
-    ones = [e for e in _until(some, first.one) if e.kind == OP]
-    manys = [e for e in _until(others, first.many) if e.kind == OP]
+    ones = [e for e in _events_until(some, first.one) if e.kind == OP]
+    manys = [e for e in _events_until(others, first.many) if e.kind == OP]
     found = None
     for a, c in zip(ones, manys, strict=False):
         if a.key != c.key or not a.prints or a is first.one:
@@ -477,7 +479,7 @@ def _find_source(
     return found, False
 
 
-def _until(events: Sequence[RecordedEvent], last: RecordedEvent) -> list[RecordedEvent]:
+def _events_until(events: Sequence[RecordedEvent], last: RecordedEvent) -> list[RecordedEvent]:
     """Returns the events of the same outermost call up to one."""
     found: list[RecordedEvent] = []
     for event in events:

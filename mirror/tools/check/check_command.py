@@ -253,7 +253,7 @@ class _ScriptRuns:
             return CheckResult(
                 FAILS,
                 f"cannot be compared: {name} fails by itself, on one device, "
-                f"{_after(one.num_steps)}: {what}{where}",
+                f"{_describe_steps(one.num_steps)}: {what}{where}",
                 steps=one.num_steps,
                 why=_last_lines(output, 6) if not error.get("line") else "",
                 remedy=f"run it with python first: python {self._script}",
@@ -294,7 +294,7 @@ def _needs_arguments(error: dict[str, str], output: str) -> bool:
     return error["type"] == "IndexError" and "argv" in error.get("source", "")
 
 
-def _after(steps: int) -> str:
+def _describe_steps(steps: int) -> str:
     return f"after {steps} optimizer step{'s' * (steps != 1)}" if steps else "before any step"
 
 

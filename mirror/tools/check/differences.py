@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mirror.tools.check.fingerprint import Fingerprint, relative
+from mirror.tools.check.fingerprint import Fingerprint, relative_distance
 from mirror.tools.check.record import (
     BUFFER,
     GRADIENT,
@@ -67,12 +67,12 @@ class Difference:
         return event
 
 
-def shallow(record: Record) -> list[RecordedEvent]:
+def shallow_events(record: Record) -> list[RecordedEvent]:
     """Returns the events outside modules, which every recording has."""
     return [e for e in record.events if e.depth == 0 and e.kind in _SHALLOW]
 
 
-def deep(record: Record, step: int) -> list[RecordedEvent]:
+def deep_events(record: Record, step: int) -> list[RecordedEvent]:
     """Returns the events of one step, those inside modules among them."""
     return [e for e in record.events if e.step == step and e.kind != PART]
 
@@ -91,7 +91,7 @@ class Tolerances:
         self.unit = max((_UNITS[d] for d in halves), default=0.0)
         self._scales = _gradient_scales(one)
 
-    def tight(self, event: RecordedEvent) -> float:
+    def tight_distance(self, event: RecordedEvent) -> float:
         """Returns the absolute distance that needs no explanation."""
         a = event.prints[0]
         if self._given is not None:
@@ -159,8 +159,8 @@ def find_differences(
             if (c.prints or c.depth == 0) and not c.info.get("is_apart"):
                 yield Difference(i, a, c, float("inf"), "shape")
             continue
-        if distance > tolerances.tight(a) or a.prints[0].bits != nearest.bits:
-            rel = relative(distance, a.prints[0].norm)
+        if distance > tolerances.tight_distance(a) or a.prints[0].bits != nearest.bits:
+            rel = relative_distance(distance, a.prints[0].norm)
             if not a.prints[0].is_float and a.prints[0].bits == nearest.bits:
                 continue
             yield Difference(i, a, c, rel, "values", nearest)
@@ -198,7 +198,7 @@ def largest_spreads(
             continue
         some, others = a.prints[0], b.prints[0]
         if some.is_float and len(some.values) <= _SMALL and some.shape == others.shape:
-            spread = relative(some.distance(others), some.norm)
+            spread = relative_distance(some.distance(others), some.norm)
             largest[a.key] = max(largest.get(a.key, 0.0), spread if spread < 1 else 0.0)
             spreads[i] = largest[a.key]
     return spreads
@@ -226,12 +226,12 @@ def is_rounding(
     return a.distance(c) <= factor * max(a.distance(b), largest * a.norm)
 
 
-def first_deep(
+def find_first_deep(
     one: Record, many: Record, spread: Record | None, step: int, tolerances: Tolerances
 ) -> tuple[Difference | None, list[RecordedEvent], list[RecordedEvent]]:
     """Returns the first difference inside the modules of one step, and that step's events."""
-    some, others = deep(one, step), deep(many, step)
-    noisy = [] if spread is None else deep(spread, step)
+    some, others = deep_events(one, step), deep_events(many, step)
+    noisy = [] if spread is None else deep_events(spread, step)
     for difference in find_differences(some, others, tolerances):
         b = None
         if difference.index < len(noisy) and difference.one is not None:

@@ -66,14 +66,14 @@ class Fingerprint:
         if self.shape != other.shape or not self.shape or self._num != self.values.size:
             return False
         some, others = (f.values.reshape(f.shape[0], -1) for f in (self, other))
-        return bool(np.array_equal(_sorted(some), _sorted(others)))
+        return bool(np.array_equal(_sort_rows(some), _sort_rows(others)))
 
     @property
     def _num(self) -> int:
         return int(np.prod(self.shape))
 
 
-def _sorted(rows: Any) -> Any:
+def _sort_rows(rows: Any) -> Any:
     return rows[np.lexsort(rows.T[::-1])]
 
 
@@ -122,7 +122,7 @@ def _signs(device: torch.device) -> Tensor:
     return (drawn * 2.0 - 1.0).to(device, torch.float32)
 
 
-def relative(distance: float, norm: float) -> float:
+def relative_distance(distance: float, norm: float) -> float:
     """Returns a distance relative to a norm."""
     return distance / max(norm, _SMALLEST)
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mirror.replica.layers.sync_batch_norm import synchronize_all
-from mirror.replica.replica_checks import statistics_are_warnings
+from mirror.replica.params.buffer_differences import statistics_are_warnings
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.threads.user_frames import line_of
 from mirror.tools.check.record import Record, RecordOptions
@@ -117,7 +117,7 @@ def recording(
     )
     with ExitStack() as stack:
         stack.enter_context(statistics_are_warnings())  # as under mirror run
-        stack.enter_context(_logged_warnings(recorder.record))
+        stack.enter_context(_recording_warnings(recorder.record))
         if options.double:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
@@ -126,7 +126,7 @@ def recording(
             devices = options.devices or ["cpu"] * options.replicas
             strategy = MirroredStrategy(devices, schedule="lockstep")
         # The patches go around those of the strategy.
-        stack.enter_context(patched_torch(recorder, no_dropout=options.no_dropout))
+        stack.enter_context(patching_torch(recorder, no_dropout=options.no_dropout))
         if strategy is not None:
             stack.enter_context(strategy.scope())
         yield recorder
@@ -147,7 +147,7 @@ class _WarningHandler(logging.Handler):
 
 
 @contextmanager
-def _logged_warnings(record: Record) -> Iterator[None]:
+def _recording_warnings(record: Record) -> Iterator[None]:
     """Takes the warnings that mirror logs into the output of a run."""
     handler = _WarningHandler(record)
     logger = logging.getLogger("mirror")
@@ -193,7 +193,7 @@ _PROBABILITIES = ("dropout", "drop_prob", "drop_rate", "dropout_p", "attention_d
 
 
 @contextmanager
-def patched_torch(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[None]:
+def patching_torch(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[None]:
     """Has a recorder note what happens inside.
 
     Args:
@@ -202,12 +202,12 @@ def patched_torch(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[N
     with ExitStack() as stack:
         if no_dropout:
             _stop_dropout(stack)
-        _replace(stack, nn.Module, "__call__", _recording_calls(recorder, no_dropout))
-        _replace(stack, torch.autograd, "backward", _recording_losses(recorder))
+        _replace(stack, nn.Module, "__call__", _wrap_call(recorder, no_dropout))
+        _replace(stack, torch.autograd, "backward", _wrap_backward(recorder))
         for kind in _kinds_of(Optimizer):
             if getattr(kind.__dict__.get("step"), "hooked", False):  # one was made before
-                _replace(stack, kind, "step", functools.partial(_recording_steps, recorder))
-        patch = functools.partial(_patching, recorder, stack)
+                _replace(stack, kind, "step", functools.partial(_wrap_step, recorder))
+        patch = functools.partial(_wrap_profile_hook, recorder, stack)
         _replace(stack, Optimizer, "profile_hook_step", patch)
         yield
 
@@ -220,12 +220,12 @@ def _replace(stack: ExitStack, owner: Any, name: str, wrapper: Callable[[Any], A
     stack.callback(setattr, owner, name, original)
 
 
-def _recording_calls(recorder: Recorder, no_dropout: bool) -> Callable[[Any], Any]:
+def _wrap_call(recorder: Recorder, no_dropout: bool) -> Callable[[Any], Any]:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if no_dropout:
-                _without_dropout(self)
+                _disable_dropout(self)
             call = functools.partial(original, self)
             return recorder.call(self, call, args, kwargs)
 
@@ -234,7 +234,7 @@ def _recording_calls(recorder: Recorder, no_dropout: bool) -> Callable[[Any], An
     return wrapper
 
 
-def _recording_losses(recorder: Recorder) -> Callable[[Any], Any]:
+def _wrap_backward(recorder: Recorder) -> Callable[[Any], Any]:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +251,7 @@ def _recording_losses(recorder: Recorder) -> Callable[[Any], Any]:
     return wrapper
 
 
-def _recording_steps(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_step(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_step(self, functools.partial(original, self), args, kwargs)
@@ -259,7 +259,7 @@ def _recording_steps(recorder: Recorder, original: Callable[..., Any]) -> Callab
     return step
 
 
-def _patching(
+def _wrap_profile_hook(
     recorder: Recorder, stack: ExitStack, original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Wraps what torch wraps the step of an optimizer's class in, at its first instance."""
@@ -267,7 +267,7 @@ def _patching(
     @functools.wraps(original)
     def profile_hook_step(func: Any) -> Any:
         profiled = original(func)
-        wrapped = _recording_steps(recorder, profiled)
+        wrapped = _wrap_step(recorder, profiled)
 
         def restore() -> None:
             for kind in _kinds_of(Optimizer):
@@ -290,13 +290,15 @@ def _kinds_of(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
 def _stop_dropout(stack: ExitStack) -> None:
     for name, position in _DROPPING.items():
         if hasattr(F, name):
-            _replace(stack, F, name, functools.partial(_with_zero, position, "p"))
-    attention = functools.partial(_with_zero, 4, "dropout_p")
+            _replace(stack, F, name, functools.partial(_zero_probability, position, "p"))
+    attention = functools.partial(_zero_probability, 4, "dropout_p")
     _replace(stack, F, "scaled_dot_product_attention", attention)
-    _replace(stack, torch, "dropout", functools.partial(_with_zero, 1, "p"))
+    _replace(stack, torch, "dropout", functools.partial(_zero_probability, 1, "p"))
 
 
-def _with_zero(position: int, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _zero_probability(
+    position: int, name: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
     """Returns a function with a probability of 0."""
 
     @functools.wraps(original)
@@ -310,7 +312,7 @@ def _with_zero(position: int, name: str, original: Callable[..., Any]) -> Callab
     return call
 
 
-def _without_dropout(module: nn.Module) -> None:
+def _disable_dropout(module: nn.Module) -> None:
     """Sets the probabilities among a module's attributes to 0."""
     attributes: dict[str, Any] = vars(module)
     for name in _PROBABILITIES:

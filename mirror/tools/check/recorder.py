@@ -249,7 +249,7 @@ class Recorder:
     ) -> Any:
         """Calls a module inside an outermost call."""
         if not self.is_deep:
-            return self._in_path(log, module, forward, args, kwargs)
+            return self._call_in_path(log, module, forward, args, kwargs)
         is_inside = self._is_inside()
         name = self._names.name_of(module)
         depth = len(log.path) + is_inside
@@ -259,7 +259,7 @@ class Recorder:
         is_part = is_inside and not log.path and self._is_split()
         if not is_part:
             log.add(PendingEvent(INPUT, name, where, depth, info), (args, kwargs))
-        result = self._in_path(log, module, forward, args, kwargs)
+        result = self._call_in_path(log, module, forward, args, kwargs)
         if log.events is events:
             kind = PART if is_part else OUTPUT
             log.add(PendingEvent(kind, name, where, depth, dict(info)), result)
@@ -285,7 +285,7 @@ class Recorder:
         outside = self._logs.get(OUTSIDE)
         return outside is not None and bool(outside.path)
 
-    def _in_path(
+    def _call_in_path(
         self,
         log: ReplicaLog,
         module: nn.Module,
@@ -298,11 +298,9 @@ class Recorder:
             result = forward(*args, **kwargs)
         finally:
             log.path.pop()
-        return self._with_noise(log, module, result, is_root=False)
+        return self._add_noise(log, module, result, is_root=False)
 
-    def _with_noise(
-        self, log: ReplicaLog, module: nn.Module, result: Any, *, is_root: bool
-    ) -> Any:
+    def _add_noise(self, log: ReplicaLog, module: nn.Module, result: Any, *, is_root: bool) -> Any:
         if self.noise is None:
             return result
         log.is_busy = True
@@ -333,7 +331,7 @@ class Recorder:
                 if self.has_ops():
                     stack.enter_context(self._tracing(log, module, args, kwargs))
                 result = forward(*args, **kwargs)
-            result = self._with_noise(log, module, result, is_root=True)
+            result = self._add_noise(log, module, result, is_root=True)
         except BaseException:
             self._clear_logs()
             raise

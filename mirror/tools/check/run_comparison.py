@@ -13,12 +13,12 @@ from mirror.tools.check.differences import (
     Tolerances,
     align,
     find_differences,
-    first_deep,
+    find_first_deep,
     is_rounding,
     largest_spreads,
-    shallow,
+    shallow_events,
 )
-from mirror.tools.check.fingerprint import relative
+from mirror.tools.check.fingerprint import relative_distance
 from mirror.tools.check.record import BUFFER, GRADIENT, INPUT, PARAMETER, Record, RecordOptions
 
 _GROSS = 0.02  # a relative distance that rounding in float32 does not make in one step
@@ -60,8 +60,10 @@ class RunComparison:
         one, many = self._one, self._many
         if many.ending == "error" and many.error is not None and one.ending != "error":
             return self._explain_error()
-        suspects = list(find_differences(shallow(one), shallow(many), self._tolerances))
-        found = self._beyond_rounding(suspects)
+        suspects = list(
+            find_differences(shallow_events(one), shallow_events(many), self._tolerances)
+        )
+        found = self._find_beyond_rounding(suspects)
         if found is None and one.num_steps == many.num_steps:
             is_chaotic = self._spread is not None and self._largest_spread(self._spread) > _CHAOTIC
             if is_chaotic and (step := self._first_unrepeated_step(one.num_steps)):
@@ -80,9 +82,9 @@ class RunComparison:
         if self._needs_repeat(found):
             if step := self._first_unrepeated_step(found.event.step):
                 return self._unrepeatable(step)
-        return self._different(found)
+        return self._report_difference(found)
 
-    def _beyond_rounding(self, suspects: list[Difference]) -> Difference | None:
+    def _find_beyond_rounding(self, suspects: list[Difference]) -> Difference | None:
         """Returns the first difference that rounding does not explain."""
         if not suspects or self._is_given:
             return suspects[0] if suspects else None
@@ -92,8 +94,8 @@ class RunComparison:
         for steps in dict.fromkeys([first.event.step if is_gross else all_steps, all_steps]):
             noisy_options = replace(self._options, steps=steps, rounding_noise=True)
             self._spread = self._record("on one device, with rounding errors", noisy_options)
-            noisy = shallow(self._spread)
-            spreads = largest_spreads(shallow(self._one), noisy)
+            noisy = shallow_events(self._spread)
+            spreads = largest_spreads(shallow_events(self._one), noisy)
             for suspect in suspects:
                 if suspect.event.step > steps:
                     break
@@ -111,17 +113,17 @@ class RunComparison:
             return True
         if self._spread is None or found.one is None:
             return self._is_given
-        noisy = shallow(self._spread)
+        noisy = shallow_events(self._spread)
         if found.index >= len(noisy) or noisy[found.index].key != found.one.key:
             return True
         a, b = found.one.prints[0], noisy[found.index].prints[0]
-        return relative(a.distance(b), a.norm) > max(_CHAOTIC, 4 * self._tolerances.unit)
+        return relative_distance(a.distance(b), a.norm) > max(_CHAOTIC, 4 * self._tolerances.unit)
 
     def _first_unrepeated_step(self, steps: int) -> int:
         """Returns the step in which two runs on one device differ; 0 if they do not."""
         again = self._record("on one device again", replace(self._options, steps=steps))
-        one = [event for event in shallow(self._one) if event.step <= steps]
-        other = [event for event in shallow(again) if event.step <= steps]
+        one = [event for event in shallow_events(self._one) if event.step <= steps]
+        other = [event for event in shallow_events(again) if event.step <= steps]
         for difference in find_differences(one, other, self._tolerances):
             if difference.distance > 1e-2 or difference.event.kind == INPUT:
                 return difference.event.step
@@ -201,10 +203,10 @@ class RunComparison:
         result.reported = True
         return diagnose_error(result, many.error)
 
-    def _different(self, found: Difference) -> CheckResult:
+    def _report_difference(self, found: Difference) -> CheckResult:
         one, many = self._one, self._many
         step = found.event.step
-        difference, some, others = first_deep(one, many, self._spread, step, self._tolerances)
+        difference, some, others = find_first_deep(one, many, self._spread, step, self._tolerances)
         event = found.event
         result = CheckResult(
             DIFFERENT,
@@ -232,7 +234,7 @@ def _distances(one: Record, other: Record) -> dict[tuple[str, int], float]:
     no scale of its own.
     """
     totals: dict[tuple[str, int], list[float]] = {}
-    for _, a, b in align(shallow(one), shallow(other)):
+    for _, a, b in align(shallow_events(one), shallow_events(other)):
         if a is None or b is None or a.key != b.key:
             continue
         some, others = a.prints[0], b.prints[0]
@@ -242,4 +244,4 @@ def _distances(one: Record, other: Record) -> dict[tuple[str, int], float]:
             total = totals.setdefault((key, a.step), [0.0, 0.0])
             total[0] += some.distance(others) ** 2
             total[1] += some.norm**2
-    return {key: relative(d**0.5, n**0.5) for key, (d, n) in totals.items()}
+    return {key: relative_distance(d**0.5, n**0.5) for key, (d, n) in totals.items()}

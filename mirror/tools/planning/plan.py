@@ -80,15 +80,14 @@ def plan(
         PlanError: a ``ValueError`` that names the argument and its value.
     """
     # Imported here: importing mirror does not import the planner.
-    from mirror.tools.planning.plan_result import Plan, advice
-    from mirror.tools.planning.prediction import (
+    from mirror.tools.planning.all_reduce_cost import (
         ALGORITHMS,
-        SCALINGS,
         Cluster,
-        Predictor,
         link_between_devices,
         link_between_machines,
     )
+    from mirror.tools.planning.plan_result import Plan, advice
+    from mirror.tools.planning.prediction import SCALINGS, Predictor
     from mirror.tools.planning.workload import (
         OPTIMIZER_STATES,
         PlanError,

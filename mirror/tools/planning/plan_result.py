@@ -8,14 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from mirror.base.safe_files import replace_atomically
-from mirror.tools.planning.prediction import (
-    COMPILED,
-    ONE_PROCESS,
-    PROCESS_PER_DEVICE,
-    WAYS,
-    Cluster,
-    Row,
-)
+from mirror.tools.planning.all_reduce_cost import Cluster
+from mirror.tools.planning.prediction import COMPILED, ONE_PROCESS, PROCESS_PER_DEVICE, WAYS, Row
 from mirror.tools.planning.workload import PlanError, Workload
 
 _KINDS = (".pdf", ".png", ".svg")
@@ -169,13 +163,13 @@ def advice(rows: Sequence[Row], devices_per_machine: int) -> tuple[str, ...]:
         devices_per_machine: the devices that one process can drive.
     """
     inside = [row for row in rows if row.devices <= devices_per_machine]
-    sentences = [_on_processes(inside)]
+    sentences = [_advise_processes(inside)]
     if len(inside) < len(rows):
-        sentences.append(_on_machines(rows[len(inside) :], devices_per_machine))
-    return (*sentences, *_on_communication(rows))
+        sentences.append(_advise_machines(rows[len(inside) :], devices_per_machine))
+    return (*sentences, *_advise_communication(rows))
 
 
-def _on_processes(rows: Sequence[Row]) -> str:
+def _advise_processes(rows: Sequence[Row]) -> str:
     number = next((i for i, row in enumerate(rows) if row.way != ONE_PROCESS), len(rows))
     if number == len(rows):
         return (
@@ -198,7 +192,7 @@ def _on_processes(rows: Sequence[Row]) -> str:
     return sentence
 
 
-def _on_machines(rows: Sequence[Row], devices_per_machine: int) -> str:
+def _advise_machines(rows: Sequence[Row], devices_per_machine: int) -> str:
     ways = {row.way for row in rows}
     if ways == {PROCESS_PER_DEVICE}:
         return f"Beyond the {devices_per_machine} of a machine, {_PER_DEVICE}."
@@ -210,7 +204,7 @@ def _on_machines(rows: Sequence[Row], devices_per_machine: int) -> str:
     return sentence
 
 
-def _on_communication(rows: Sequence[Row]) -> tuple[str, ...]:
+def _advise_communication(rows: Sequence[Row]) -> tuple[str, ...]:
     bound = [row for row in rows if row.bound_by == "communication"]
     if not bound:
         return ()

@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 
-from mirror.tools.planning.plan import plan
-from mirror.tools.planning.plan_result import Plan
-from mirror.tools.planning.prediction import (
+from mirror.tools.planning.all_reduce_cost import (
     LINKS,
     NETWORKS,
-    PROCESS_PER_DEVICE,
     Cluster,
-    Predictor,
     link_between_devices,
     link_between_machines,
 )
+from mirror.tools.planning.plan import plan
+from mirror.tools.planning.plan_result import Plan
+from mirror.tools.planning.prediction import PROCESS_PER_DEVICE, Predictor
 from mirror.tools.planning.workload import PlanError, Workload, check_choice, make_workload
 
 _WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -42,7 +41,7 @@ def make_plan(given: Mapping[str, Any], case: str | None) -> Plan:
     Raises:
         PlanError: there is no such case, or ``plan`` raises it.
     """
-    arguments = {} if case is None else _of_case(check_choice("case", case, tuple(CASES)))
+    arguments = {} if case is None else _case_arguments(check_choice("case", case, tuple(CASES)))
     arguments |= {name: value for name, value in given.items() if value is not None}
     if "wire_dtype" in arguments:
         arguments["wire_dtype"] = _WIRE_DTYPES[arguments["wire_dtype"]]
@@ -72,7 +71,7 @@ def table_of_links() -> str:
     return "\n".join([*lines, "", *(f"{name:{widths[0]}}  {NETWORKS[name]}" for name in NETWORKS)])
 
 
-def _of_case(name: str) -> dict[str, Any]:
+def _case_arguments(name: str) -> dict[str, Any]:
     case = CASES[name]
     return {
         "step_seconds": case.batch_size / case.alone,
@@ -91,7 +90,7 @@ _MEBIBYTE = 2**20
 _FLOAT = 4.0
 
 
-def _even(parameters: float, tensors: int) -> tuple[float, ...]:
+def _split_evenly(parameters: float, tensors: int) -> tuple[float, ...]:
     return (parameters / tensors * _FLOAT,) * tensors
 
 
@@ -102,9 +101,9 @@ def _layers(*shapes: tuple[int, ...]) -> tuple[float, ...]:
 # torchvision: 25,557,032 parameters in 161 tensors; BERT-base: 110 million (arXiv:1810.04805), in
 # 199; Inception v3: 23.9 million (Keras Applications), 94 convolutions and one matrix; VGG-16 and
 # AlexNet by their layers, without biases (arXiv:1409.1556, 1404.5997).
-_RESNET_50 = _even(25_557_032, 161)
-_BERT_BASE = _even(110e6, 199)
-_INCEPTION_V3 = _even(23.9e6, 95)
+_RESNET_50 = _split_evenly(25_557_032, 161)
+_BERT_BASE = _split_evenly(110e6, 199)
+_INCEPTION_V3 = _split_evenly(23.9e6, 95)
 # fmt: off
 _VGG_16 = _layers(
     (64, 3, 3, 3), (64, 64, 3, 3), (128, 64, 3, 3), (128, 128, 3, 3), (256, 128, 3, 3),

@@ -31,7 +31,7 @@ from mirror.cluster.launchers import launchers
 from mirror.devices import is_simulated, resolve
 from mirror.errors import MirrorError, StrategyError
 from mirror.replica.layers.sync_batch_norm import synchronize_all
-from mirror.replica.replica_checks import statistics_are_warnings
+from mirror.replica.params.buffer_differences import statistics_are_warnings
 from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
@@ -116,7 +116,7 @@ def run_as_main(task: Callable[[], None]) -> int:
     except (SystemExit, ScriptError):
         raise
     except BaseException as error:
-        error.__traceback__ = without_our_frames(error.__traceback__)
+        error.__traceback__ = drop_our_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         is_interrupted += [True] * isinstance(error, KeyboardInterrupt)
         raise SystemExit(1) from None
@@ -133,7 +133,7 @@ def _end_by_sigint(is_interrupted: Sequence[bool]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+def drop_our_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Returns a traceback that begins with the first frame outside this package."""
     while traceback is not None and _is_ours(traceback.tb_frame.f_code.co_filename):
         traceback = traceback.tb_next

@@ -54,7 +54,7 @@ def write_directory(path: Path, write: Callable[[int], None]) -> None:
     path = Path(os.path.realpath(path))
     make_directories(path.parent)
     if _has_content(path):
-        with locked(path):
+        with locking(path):
             _remove_temporaries(path)
             _write(path, write)
         return
@@ -62,7 +62,7 @@ def write_directory(path: Path, write: Callable[[int], None]) -> None:
     temporary = path.with_name(_temporary_name(path.name))
     os.mkdir(temporary)
     try:
-        with locked(temporary):
+        with locking(temporary):
             _write(temporary, write)
             os.rename(temporary, path)
         _sync(path.parent)
@@ -115,10 +115,10 @@ def remove_leftovers(parent: Path, prefix: str) -> None:
     for name in sorted(os.listdir(parent)):
         with suppress(OSError):
             if name.startswith(f".{prefix}") and ".tmp-" in name:
-                with locked(parent / name, wait=False):
+                with locking(parent / name, wait=False):
                     _remove(parent / name)
             elif name.startswith(prefix):
-                with locked(parent / name, wait=False):
+                with locking(parent / name, wait=False):
                     _remove_temporaries(parent / name)
 
 
@@ -155,7 +155,7 @@ def make_directories(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+def locking(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Locks a directory against other processes; the lock ends with the process.
 
     With ``wait``, nothing is locked where directories cannot be locked, as on NFS.

@@ -113,7 +113,7 @@ class TensorView:
         """The index after its last element, in elements of the stored tensor."""
         return self.offset + span(self.shape, self.strides)
 
-    def of_tensors(self, stored: Mapping[str, Tensor]) -> Tensor:
+    def make_view(self, stored: Mapping[str, Tensor]) -> Tensor:
         """Returns the view; ``parse_manifest`` has checked that it lies within its base."""
         return stored[self.base].as_strided(self.shape, self.strides, self.offset)
 

@@ -24,10 +24,11 @@ from mirror.base.migration_hints import call_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.errors import CheckpointError, short_repr
 from mirror.threads.user_frames import warn_user
-from mirror.train.checkpoint.checkpoint import Checkpoint, worker_agreement_of
+from mirror.train.checkpoint.checkpoint import Checkpoint
+from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
 from mirror.train.checkpoint.checkpoint_directory import (
     is_checkpoint,
-    locked,
+    locking,
     make_directories,
     remove_checkpoint,
     remove_leftovers,
@@ -195,7 +196,7 @@ class CheckpointManager(NoCopy):
 
         def newest() -> str:
             self.wait()
-            found = self._newest()
+            found = self._read_newest()
             read.extend(found[:1])
             return found[0].path.name if found else ""
 
@@ -208,7 +209,7 @@ class CheckpointManager(NoCopy):
         self.progress = TrainProgress(step)
         return step
 
-    def _newest(self) -> list[Contents]:
+    def _read_newest(self) -> list[Contents]:
         """Returns the newest whole checkpoint, or an empty list."""
         damaged: list[str] = []
         for step in reversed(self.steps):
@@ -242,7 +243,7 @@ class CheckpointManager(NoCopy):
     def _write(self, path: Path, write: Callable[[], None]) -> None:
         try:
             make_directories(self.directory)
-            with locked(self.directory):
+            with locking(self.directory):
                 remove_leftovers(self.directory, _PREFIX)
                 write()
                 self._remove_old(path)

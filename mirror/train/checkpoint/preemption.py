@@ -48,7 +48,7 @@ from mirror.data.distributed_dataset import DistributedDataset
 from mirror.errors import CheckpointError, StrategyError, short_repr
 from mirror.execution.lifecycle import step_ends
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
-from mirror.train.checkpoint.checkpoint import worker_agreement_of
+from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
 
 _open: list[PreemptionCheckpointHandler] = []
@@ -186,7 +186,7 @@ class PreemptionCheckpointHandler(NoCopy):
                 handled; or ``watcher`` or ``exit_code`` is also in ``termination_config``.
         """
         _check(manager, exit_code, watcher)
-        config = _checked_config(termination_config, exit_code, watcher)
+        config = _check_config(termination_config, exit_code, watcher)
         self.is_due = False
         self._manager = manager
         self._exit_code = exit_code
@@ -199,7 +199,7 @@ class PreemptionCheckpointHandler(NoCopy):
         self._is_ending = False  # the with block is ending
         self._step_seconds = self._save_seconds = 0.0
         self._step_began = _clock()
-        self._signals = _checked_signals(signals)
+        self._signals = _check_signals(signals)
         self._known: list[int] = []  # ids of the objects that _datasets were found in
         self._datasets: list[DistributedDataset] = []
         self._is_simple = True
@@ -211,7 +211,7 @@ class PreemptionCheckpointHandler(NoCopy):
             _listen(number)
         watch_optimizer_steps(are_mirrored=False)
         if not _open:
-            step_ends.listeners.append(_step_ended)
+            step_ends.listeners.append(_end_steps)
         _open.append(self)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class PreemptionCheckpointHandler(NoCopy):
             return
         _open.remove(self)
         if not _open:
-            step_ends.listeners.remove(_step_ended)
+            step_ends.listeners.remove(_end_steps)
         for dataset in self._datasets:
             dataset.before_next.remove(self._is_requested)
         self._datasets = []
@@ -355,7 +355,7 @@ class PreemptionCheckpointHandler(NoCopy):
         self._is_simple = len(optimizers) < 2 and all(_is_trained(o, trained) for o in others)
 
 
-def _step_ended() -> None:
+def _end_steps() -> None:
     for handler in tuple(_open):
         handler._end_step()
     _leave_if_due()
@@ -439,7 +439,7 @@ def _stop_listening(number: int) -> None:
         signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
-def _checked_signals(signals: Iterable[int]) -> tuple[int, ...]:
+def _check_signals(signals: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(signals, Iterable):
         raise TypeError(f"signals must be a sequence, got {short_repr(signals)}; pass (signals,)")
     numbers = tuple(signals)
@@ -470,7 +470,7 @@ def _check(manager: object, exit_code: object, watcher: object) -> None:
         raise TypeError(f"watcher is a function without arguments, got {short_repr(watcher)}")
 
 
-def _checked_config(config: object, exit_code: int, watcher: object) -> TerminationConfig:
+def _check_config(config: object, exit_code: int, watcher: object) -> TerminationConfig:
     """Returns the config, or an empty one for None."""
     if config is None:
         return TerminationConfig()

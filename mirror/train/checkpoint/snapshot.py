@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from mirror.base.tree_json import Malformed, decode, encode
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import CheckpointError
+from mirror.replica.bitwise import bytes_of
 from mirror.replica.params.mirrored_buffer import local_buffers
-from mirror.replica.replica_checks import bytes_of
 from mirror.train.checkpoint.checkpoint_directory import file_of, write_directory
 from mirror.train.checkpoint.checkpoint_file import (
     Manifest,
@@ -121,7 +121,7 @@ class Snapshot:
     def _decode(self, node: Any, what: str, is_placed: bool) -> Any:
         def get(name: str, device: str) -> Tensor:
             view = self.manifest.views.get(name)
-            tensor = self.tensors[name] if view is None else view.of_tensors(self.tensors)
+            tensor = self.tensors[name] if view is None else view.make_view(self.tensors)
             return _move(tensor, device) if is_placed and device != "cpu" else tensor
 
         try:
@@ -256,7 +256,7 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def move_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors contiguous on the host, without a copy where they are already."""
     return {name: t.to("cpu").contiguous() for name, t in tensors.items()}
 

@@ -170,13 +170,13 @@ def _check_module(name: str, own: Mapping[str, Any], state: Any) -> None:
         raise CheckpointError(f"the state of {name!r}, a module, is {short_repr(state)}")
     for missing in own.keys() - state.keys():
         raise CheckpointError(
-            f"the checkpoint has no {missing!r} of {name!r}; it has {_some(state)}; restore it "
-            "into the module that it was saved from"
+            f"the checkpoint has no {missing!r} of {name!r}; it has {_list_some(state)}; restore "
+            "it into the module that it was saved from"
         )
     for unexpected in state.keys() - own.keys():
         raise CheckpointError(
-            f"{name!r} has no {unexpected!r}, which is in the checkpoint; it has {_some(own)}; "
-            "restore it into the module that it was saved from"
+            f"{name!r} has no {unexpected!r}, which is in the checkpoint; it has "
+            f"{_list_some(own)}; restore it into the module that it was saved from"
         )
     for key, value in own.items():
         saved = state[key]
@@ -214,6 +214,6 @@ def _group_sizes(groups: Any) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def _some(names: Mapping[str, Any]) -> str:
+def _list_some(names: Mapping[str, Any]) -> str:
     found = [repr(name) for name in names]
     return ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") or "nothing"

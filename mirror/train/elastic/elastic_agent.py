@@ -90,7 +90,7 @@ class WorkerProcess(Protocol):
 Start = Callable[[Mapping[str, str]], WorkerProcess]
 
 
-def starter(command: Sequence[str]) -> Start:
+def make_start(command: Sequence[str]) -> Start:
     """Returns a function that runs a command line."""
     return lambda variables: subprocess.Popen(
         list(command),
@@ -129,7 +129,7 @@ class ElasticAgent:
         self._num_restarts = self._num_started = 0
         self._name = f"{socket.gethostname()}.{secrets.token_hex(2)}"
         self._signal: int | None = None
-        self._exit_code = 0  # the highest, of workers that have ended when they should
+        self._exit_code = 0  # the highest of the workers that ended after the training
         self._coordinator: MembershipCoordinator | None = None
         self._is_alone = False  # the training is over, and the coordinator is gone
         if options.join is not None:
@@ -275,9 +275,9 @@ class ElasticAgent:
         return [slot for slot in self._slots if slot.process is not None]
 
     def _wait_after_success(self, view: View) -> None:
-        """Waits for the workers, which may save what they have trained, unless they stand still.
+        """Waits for the workers, which may save what they have trained, unless they stall.
 
-        A coordinator waits for the workers of all machines: it detects which stand still.
+        A coordinator waits for the workers of all machines: it detects which of them stall.
         """
         deadline, coordinator = monotonic() + _END_SECONDS, self._coordinator
         while self._signal is None:

@@ -28,12 +28,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mirror.errors import CheckpointError, StrategyError
-from mirror.train.checkpoint.checkpoint import (
-    Checkpoint,
-    WorkerAgreement,
-    refuse_in_run,
-    worker_agreement_of,
-)
+from mirror.train.checkpoint.checkpoint import Checkpoint, refuse_in_run
+from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement, worker_agreement_of
 from mirror.train.checkpoint.snapshot import (
     Contents,
     Snapshot,
@@ -185,7 +181,7 @@ class ElasticState:
         """
         refuse_in_run("ElasticState.restore")
         workers = worker_agreement_of(self._checkpoint.objects)
-        found = self._newest(workers)
+        found = self._find_newest(workers)
         self._is_restored = True
         if found is None:
             if otherwise is not None:
@@ -198,7 +194,7 @@ class ElasticState:
             on_resize(found.num_workers, workers.size)
         return True
 
-    def _newest(self, workers: WorkerAgreement) -> _Commit | None:
+    def _find_newest(self, workers: WorkerAgreement) -> _Commit | None:
         """Returns the newest commit; rank 0 has it, and sends it to workers without it."""
         if not workers.is_multi_worker:
             return _memory.last

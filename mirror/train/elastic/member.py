@@ -98,7 +98,7 @@ class Member:
 
     def store_of(self, generation: int) -> Store:
         """Returns the store for the process groups of a generation, over its own connection."""
-        return MembershipStore(connect_store(self.address)).of_generation(generation)
+        return MembershipStore(connect_store(self.address)).generation_store(generation)
 
     @property
     def is_change_due(self) -> bool:

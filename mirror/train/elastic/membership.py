@@ -202,6 +202,6 @@ class MembershipStore:
         """Returns whether ``write_lost`` was called."""
         return self._store.check([f"lost/{name}"])
 
-    def of_generation(self, generation: int) -> Store:
+    def generation_store(self, generation: int) -> Store:
         """Returns the part of the store for the process groups of a generation."""
         return PrefixStore(f"{_PREFIX}/generation/{generation}", self.root)

@@ -134,7 +134,7 @@ class TrainingState:
             values[name] = value = float(value)
         return value
 
-    def value_there(self, name: str) -> Value:
+    def peek(self, name: str) -> Value:
         """Returns the last logged value without waiting: a tensor may still be on a GPU.
 
         Raises:

@@ -170,12 +170,12 @@ class LogEvery(Hook):
     def begin(self, training: TrainingState) -> None:
         self._every.begin()
         self._rate = StepRate()
-        self._rate.since(training)
+        self._rate.measure(training)
 
     def after_step(self, training: TrainingState) -> None:
         if self._every.is_due(training.step):
             values = [f"{name} {training.value(name):.4g}" for name in training.names]
-            rate, waiting = self._rate.since(training)
+            rate, waiting = self._rate.measure(training)
             parts = [*values, f"{rate:.3g} steps/s"]
             if training.reads_input:
                 parts.append(f"{waiting:.0%} waiting for input")
@@ -188,7 +188,7 @@ class StepRate:
     def __init__(self) -> None:
         self._at, self._step, self._waiting = time.perf_counter(), 0, 0.0
 
-    def since(self, training: TrainingState) -> tuple[float, float]:
+    def measure(self, training: TrainingState) -> tuple[float, float]:
         """Returns steps per second, and the share of the time spent waiting for input."""
         now = time.perf_counter()
         seconds = max(now - self._at, 1e-9)
@@ -214,7 +214,7 @@ class ProgressBar(Hook):
 
     def begin(self, training: TrainingState) -> None:
         self._rate = StepRate()
-        self._rate.since(training)
+        self._rate.measure(training)
 
     def after_step(self, training: TrainingState) -> None:
         if self._bar is None:
@@ -222,7 +222,7 @@ class ProgressBar(Hook):
             self._every.begin()
         elif not self._every.is_due(training.step):
             return
-        rate, waiting = self._rate.since(training)
+        rate, waiting = self._rate.measure(training)
         parts = [f"{name} {training.value(name):.4g}" for name in training.names]
         if training.reads_input:
             parts.append(f"input {waiting:.0%}")
@@ -335,7 +335,7 @@ class ProgressLine:
         self._total = total
         self._drawn = 0.0
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Returns whether enough time has passed to draw again."""
         return self.live and time.perf_counter() - self._drawn >= _REDRAW_SECONDS
 

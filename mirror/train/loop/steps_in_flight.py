@@ -118,21 +118,21 @@ class StepsInFlight:
         except Exception as first:
             error = first
         if isinstance(error, StopIteration):
-            raise dataset_ended() from error
+            raise dataset_ended_error() from error
         raise error
 
     def join(self) -> None:
         """Waits for all scheduled closures. Raises as ``take``."""
         try:
-            with self.named_losses():
+            with self.naming_losses():
                 self._coordinator.join()
         except StopIteration as error:
-            raise dataset_ended() from error
+            raise dataset_ended_error() from error
 
     def settle(self, step: int) -> None:
         """Waits as ``join``, and warns if a checkpoint would lack gradients."""
         self.join()
-        with self.named_losses():
+        with self.naming_losses():
             num_lacking, to_aggregate = self._session.num_held_back()
         if num_lacking and not self._is_warned:
             self._is_warned = True
@@ -143,7 +143,7 @@ class StepsInFlight:
             )
 
     @contextmanager
-    def named_losses(self) -> Iterator[None]:
+    def naming_losses(self) -> Iterator[None]:
         """Raises ServerLostError if the block fails because a server is lost."""
         try:
             yield
@@ -152,7 +152,7 @@ class StepsInFlight:
             raise
 
 
-def dataset_ended() -> StrategyError:
+def dataset_ended_error() -> StrategyError:
     """Returns the error for the StopIteration of a closure."""
     return StrategyError(
         "a worker's dataset has ended in a step, while others may have batches left; let the "

@@ -21,11 +21,11 @@ from mirror.server.roles.worker_datasets import PerWorkerDataset, PerWorkerItera
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.threads.user_frames import add_note, warn_user
-from mirror.train.checkpoint.checkpoint import WorkerAgreement, worker_agreement_of
+from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement, worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.loop.hook import AnyStrategy, Hook, TrainingState, check_count
 from mirror.train.loop.hooks import SaveEvery
-from mirror.train.loop.steps_in_flight import StepsInFlight, dataset_ended
+from mirror.train.loop.steps_in_flight import StepsInFlight, dataset_ended_error
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class Training(TrainingState):
             if restored is not None:
                 self.step = self.first_step = self._saved_at = restored
         is_chief = self._workers.is_chief
-        self._hooks = tuple(h for h in self._with_saving() if is_chief or not h.chief_only)
+        self._hooks = tuple(h for h in self._add_saving() if is_chief or not h.chief_only)
         self._is_open = True
         begun: list[Hook] = []
         try:
@@ -138,7 +138,7 @@ class Training(TrainingState):
                 self._end_step(is_last=True)
                 self._save_last()
             elif self._flight is not None and isinstance(error, StopIteration):
-                raise dataset_ended() from error
+                raise dataset_ended_error() from error
         except BaseException as failed:
             failure = failed
             raise
@@ -241,7 +241,7 @@ class Training(TrainingState):
         batch: Any = dataset  # a worker replaces it by its next batch
         return repeat(batch)
 
-    def _with_saving(self) -> Iterator[Hook]:
+    def _add_saving(self) -> Iterator[Hook]:
         yield from self._asked
         if self.manager is not None and not any(isinstance(h, SaveEvery) for h in self._asked):
             yield SaveEvery(seconds=600)
@@ -303,7 +303,7 @@ class Training(TrainingState):
             flight = self._flight
             if flight is not None:
                 flight.settle(self.step)
-            with nullcontext() if flight is None else flight.named_losses():
+            with nullcontext() if flight is None else flight.naming_losses():
                 self.manager.save(self.step, wait=wait)
             self._saved_at = self.step
             for hook in self._hooks:

@@ -185,7 +185,7 @@ class LivePlot(Hook):
         for name in training.names:
             if name in training.logged_now and (not self._names or name in self._names):
                 line = self._lines.setdefault(name, Line())
-                line.add(training.step, training.value_there(name))
+                line.add(training.step, training.peek(name))
         if self._every.is_due(training.step):
             self._draw()
 

@@ -98,6 +98,6 @@ GPUS = [torch.device("cuda", i) for i in range(4)]
 )
 def test_islands_of_gpus_come_from_links_then_numa_nodes(monkeypatch, linked, nodes, islands):
     links = linked | {(j, i) for i, j in linked} | {(i, i) for i in range(4)}
-    monkeypatch.setattr("mirror.comm.topology._linked", lambda i, j: (i, j) in links)
+    monkeypatch.setattr("mirror.comm.topology._are_linked", lambda i, j: (i, j) in links)
     monkeypatch.setattr("mirror.comm.topology._numa_node", lambda i: nodes[i])
     assert topology_of(GPUS).islands == islands

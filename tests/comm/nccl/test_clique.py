@@ -62,7 +62,7 @@ def test_making_communicators_has_a_deadline_of_its_own(fake):
     fake.polls(20)
     communicator = fake.communicator(timeout_seconds=0)
     fake.polls(0)
-    with communicator.within(60):
+    with communicator.setting_timeout(60):
         assert_works(communicator)
         communicator.close()
     assert nccl_backend._INIT_SECONDS >= 300
@@ -70,14 +70,14 @@ def test_making_communicators_has_a_deadline_of_its_own(fake):
 
 def test_a_deadline_can_be_another_one_for_a_while(fake):
     communicator = fake.communicator(timeout_seconds=60)
-    with communicator.within(0.1):
+    with communicator.setting_timeout(0.1):
         assert_works(communicator)
     assert communicator._clique.timeout_seconds == 60
     fake.stall("ncclBroadcast")
     with (
         Promptly(0.1),
         pytest.raises(CollectiveTimeoutError, match=r"within 0\.1 s"),
-        communicator.within(0.1),
+        communicator.setting_timeout(0.1),
     ):
         communicator.broadcast(tensors())
     assert_the_next_one_works(fake)

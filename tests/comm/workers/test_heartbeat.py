@@ -14,8 +14,8 @@ from mirror.comm.workers.worker_status import (
     Exit,
     PendingOp,
     WorkerStatus,
-    ended_without,
     find_deadlocks,
+    find_ended_without,
 )
 from tests.interrupts.test_exits import in_child
 
@@ -167,10 +167,10 @@ def test_who_has_ended_is_told_to_those_it_leaves_alone():
     end = Exit(is_loss=False, words="has left")
     waits = _status({"1/a": 3}, _wait("1/a", 3))
     left = _status({"1/a": 2}, ended={"1": end})
-    assert ended_without(waits.waits[0], [waits, left]) == [(1, end)]
+    assert find_ended_without(waits.waits[0], [waits, left]) == [(1, end)]
     assert _ranks([waits, left]) == []  # it will have an error, and may come elsewhere then
-    assert ended_without(waits.waits[0], [waits, _status({"1/a": 3}, end=end)]) == []
-    assert ended_without(waits.waits[0], [waits, _status({"1/a": 2}, ended={"2": end})]) == []
+    assert find_ended_without(waits.waits[0], [waits, _status({"1/a": 3}, end=end)]) == []
+    assert find_ended_without(waits.waits[0], [waits, _status({"1/a": 2}, ended={"2": end})]) == []
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -10,8 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirror
+from mirror.compiler.capture import side_effects
 from mirror.errors import CompileError
 from tests.compiler.training import Beside, batches, linear, usual_step
+
+
+@pytest.fixture(autouse=True)
+def warns_again(monkeypatch):
+    """Each code object is warned of once in a process, and a test may run more than once."""
+    monkeypatch.setattr(side_effects, "_warned", set())
+    monkeypatch.setattr(side_effects, "_warned_steps", set())
 
 
 class Scaled(nn.Module):

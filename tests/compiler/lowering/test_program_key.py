@@ -16,7 +16,7 @@ from mirror.compiler.lowering.program_cache import program_key
 from mirror.compiler.lowering.step_trace import trace_step
 from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.step_inputs import state_tensors
-from mirror.compiler.torch_internals import _without_mkldnn
+from mirror.compiler.torch_internals import _disabling_mkldnn
 from mirror.compiler.varying_inputs import VaryingInputs
 from tests.compiler.training import batches, mlp, usual_step
 
@@ -199,7 +199,7 @@ def test_another_setting_is_another_key(name, usual):
 
 def test_without_mkldnn_it_is_another_key(usual):
     before = program_key(*usual)
-    with _without_mkldnn():
+    with _disabling_mkldnn():
         assert program_key(*usual) not in (None, before)
 
 

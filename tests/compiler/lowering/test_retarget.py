@@ -5,7 +5,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirror.compiler.custom_ops import define
-from mirror.compiler.lowering.programs import retarget, retarget_again
+from mirror.compiler.lowering.programs import retarget, retarget_with_fakes
 
 FIRST, SECOND, HOST = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 
@@ -57,7 +57,7 @@ def test_a_device_named_without_its_number_is_the_same_one():
 
 def test_a_compiler_finds_every_value_where_it_will_be():
     mode, graph = piece()
-    own = retarget_again(graph, mode, FIRST, SECOND)
+    own = retarget_with_fakes(graph, mode, FIRST, SECOND)
     values = {n.name: n.meta["val"] for n in own.graph.nodes if n.op != "output"}
     assert {v.device for v in values.values()} == {SECOND, torch.device("cpu")}
     holders = [n.meta["val"].device for n in own.graph.nodes if n.op == "placeholder"]
@@ -73,6 +73,6 @@ def test_what_a_step_draws_is_left_to_the_compiler():
         seed.meta["val"] = torch.zeros((), dtype=torch.int64).to(FIRST)
     drawn = graph.call_function(torch.ops.mirror.draw.default, ([4], seed, 0, "rand"))
     graph.output([drawn])
-    own = retarget_again(fx.GraphModule({}, graph), mode, FIRST, SECOND)
+    own = retarget_with_fakes(fx.GraphModule({}, graph), mode, FIRST, SECOND)
     (node,) = [n for n in own.graph.nodes if str(n.target) == "mirror.draw.default"]
     assert node.meta["val"].device == SECOND

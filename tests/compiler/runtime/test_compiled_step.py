@@ -147,7 +147,7 @@ def test_a_step_that_is_interrupted_leaves_equal_replicas(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(param_sync, "stepped", interrupted)
+    monkeypatch.setattr(param_sync, "record_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         beside.compiled(*loader[3])
     monkeypatch.undo()

@@ -85,7 +85,7 @@ def test_it_is_called_what_its_parts_are_and_sums_as_they_do():
         assert (made.name, made.deterministic, made.waits) == ("naive", True, False)
         assert not made.packs
         made.prepare([("sum", torch.float32)])
-        with made.within(3):
+        with made.setting_timeout(3):
             made.abort()
 
 

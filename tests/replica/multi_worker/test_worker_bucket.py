@@ -36,9 +36,9 @@ def test_gradients_come_back_as_they_were_in_the_layout_of_their_variables(bucke
     bucket, module = bucket_of(layouts())
     grads = [torch.randn(p.shape) for p in module.parameters()]
     trailer = [1.0, 2.0]
-    buffer = bucket.packed(grads, 1.0, trailer)
+    buffer = bucket.pack(grads, 1.0, trailer)
     assert buffer[bucket.num_elements :].tolist() == trailer
-    for grad, found, p in zip(grads, bucket.unpacked(buffer), module.parameters(), strict=True):
+    for grad, found, p in zip(grads, bucket.unpack(buffer), module.parameters(), strict=True):
         assert torch.equal(found, grad)
         assert found.stride() == p.stride()
         assert not found._is_view()
@@ -46,28 +46,28 @@ def test_gradients_come_back_as_they_were_in_the_layout_of_their_variables(bucke
 
 def test_the_scale_is_of_gradients_and_not_of_the_tail(bucket_of):
     bucket, _ = bucket_of([torch.zeros(3)])
-    buffer = bucket.packed([torch.ones(3)], 0.5, [1.0])
-    assert bucket.unpacked(buffer)[0].tolist() == [0.5] * 3
+    buffer = bucket.pack([torch.ones(3)], 0.5, [1.0])
+    assert bucket.unpack(buffer)[0].tolist() == [0.5] * 3
     assert buffer[-1] == 1.0
 
 
 def test_a_gradient_begins_where_kernels_want_it(bucket_of):
     bucket, _ = bucket_of([torch.zeros(3), torch.zeros(5), torch.zeros(1)])
-    buffer = bucket.packed([torch.ones(3), torch.ones(5), torch.ones(1)], 1.0, [])
-    assert [grad.storage_offset() * 4 % 16 for grad in bucket.unpacked(buffer)] == [0, 0, 0]
+    buffer = bucket.pack([torch.ones(3), torch.ones(5), torch.ones(1)], 1.0, [])
+    assert [grad.storage_offset() * 4 % 16 for grad in bucket.unpack(buffer)] == [0, 0, 0]
 
 
 def test_complex_gradients_travel_as_real_numbers(bucket_of):
     bucket, _ = bucket_of([torch.randn(2, 3, dtype=torch.complex64)])
     grad = torch.randn(2, 3, dtype=torch.complex64).conj()
-    (found,) = bucket.unpacked(bucket.packed(bucket.real([grad]), 1.0, [0.0]))
+    (found,) = bucket.unpack(bucket.pack(bucket.view_as_real([grad]), 1.0, [0.0]))
     assert bucket.dtype == torch.float32
     assert torch.equal(found, grad)
 
 
 def test_what_travels_may_be_coarser(bucket_of):
     bucket, _ = bucket_of([torch.zeros(3)], wire=torch.bfloat16)
-    buffer = bucket.packed([torch.ones(3)], 0.5, [1.0])
+    buffer = bucket.pack([torch.ones(3)], 0.5, [1.0])
     assert buffer.dtype == torch.bfloat16
     assert not bucket.ends_exactly
 
@@ -88,14 +88,14 @@ def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, 
     columns = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(2)]
     columns[1][0] = torch.randn(5, 3, dtype=dtype).t()  # as a hook may have left it
     before = [[grad.clone() for grad in column] for column in columns]
-    trailer = bucket.usual_trailers.own(3, 2.0)
+    trailer = bucket.usual_trailers.own_trailer(3, 2.0)
     for n in (1, 2):
         sums = [sum(row) for row in zip(*columns[:n], strict=True)]
-        slowly = bucket.packed([scale * one for one in sums], 1.0, [])
-        found = bucket.summed(columns[:n], scale, trailer)
+        slowly = bucket.pack([scale * one for one in sums], 1.0, [])
+        found = bucket.sum_replicas(columns[:n], scale, trailer)
         assert torch.equal(found[: bucket.num_elements], slowly)
         assert found[bucket.num_elements :].numpy().tobytes() == trailer
-        for grad, one in zip(bucket.unpacked(found), sums, strict=True):
+        for grad, one in zip(bucket.unpack(found), sums, strict=True):
             assert torch.equal(grad, scale * one)
     for column, kept in zip(columns, before, strict=True):
         assert all(map(torch.equal, column, kept))
@@ -143,7 +143,7 @@ def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
     trailers = UsualTrailers(2, dtype)
     for number in (3, 19, 21):
         for weight in (8.0, 2.5):
-            own = torch.frombuffer(bytearray(trailers.own(number, weight)), dtype=dtype)
+            own = torch.frombuffer(bytearray(trailers.own_trailer(number, weight)), dtype=dtype)
             assert own.tolist() == write_trailer([1.0, 1.0], number, weight)
             both = own + torch.tensor(write_trailer([1.0, 1.0], number, 4.0), dtype=dtype)
             arrived = both.numpy().tobytes()
@@ -155,6 +155,6 @@ def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
 def test_usual_tails_of_ever_other_weights_are_not_all_kept():
     trailers = UsualTrailers(1, torch.float32)
     for weight in range(500):
-        trailers.own(1, float(weight))
+        trailers.own_trailer(1, float(weight))
         trailers.all(1, float(weight), 2)
     assert max(len(trailers._own), len(trailers._all)) < 100

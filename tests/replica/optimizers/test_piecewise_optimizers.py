@@ -11,7 +11,7 @@ from mirror.replica.optimizers.piecewise_optimizers import (
     Divisible,
     check_piecewise,
     describe,
-    divisible,
+    measure_divisible,
     options_of,
     rebuild,
     set_options,
@@ -103,6 +103,6 @@ def test_how_small_parts_may_be_is_measured_also_before_a_warm_up(
     optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(4, 4))], lr=0.1)
     optimizer.param_groups[0]["lr"] = rate  # as in a warm-up
     before = torch.get_rng_state()
-    assert divisible(optimizer) is expected
+    assert measure_divisible(optimizer) is expected
     assert torch.equal(torch.get_rng_state(), before)
     assert optimizer.param_groups[0]["lr"] == rate

@@ -12,7 +12,7 @@ from torch import nn
 
 import mirror
 from mirror.cli import main
-from mirror.tools.planning.prediction import LINKS, NETWORKS
+from mirror.tools.planning.all_reduce_cost import LINKS, NETWORKS
 from mirror.tools.planning.published_figures import CASES, make_plan, table_of_links
 from mirror.tools.planning.workload import PlanError
 

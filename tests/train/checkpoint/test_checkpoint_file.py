@@ -223,7 +223,7 @@ def split(*tensors):
     named = FoundTensors()
     names = [named.add(tensor, f"t{i}") for i, tensor in enumerate(tensors)]
     stored, views = named.split_aliases()
-    back = [stored[n] if n in stored else views[n].of_tensors(stored) for n in names]
+    back = [stored[n] if n in stored else views[n].make_view(stored) for n in names]
     assert all(map(torch.equal, back, tensors))
     return stored, views
 

@@ -12,7 +12,7 @@ import torch
 
 import mirror
 from mirror.train.checkpoint import checkpoint as module
-from mirror.train.checkpoint.checkpoint_directory import FILE_NAME, locked
+from mirror.train.checkpoint.checkpoint_directory import FILE_NAME, locking
 
 
 def manager(directory, value=0, **options):
@@ -145,7 +145,7 @@ def test_leftovers_of_killed_saves_and_removals_are_removed(tmp_path):
 
 def test_what_another_process_writes_is_left_alone(tmp_path):
     writing = write_half(tmp_path / ".step-000000001.tmp-0123")
-    with locked(writing.parent):
+    with locking(writing.parent):
         save(tmp_path, 2)
     assert writing.exists()
 

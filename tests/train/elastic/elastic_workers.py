@@ -10,7 +10,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from mirror.comm.workers.groups import Groups, SequencedGroup
-from mirror.train.checkpoint.checkpoint import WorkerAgreement
+from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement
 from mirror.train.checkpoint.snapshot import StagingBuffers
 from mirror.train.elastic import membership_coordinator
 from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent

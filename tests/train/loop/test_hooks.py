@@ -50,9 +50,9 @@ def test_the_pace_is_that_since_the_last_look(monkeypatch):
     pace = module.StepRate()
     training = SimpleNamespace(step=100, seconds_waiting=1.0)
     now[0] = 15.0
-    assert pace.since(training) == (20.0, 0.2)
+    assert pace.measure(training) == (20.0, 0.2)
     now[0], training.step, training.seconds_waiting = 17.0, 103, 2.0
-    assert pace.since(training) == (1.5, 0.5)
+    assert pace.measure(training) == (1.5, 0.5)
 
 
 @pytest.mark.parametrize(("hooks", "total"), [((), 9), ((StopAtStep(4),), 4)])

@@ -181,7 +181,7 @@ def test_a_loop_that_fetches_knows_its_step_and_one_left_by_break_counts():
             for k in training.batches(range(9)):
                 value = coordinator.schedule(program.step, args=(k,))
                 training.log(k=value)
-                assert training.value("k") == k == training.value_there("k")
+                assert training.value("k") == k == training.peek("k")
                 if k == 3:
                     break
             assert training.step in range(9, 13)

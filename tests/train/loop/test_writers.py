@@ -192,15 +192,15 @@ def test_the_line_never_wraps(monkeypatch):
 
 def test_redrawing_is_due_at_first_and_then_not_at_once():
     with ProgressLine("epoch 1", 8, Terminal()) as progress:
-        assert progress.due()
+        assert progress.is_due()
         progress.show(1, "")
-        assert not progress.due()
+        assert not progress.is_due()
 
 
 def test_without_a_terminal_nothing_is_written():
     stream = io.StringIO()
     with ProgressLine("epoch 1", 8, stream) as progress:
-        assert not progress.due()
+        assert not progress.is_due()
         progress.show(2, "loss 0.5")
     assert stream.getvalue() == ""
 

@@ -7,9 +7,14 @@ import torch
 from torch import nn
 
 import mirror
+from mirror.replica import bitwise
+from mirror.replica.bitwise import same_bits, same_values, sum_of_bits
 from mirror.replica.params.mirrored_tensor import path_of
-from mirror.replica.replica_checks import same_bits, same_values
 
+DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e5m2,
+]  # fmt: skip
 DENSE = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 0.0, 4.0]])
 OTHER = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 0.0, 5.0]])
 ELSEWHERE = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 4.0, 0.0]])
@@ -129,3 +134,45 @@ def test_a_module_inside_itself_is_no_endless_path():
     layer = nn.Linear(1, 1)
     layer.me = nn.Sequential(layer)
     assert path_of(layer.weight, "").endswith("weight")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_is_another_one_for_every_bit_of_every_element(dtype):
+    x = torch.arange(6).reshape(2, 3).t().to(dtype)
+    before = sum_of_bits(x)
+    assert before.dtype == torch.int64
+    assert before.dim() == 0
+    size = x.element_size()
+    for i in range(x.numel() * size * 8):
+        if dtype is torch.bool and i % 8:
+            continue  # others are no bits of a bool
+        y = x.clone(memory_format=torch.contiguous_format)
+        y.view(-1).view(torch.uint8)[i // 8] ^= 1 << i % 8
+        assert sum_of_bits(y) != before
+    assert sum_of_bits(x.contiguous()) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [2, 16, 1000])
+def test_roundings_up_and_down_do_not_cancel_out(dtype, numel):
+    """As kernels that add in another order leave them."""
+    generator = torch.Generator().manual_seed(numel)
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for x in (torch.ones(numel), torch.randn(numel, generator=generator)):
+        mine = x.to(dtype).view(kind)
+        for _ in range(20):
+            steps = torch.randint(2, (numel // 2,), generator=generator) * 2 - 1
+            other = mine + torch.cat([steps, -steps]).to(kind)  # as many up as down
+            assert sum_of_bits(other.view(dtype)) != sum_of_bits(mine.view(dtype))
+
+
+def test_a_large_tensor_is_summed_in_parts(monkeypatch):
+    x = torch.randn(5, 7)
+    whole = sum_of_bits(x)
+    monkeypatch.setattr(bitwise, "_SUMMED_AT_ONCE", 4)
+    assert sum_of_bits(x) == whole
+
+
+def test_a_sum_of_nothing_and_of_a_number():
+    assert sum_of_bits(torch.empty(0, 3)) == 0
+    assert sum_of_bits(torch.tensor(1, dtype=torch.int32)) == 3
