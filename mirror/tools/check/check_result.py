@@ -3,7 +3,7 @@
 code    meaning
 0       equal
 1       different
-2       cannot be compared: no optimizer step, or not repeatable on one device
+2       cannot be compared: no optimizer step, no finite loss, or not repeatable on one device
 3       there is no such script or module, or it is not Python
 4       the script fails by itself, on one device
 5       the script needs other arguments

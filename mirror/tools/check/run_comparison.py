@@ -19,7 +19,15 @@ from mirror.tools.check.differences import (
     shallow_events,
 )
 from mirror.tools.check.fingerprint import relative_distance
-from mirror.tools.check.record import BUFFER, GRADIENT, INPUT, PARAMETER, Record, RecordOptions
+from mirror.tools.check.record import (
+    BUFFER,
+    GRADIENT,
+    INPUT,
+    LOSS,
+    PARAMETER,
+    Record,
+    RecordOptions,
+)
 
 _GROSS = 0.02  # a relative distance that rounding in float32 does not make in one step
 _CHAOTIC = 1e-3  # a spread of one device that is looked into
@@ -68,7 +76,8 @@ class RunComparison:
             is_chaotic = self._spread is not None and self._largest_spread(self._spread) > _CHAOTIC
             if is_chaotic and (step := self._first_unrepeated_step(one.num_steps)):
                 return self._unrepeatable(step)
-            return self._equal()
+            bad_step = self._first_bad_step()
+            return self._not_a_number() if bad_step == 1 else self._equal(bad_step)
         if found is None:
             return CheckResult(
                 DIFFERENT,
@@ -140,11 +149,35 @@ class RunComparison:
                 largest[step] = max(largest.get(step, 0.0), distance)
         return largest
 
+    def _first_bad_step(self) -> int:
+        """Returns the step from which on all losses are NaN or infinite; 0 if there is none."""
+        bad: dict[int, bool] = {}
+        for event in shallow_events(self._one):
+            if event.kind == LOSS and event.prints:
+                bad[event.step] = bad.get(event.step, True) and event.prints[0].num_bad > 0
+        first = 0
+        for step in sorted(bad):
+            first = (first or step) if bad[step] else 0
+        return first
+
     # Results
 
-    def _equal(self) -> CheckResult:
+    def _not_a_number(self) -> CheckResult:
+        return CheckResult(
+            NOT_COMPARABLE,
+            "cannot be compared: the loss is NaN or infinite from step 1 on, on one device too",
+            replicas=self._replicas,
+            step=1,
+            cause="no finite loss",
+            why="numbers that are NaN are equal whatever the replicas compute",
+            remedy="find out why on one device; torch.autograd.detect_anomaly() may help",
+        )
+
+    def _equal(self, bad_step: int) -> CheckResult:
         largest = max(_distances(self._one, self._many).values(), default=0.0)
         steps, dtype = self._one.num_steps, self._dtype()
+        if bad_step:  # later steps show nothing
+            steps = bad_step - 1
         result = CheckResult(
             EQUAL,
             f"equal: {steps} step{'s' * (steps != 1)}, largest difference {largest:.0e} ({dtype})",
@@ -165,6 +198,9 @@ class RunComparison:
                     f"; from step {step} on these are so large that small differences do not show"
                     ": a lower learning rate, or --double, shows more"
                 )
+        if bad_step:
+            why = f"from step {bad_step} on the loss is NaN or infinite, on one device as well"
+            result.why = "; ".join(filter(None, [result.why, why]))
         return result
 
     def _dtype(self) -> str:

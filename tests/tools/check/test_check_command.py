@@ -101,6 +101,14 @@ def test_the_remedy_makes_it_equal(text, check):
     assert check(text, "--sync-batch-norm", "train.py").returncode == 0
 
 
+def test_steps_after_the_loss_became_nan_do_not_count(check):
+    text = "steps = iter([1, 1, 0, 0, 0])\n" + EQUAL
+    done = check(text.replace("loss.backward()", "(loss / next(steps)).backward()"))
+    assert done.returncode == 0
+    assert done.stdout.startswith("equal: 2 steps, largest difference ")
+    assert "from step 3 on the loss is NaN or infinite" in done.stdout
+
+
 def test_dropout_can_be_switched_off(check):
     text = TRAINS.format(layer="torch.nn.Dropout(0.5)", steps=3)
     done = check(text)
@@ -135,6 +143,12 @@ def test_only_the_given_number_of_steps_runs(check):
         ("import sys; print(sys.argv[1])", [], 5, "train.py needs other arguments"),
         ("import sys; sys.exit('usage: train.py DATA')", [], 5, "needs other arguments"),
         (IN_CHILD, [], 6, "it trains in processes that it starts"),
+        (
+            EQUAL.replace("loss.backward()", "loss = loss / 0; loss.backward()"),
+            [],
+            2,
+            "from step 1",
+        ),
         ("print('nothing to do')", [], 2, "train.py takes no optimizer step"),
         ("import sys; sys.exit()", [], 2, "train.py takes no optimizer step"),
         ("while True: pass", ["--timeout", "0.3", "train.py"], 7, "no optimizer step for 0.3 sec"),
