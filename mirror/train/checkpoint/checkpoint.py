@@ -266,8 +266,9 @@ class _Writing:
 
 def _check_kind(name: str, kind: str, saved: str, contents: Contents) -> None:
     if kind != saved:
+        saved, kind = (f"an {k}" if k[0] in "aeiou" else f"a {k}" for k in (saved, kind))
         raise CheckpointError(
-            f"{name!r} was saved as a {saved}, and is a {kind} here; restore {contents.path} into "
+            f"{name!r} was saved as {saved}, and is {kind} here; restore {contents.path} into "
             "an object of the saved kind"
         )
 
