@@ -8,6 +8,7 @@
 Most faults need one value, or two together. So only those cases of the full product run in which
 every two values of two parameters come together; the rest is left to ``make exhaustive-test``, or
 has the marks that come first. A value may be a ``pytest.param`` with marks, for all of its cases.
+An axis of two parameters has both names: ``**{"model,change": PAIRS}``.
 """
 
 import itertools
@@ -27,6 +28,19 @@ def each_once(marks=EXHAUSTIVE, /, **axes):
     lengths = list(map(len, axes.values()))
     diagonal = [tuple(i % length for length in lengths) for i in range(max(lengths))]
     return _parametrized(axes, diagonal, marks)
+
+
+def quick_of(values, quick):
+    """Returns params of values: those that are not among ``quick`` are exhaustive."""
+    assert all(value in values for value in quick), f"{quick} are not all among {list(values)}"
+    return [v if v in quick else pytest.param(v, marks=EXHAUSTIVE) for v in values]
+
+
+def every(step, values):
+    """Returns params of values: the first of each ``step`` is quick, the others are exhaustive."""
+    return [
+        v if i % step == 0 else pytest.param(v, marks=EXHAUSTIVE) for i, v in enumerate(values)
+    ]
 
 
 def covering(lengths, strength):
@@ -53,14 +67,15 @@ def _parametrized(axes, chosen, marks_of_others):
         marks = [mark for param in params for mark in param.marks]
         marks += [] if places in chosen else marks_of_others
         name = "-".join(param.id for param in params)
-        cases.append(pytest.param(*(param.values[0] for param in params), marks=marks, id=name))
+        of_case = (value for param in params for value in param.values)
+        cases.append(pytest.param(*of_case, marks=marks, id=name))
     return pytest.mark.parametrize(",".join(axes), cases)
 
 
 def _param(axis, i, value):
     if not isinstance(value, type(pytest.param())):
-        value = pytest.param(value)
-    (what,) = value.values
-    told = getattr(what, "__name__", what)
-    name = value.id or (str(told) if isinstance(told, str | int | float) else f"{axis}{i}")
-    return pytest.param(what, marks=value.marks, id=name)
+        value = pytest.param(*value) if "," in axis else pytest.param(value)
+    told = [getattr(what, "__name__", what) for what in value.values]
+    is_short = all(isinstance(one, str | int | float) for one in told)
+    name = value.id or ("-".join(map(str, told)) if is_short else f"{axis}{i}")
+    return pytest.param(*value.values, marks=value.marks, id=name)

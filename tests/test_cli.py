@@ -13,6 +13,7 @@ import mirror
 from mirror import cli
 from mirror.errors import MirrorError
 from mirror.tools.planning.plan import plan
+from tests.pairs import every
 
 
 def _commands(parser):
@@ -194,7 +195,7 @@ def test_every_argument_of_plan_that_an_option_sets_is_put_as_that_option():
     assert cli._name_options("the network of devices") == "the network of devices"
 
 
-@pytest.mark.parametrize("name", sorted(cli._BENCHMARKS))
+@pytest.mark.parametrize("name", every(4, sorted(cli._BENCHMARKS)))
 def test_a_benchmark_calls_itself_what_the_user_has_typed(name, capfd):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--help"])

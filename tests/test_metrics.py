@@ -6,6 +6,7 @@ import torch
 import mirror
 from tests.multi_worker import both, strategy_of
 from tests.oracle import assert_same
+from tests.pairs import each_once
 
 torchmetrics = pytest.importorskip("torchmetrics")
 classification = torchmetrics.classification
@@ -65,8 +66,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:Metric .* will save all targets:UserWarning")
-@pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@each_once(case=[pytest.param(value, id=key) for key, value in CASES.items()], n=REPLICAS)
 def test_the_merged_value_is_that_of_one_device(make_strategy, n, case):
     make, draw = case
     strategy = make_strategy(n)

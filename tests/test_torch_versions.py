@@ -72,6 +72,7 @@ def test_mirror_can_be_imported_outside_the_range(script_pool):
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
+@pytest.mark.slow
 def test_the_smoke_passes_here(script_pool):
     done = script_pool.run_file(ROOT / "tests" / "scripts" / "smoke.py", timeout=600)
     assert done.returncode == 0, done.stderr

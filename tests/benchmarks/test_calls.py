@@ -16,7 +16,7 @@ from torch import nn
 import mirror
 from mirror.execution.run import Run
 from mirror.threads.lockstep import Lockstep
-from tests.pairs import pairwise
+from tests.pairs import each_once
 from tests.profiled import profiled
 
 TIMES, WARM = 4, 5
@@ -152,7 +152,7 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
     assert added - pass_calls() <= 22
 
 
-@pairwise(foreach=[False, True], way=[1, 3], n=[2, 8], inside=[False, True])
+@each_once(foreach=[False, True], way=[1, 3], n=[2, 8], inside=[False, True])
 def test_a_step_with_sharded_state_makes_about_as_many_calls(foreach, n, inside, way):
     batch = torch.ones(24, 2, 2, 2)
 

@@ -16,7 +16,7 @@ def _places():
             yield [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
-# Of 5 to 7 replicas is true what is of 3, 4 and 8.
+# Of 5 to 7 replicas is true what is of 3, 4 and 8; of 4, for two even islands alone.
 BETWEEN = [["cpu"] * n for n in (5, 6, 7)]
 CASES = {
     f"{name}-{place[-1]}-x{len(place)}": (name, place)
@@ -28,8 +28,14 @@ if not MISSING:
     # NCCL's part is played by tests/comm/nccl/fake_nccl.cpp, the calls to it are the real ones.
     CASES |= {f"nccl-cpu-x{n}": ("nccl", ["cpu"] * n) for n in (1, 2, 3, 8)}
     THREE.append("nccl")
+
+
+def _is_between(name, place):
+    return place in BETWEEN or (name != "hierarchical" and place == ["cpu"] * 4)
+
+
 PARAMS = [
-    pytest.param(case, id=name, marks=EXHAUSTIVE * (case[1] in BETWEEN))
+    pytest.param(case, id=name, marks=EXHAUSTIVE * _is_between(*case))
     for name, case in CASES.items()
 ]
 

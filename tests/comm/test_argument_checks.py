@@ -7,6 +7,7 @@ import torch
 
 from mirror.comm.communicator import has_own_elements, share_memory
 from mirror.errors import BackendError, DeviceError, ShapeError
+from tests.pairs import each_once
 
 
 def ones(n=3, shape=(4,), dtype=torch.float32):
@@ -50,8 +51,7 @@ def test_bad_tensors_are_refused_and_stay_as_they_were(three, make, error, match
                 assert bool((tensor.to_dense() == 1).all())
 
 
-@pytest.mark.parametrize("bytes_per_pack", [0, 100])
-@pytest.mark.parametrize("bad", sorted(BAD.keys() - {"strides", "stacked"}))
+@each_once(bad=sorted(BAD.keys() - {"strides", "stacked"}), bytes_per_pack=[0, 100])
 def test_bad_lists_are_refused_and_stay_as_they_were(three, bad, bytes_per_pack):
     make, error, _ = BAD[bad]
     tensors = make()

@@ -15,7 +15,7 @@ from mirror.comm.host.host_backend import HostCommunicator
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 from tests.interrupts.test_exits import in_child
-from tests.pairs import EXHAUSTIVE
+from tests.pairs import EXHAUSTIVE, every
 
 N = 3
 
@@ -141,7 +141,7 @@ def test_threads_that_share_a_communicator_get_exact_sums(name):
     ("num_threads", "num_rounds"),
     [(16, 8), *(pytest.param(n, 100, marks=EXHAUSTIVE) for n in (2, 8, 16))],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every(2, NAMES))
 def test_many_threads_that_share_a_communicator_get_exact_sums(name, num_threads, num_rounds):
     communicator = create(name)
     assert stress(communicator, num_threads, num_rounds) == []

@@ -17,6 +17,7 @@ from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.comm.registry import Choice, Facts, facts_of, pick, preferences
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.gpu.fake import FakeGpus
+from tests.pairs import each_once
 
 ALL = {"nccl", "direct", "hierarchical", "ring", "naive", "host"}
 
@@ -307,8 +308,7 @@ def test_deterministic_strategies_get_a_deterministic_backend():
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-@pytest.mark.parametrize("name", comm.available(["cpu"]))
+@each_once(name=comm.available(["cpu"]), n=[1, 2, 3, 8])
 def test_every_backend_passes(name, n):
     communicator = comm.create(name, ["cpu"] * n)
     assert self_test.examine(communicator) >= 100

@@ -1,6 +1,6 @@
 """Calls the compiled steps of all tests here inside the scope, as the README does.
 
-One case of each quick test also calls them outside; the other cases do so in
+One case of every third quick test also calls them outside; the other cases do so in
 ``make exhaustive-test``.
 """
 
@@ -25,15 +25,18 @@ def where_compiled_steps_are_called(request, monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves one case of each quick test that calls its steps outside; the rest is exhaustive."""
-    seen = set()
+    """Leaves one case of every third quick test of a file outside; the rest is exhaustive."""
+    seen: dict[str, list[str]] = {}
     for item in items:
         params = getattr(item, "callspec", None) and item.callspec.params
         if not params or params.get("where_compiled_steps_are_called") != "outside":
             continue
         is_slow_itself = sum(mark.name == "slow" for mark in item.iter_markers()) > 1
         test = item.nodeid.partition("[")[0]
-        if is_slow_itself or test in seen:
+        of_file = seen.setdefault(test.partition("::")[0], [])
+        is_first = test not in of_file and not is_slow_itself
+        if is_first:
+            of_file.append(test)
+        if not is_first or len(of_file) % 3 != 1:
             for mark in EXHAUSTIVE:
                 item.add_marker(mark)
-        seen.add(test)

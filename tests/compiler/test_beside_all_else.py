@@ -12,8 +12,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mirror
 from tests.compiler.training import batches, mlp
+from tests.pairs import quick_of
 
-ON = pytest.mark.parametrize("num_replicas", [1, 2, 3])
+ON = pytest.mark.parametrize("num_replicas", quick_of([1, 2, 3], [3]))
 SIZES = [6, 6, 5, 6, 3, 6]
 
 
@@ -249,7 +250,7 @@ def test_losses_of_the_whole_batch_are_summed(num_replicas):
         assert compiled.num_traces == 1
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("num_replicas", quick_of([2, 3], [2]))
 def test_batch_norm_over_one_example_per_replica_runs_uncompiled(num_replicas):
     class Normalized(Trained):
         def __init__(self):

@@ -7,7 +7,7 @@ from torch import nn
 
 import mirror
 from tests.compiler.training import batches
-from tests.pairs import each_once
+from tests.pairs import EXHAUSTIVE, each_once
 
 SIZES = [6, 6, 5]
 
@@ -81,7 +81,7 @@ def step_of(model, optimizer, layout):
 
 @pytest.mark.slow
 @each_once(
-    kind=[UNet, Residual, Depthwise],
+    kind=[UNet, Residual, pytest.param(Depthwise, marks=EXHAUSTIVE)],
     num_replicas=[2, 3],
     layout=[torch.contiguous_format, torch.channels_last],
 )

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import mirror
 from tests.compiler.training import batches, mlp
+from tests.pairs import each_once
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
@@ -45,9 +46,8 @@ def data_with_infinities():
     return data
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@each_once(name=OPTIMIZERS, num_replicas=[1, 2, 3])
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scaled_step_equals_one_device(name, clips, num_replicas):
     data = data_with_infinities()
     model, optimizer, scaler, plain = build(torch.amp.GradScaler, OPTIMIZERS[name], clips)

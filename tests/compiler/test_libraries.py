@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.compiler.training import Beside
+from tests.pairs import quick_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,7 +57,7 @@ def language_step(model, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize("name", quick_of(LANGUAGE, [*LANGUAGE.keys() - {"llama"}]))
 def test_a_language_model_is_that_of_the_plain_loop(name):
     model, config, options = LANGUAGE[name]
 

@@ -9,6 +9,7 @@ import mirror
 from mirror.base import timeline as module
 from mirror.replica.replica_checks import EveryNSteps
 from tests.compiler.training import Beside, batches
+from tests.pairs import quick_of
 
 
 def train(beside, num_steps):
@@ -37,7 +38,7 @@ def test_a_compiled_evaluation_ends_no_step():
     assert beside.strategy.report().num_steps == 0
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", quick_of([1, 2, 3], [2]))
 def test_the_parts_of_a_compiled_step_add_up_to_it(monkeypatch, n):
     beside = Beside(n)
     train(beside, 2)

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from mirror.data import DistributedDataset
 from mirror.data.input_options import InputOptions
 from tests.data.reading import TWO, distributed, whole
+from tests.pairs import each_once
 
 pytestmark = [
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -30,8 +31,7 @@ def test_a_buffer_that_is_filled_again_is_copied():
                 assert whole(batch["x"]).tolist() == [i, i]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("num_buffers", [1, 2, 3, 20])
+@each_once(num_buffers=[1, 2, 3, 20], prefetch=[0, 2])
 def test_the_batches_of_one_step_do_not_share_a_buffer(num_buffers, prefetch):
     def batches():
         buffers = [torch.zeros(2) for _ in range(num_buffers)]

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from tests.data.reading import SECONDS, Gate, distributed, whole
+from tests.pairs import each_once
 
 pytestmark = [
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -83,8 +84,9 @@ def tensors(batch):
     return [batch if isinstance(batch, torch.Tensor) else whole(batch)]
 
 
-@pytest.mark.parametrize("step_draws", [False, True])
-@pytest.mark.parametrize("make", DRAWING.values(), ids=DRAWING.keys())
+@each_once(
+    make=[pytest.param(value, id=key) for key, value in DRAWING.items()], step_draws=[False, True]
+)
 def test_a_seed_gives_the_batches_and_draws_of_a_plain_loop(make, step_draws):
     plain = trained(make(), step_draws)
     for prefetch in (0, 1, 4, 4):

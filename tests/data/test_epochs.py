@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
 from tests.data.reading import StreamGoesOn, whole
-from tests.pairs import pairwise
+from tests.pairs import each_once
 
 EPOCHS = 4
 
@@ -37,7 +37,7 @@ def consume(batches, stop_after):
     return seen, torch.rand(()).item()
 
 
-@pairwise(n=[1, 2, 3], prefetch=[0, 2], workers=["none", "new", "persistent"])
+@each_once(n=[1, 2, 3], prefetch=[0, 2], workers=["none", "new", "persistent"])
 def test_every_epoch_has_the_order_of_the_plain_loop(make_strategy, n, prefetch, workers):
     num_workers, persistent = int(workers != "none"), workers == "persistent"
     draw = random.Random(f"{n} {prefetch} {num_workers} {persistent}")

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.data.reading import Broken, Gate, distributed, whole
+from tests.pairs import each_once
 
 pytestmark = [
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -90,8 +91,7 @@ LEAVING = [
 ]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("leave", LEAVING, ids=lambda leave: leave.__name__)
+@each_once(leave=[pytest.param(leave, id=leave.__name__) for leave in LEAVING], num_workers=[0, 2])
 def test_a_loop_left_early_leaves_no_thread_and_no_process(leave, num_workers, leaks):
     dataset = distributed(endless(num_workers=num_workers))
     leave(dataset)

@@ -13,6 +13,7 @@ from mirror.data.loader_copy import WindowDataset
 from mirror.values import ABSENT, PerReplica, leaves_of
 from tests.data.reading import Pretended
 from tests.data.resumable import DATASETS
+from tests.pairs import each_once
 
 CPU = torch.device("cpu")
 COUNTS = (1, 2)
@@ -140,8 +141,7 @@ def test_windows_follow_weights_and_drop_what_remains(name):
     assert_windows(EVERY[name], weights=(2, 1, 0), drop_remainder=True)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("draw", [None, random.random])
+@each_once(draw=[None, random.random], persistent=[False, True])
 def test_worker_processes_fetch_windows(draw, persistent):
     def make():
         dataset = Counted() if draw is None else Drawing(draw)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from mirror.errors import BatchError
 from tests.data.reading import Broken, Gate, StreamGoesOn, distributed, whole
-from tests.pairs import pairwise
+from tests.pairs import each_once
 
 pytestmark = [
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -119,7 +119,9 @@ def broken_at(place, error=Broken):
         yield torch.full((2,), i)
 
 
-@pairwise(place=[0, 3], error=[Broken, KeyboardInterrupt, SystemExit, BatchError], prefetch=[0, 2])
+@each_once(
+    place=[0, 3], error=[Broken, KeyboardInterrupt, SystemExit, BatchError], prefetch=[0, 2]
+)
 def test_an_error_arrives_at_its_batch_with_its_traceback(place, error, prefetch, leaks):
     found = []
     with pytest.raises(error) as caught:

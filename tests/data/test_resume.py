@@ -27,6 +27,7 @@ from tests.data.resumable import (
     stateful,
     through_a_file,
 )
+from tests.pairs import each_once
 
 # From Python 3.12 on, about every fork of workers while there are threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -61,8 +62,10 @@ def resumed(make, epoch, count, epochs, tmp_path, **options):
     return [[contents(batch) for batch in dataset] for _ in range(epoch, epochs)]
 
 
-@IN_PROCESS
-@pytest.mark.parametrize("prefetch", [0, 2])
+@each_once(
+    make=[pytest.param(value, id=key) for key, value in DATASETS.items()],
+    prefetch=[0, 2],
+)
 def test_at_every_batch_what_is_left_comes_and_later_epochs_as_they_would(
     make, prefetch, tmp_path
 ):
@@ -73,8 +76,7 @@ def test_at_every_batch_what_is_left_comes_and_later_epochs_as_they_would(
         assert later == expected[2:]
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 4])
-@pytest.mark.parametrize("persistent", [False, True])
+@each_once(persistent=[False, True], count=[0, 1, 3, 4])
 def test_a_loader_with_workers_resumes(count, persistent, tmp_path):
     def make():
         return loader(shuffle=True, num_workers=2, persistent_workers=persistent)
@@ -355,8 +357,10 @@ BATCHED = {
 }
 
 
-@pytest.mark.parametrize("make", BATCHED.values(), ids=BATCHED)
-@pytest.mark.parametrize(("size", "later"), [(4, 8), (4, 3), (8, 10), (10, 8), (6, 22), (22, 1)])
+@each_once(
+    **{"size,later": [(4, 8), (4, 3), (8, 10), (10, 8), (6, 22), (22, 1)]},
+    make=[pytest.param(value, id=key) for key, value in BATCHED.items()],
+)
 def test_with_another_batch_size_each_example_of_the_pass_is_read_once(
     make, size, later, tmp_path
 ):

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
 from mirror.data.split_batch import STEPS, Balance, split_sizes
+from tests.pairs import each_once
 
 # Global batches of 5, and of 1 at last.
 EXAMPLES = TensorDataset(
@@ -64,8 +65,7 @@ def on_one_device(dataset):
         return trained(strategy, strategy.distribute_dataset(dataset))
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
-@pytest.mark.parametrize("sharding", ["data", "off"])
+@each_once(sharding=["data", "off"], counts=[(1, 1), (1, 2)])
 def test_workers_train_what_one_device_does(worker_pool, sharding, counts):
     expected = on_one_device(loader() if sharding == "data" else together())
     for found in worker_pool(2).run(on_worker, sharding, counts):

@@ -9,6 +9,7 @@ from torch import nn
 import mirror
 from mirror.devices import separate_streams
 from tests.execution.failing import Drops, equal, masks, masks_in_run
+from tests.pairs import each_once
 
 
 @pytest.mark.parametrize("way", [1, 3])
@@ -23,8 +24,7 @@ def test_a_saved_state_of_the_generator_reproduces_what_follows(way, make_strate
     assert equal([draw(model), draw(model)], first)
 
 
-@pytest.mark.parametrize("restart", [False, True], ids=["same process", "new strategy"])
-@pytest.mark.parametrize("way", [1, 2, 3])
+@each_once(way=[1, 2, 3], restart=[False, True])
 def test_a_resumed_training_draws_the_masks_of_the_interrupted_one(way, restart, make_strategy):
     """torch's own generator state is all that a checkpoint needs of the replicas' streams."""
     torch.manual_seed(5)

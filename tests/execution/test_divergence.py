@@ -12,6 +12,7 @@ from torch import nn
 import mirror
 from tests.execution.failing import Boom, error_of, loss_of, replica, text_of, trained_pair, works
 from tests.oracle import assert_same
+from tests.pairs import each_once, quick_of
 
 
 def line_of(mark):
@@ -172,6 +173,9 @@ def test_divergence_is_an_error_that_names_replica_operation_and_line(diverge, s
     assert_names(error, *operations, lines=lines, shapes=shapes, replicas=replicas)
 
 
+@pytest.mark.parametrize(
+    "strategy", quick_of(["lockstep", "staggered", "parallel"], ["staggered"]), indirect=True
+)
 @pytest.mark.parametrize("diverge", DIVERGENT, ids=lambda fn: fn.__name__)
 def test_divergence_in_the_hundredth_round_is_found_as_well(diverge, strategy):
     def fn():
@@ -379,9 +383,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("kind", KINDS)
+@each_once(kind=KINDS, name=REFUSED, when=["before", "after"])
 def test_calls_that_need_all_replicas_are_refused_during_another_threads_run(kind, name, when):
     # A step, no_sync or a comparison reduced half of the gradients, as they were: 2.5 for a mean
     # of 2. One that was set, and what a pass brought, was taken for a share of the run's.

@@ -21,10 +21,13 @@ from tests.execution.failing import (
     works,
 )
 from tests.oracle import assert_same, finishes
+from tests.pairs import each_once
 
 
-@pytest.mark.parametrize("who", [[0], [2], [N - 1], range(N)], ids=str)
-@pytest.mark.parametrize("after_backward", [True, False])
+@each_once(
+    after_backward=[True, False],
+    who=[pytest.param(value, id=str(value)) for value in [[0], [2], [N - 1], range(N)]],
+)
 def test_an_error_between_backward_and_step_leaves_no_stale_gradient(
     who, after_backward, strategy
 ):
@@ -353,9 +356,7 @@ def on_each(strategy, model):
     return strategy.local_results(strategy.run(read))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("fails_in", FAILS_IN)
+@each_once(fails_in=FAILS_IN, way=[1, 2, 3], n=[1, 2, 3])
 def test_a_failing_step_counts_as_on_one_device(make_strategy, fails_in, way, n):
     _, wanted = train(None, way, (fails_in,))
     strategy = make_strategy(n)
@@ -364,11 +365,11 @@ def test_a_failing_step_counts_as_on_one_device(make_strategy, fails_in, way, n)
     strategy.check_replicas()
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize(
-    ("way", "fails_in"), [(1, "forward"), (2, "forward"), *((3, f) for f in FAILS_IN)]
+@each_once(
+    **{"way,fails_in": [(1, "forward"), (2, "forward"), *((3, f) for f in FAILS_IN)]},
+    schedule=["lockstep", "staggered"],
+    n=[2, 3],
 )
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
 def test_after_a_run_that_fails_all_replicas_have_equal_buffers(
     make_strategy, schedule, fails_in, way, n
 ):

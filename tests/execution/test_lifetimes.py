@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.run import Run
+from tests.pairs import each_once
 from tests.profiled import profiled
 
 
@@ -27,8 +28,7 @@ def collected(reference):
     return reference() is None
 
 
-@pytest.mark.parametrize(("n", "active"), [(1, 1), (2, 1), (2, 2), (3, 2)])
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@each_once(**{"n,active": [(1, 1), (2, 1), (2, 2), (3, 2)]}, schedule=["lockstep", "staggered"])
 def test_a_strategy_and_what_its_last_run_returned_go_with_their_owner(n, active, schedule):
     def use():
         strategy = mirror.MirroredStrategy(["cpu"] * n, schedule=schedule)

@@ -10,6 +10,7 @@ from torch import nn
 
 import mirror
 from tests.execution.failing import Drops, equal, masks, masks_in_run
+from tests.pairs import each_once
 
 REPLICAS = [1, 2, 3, 4]
 
@@ -40,8 +41,7 @@ def train(strategy, way, steps=4, seed=5):
     return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("n", REPLICAS)
+@each_once(n=REPLICAS, way=[1, 3])
 def test_one_seed_gives_one_training_bit_for_bit(n, way, make_strategy):
     first, second, other = (train(make_strategy(n), way, seed=seed) for seed in (5, 5, 6))
     assert equal(first, second)

@@ -13,6 +13,7 @@ import mirror
 from mirror.base.timeline import OVERLAPPED, REDUCTION
 from tests.execution.failing import Boom, N, error_of, replica, text_of, works
 from tests.oracle import finishes
+from tests.pairs import each_once
 from tests.toy_models import replica_id
 
 
@@ -48,8 +49,7 @@ def test_the_note_names_the_number_of_replicas(n, make_strategy):
     assert f"in replica {last} of {n} (cpu)" in text_of(error_of(strategy, fn))
 
 
-@pytest.mark.parametrize("where", ["before", "between", "after"])
-@pytest.mark.parametrize("who", range(N))
+@each_once(who=range(N), where=["before", "between", "after"])
 def test_any_replica_may_raise_anywhere_among_collectives(who, where, strategy):
     def fn():
         context, r = replica()

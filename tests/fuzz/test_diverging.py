@@ -6,7 +6,7 @@ import torch
 import mirror
 from tests.fuzz.diverging import MEETINGS, RaisedError, Trainer, programs
 from tests.oracle import finishes
-from tests.pairs import EXHAUSTIVE
+from tests.pairs import EXHAUSTIVE, each_once
 
 NORMAL = ["zero", "forward", "backward", "step", "sum 2"]
 
@@ -67,8 +67,7 @@ def test_programs_that_part_ways_are_right_or_refused(schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_seeds", [250, pytest.param(1000, marks=EXHAUSTIVE)])
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("num_seeds", [120, pytest.param(1000, marks=EXHAUSTIVE)])
+@each_once(num_replicas=[2, 4], schedule=["lockstep", "staggered", "parallel"])
 def test_more_programs_that_part_ways(num_replicas, schedule, num_seeds):
     assert try_seeds(range(1000, 1000 + num_seeds), num_replicas, schedule) == KINDS

@@ -26,8 +26,8 @@ def with_more(seeds, num_slow):
 
 
 # Of these seeds the programs that show a known fault are left out.
-SEEDS = range(80)
-MORE_SEEDS = range(1000, 1100)
+SEEDS = range(40)
+MORE_SEEDS = with_more([*range(1000, 1100), *range(40, 80)], 40)
 
 
 def check(seed):
@@ -115,8 +115,8 @@ def test_shrinking_leaves_what_the_fault_needs(monkeypatch):
 # Two workers leave what one device leaves
 
 
-WORKER_SEEDS = range(4000, 4010)
-MORE_WORKER_SEEDS = with_more(range(4010, 4090), 40)
+WORKER_SEEDS = range(4000, 4005)
+MORE_WORKER_SEEDS = with_more(range(4005, 4090), 15)
 
 
 def check_workers(worker_pool, seed):
@@ -151,10 +151,10 @@ def test_every_option_of_workers_is_drawn():
 # Programs of compiled steps
 
 
-COMPILED_SEEDS = range(6000, 6015)
-MORE_COMPILED_SEEDS = with_more(range(6015, 6230), 85)
-INDUCTOR_SEEDS = with_more(range(6000, 6012), 3)
-COMPILED_WORKER_SEEDS = with_more(range(7000, 7020), 10)
+COMPILED_SEEDS = range(6000, 6005)
+MORE_COMPILED_SEEDS = with_more(range(6005, 6230), 30)
+INDUCTOR_SEEDS = with_more(range(6000, 6012), 2)
+COMPILED_WORKER_SEEDS = with_more(range(7000, 7020), 4)
 
 
 def check_compiled(seed, mode):
@@ -202,5 +202,5 @@ def test_every_option_of_compiled_programs_is_drawn():
 
 
 def test_most_programs_are_traced():
-    outcomes = [check_compiled(seed, "trace") for seed in range(6100, 6106)]
-    assert sum(outcome.num_traces > 0 for outcome in outcomes) >= 5
+    outcomes = [check_compiled(seed, "trace") for seed in range(6100, 6103)]
+    assert sum(outcome.num_traces > 0 for outcome in outcomes) >= 2

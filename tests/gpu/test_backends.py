@@ -15,6 +15,7 @@ from tests.gpu.fake_cupy import gpus_with_cupy
 from tests.gpu.order import StreamError
 from tests.gpu.programs import names, train
 from tests.gpu.test_planted import collectives_in_backward
+from tests.pairs import each_once
 
 KERNELS = ("direct", "ring", "hierarchical")
 PLACES = {f"{n}-gpus": names(n) for n in (1, 2, 4, 8)} | {"one-gpu-x3": ["cuda:0"] * 3}
@@ -67,8 +68,7 @@ def test_a_backend_passes_the_suite_in_order(backend, place):
         assert bool(gpus.cupy.launches) == (backend in KERNELS)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("backend", KERNELS)
+@each_once(backend=KERNELS, n=[2, 4])
 def test_training_on_kernels_is_in_order(backend, n):
     expected = train(["cpu"] * n, "dataset")
     with gpus_with_cupy(n) as gpus:

@@ -16,6 +16,7 @@ from tests.gpu.order import StreamError
 from tests.gpu.programs import WAYS, names, train
 from tests.gpu.test_backends import run_suite
 from tests.gpu.test_planted import CURRENT, collectives_in_backward, fault
+from tests.pairs import EXHAUSTIVE
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=str(MISSING))
 
@@ -51,7 +52,10 @@ LONG = [(n, way) for n in (1, 4, 8) for way in WAYS if (n, way) != (4, "dataset"
     [
         *((2, way) for way in WAYS),
         (4, "dataset"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG),
+        *(
+            pytest.param(*case, marks=EXHAUSTIVE * (case[0] < 8) or pytest.mark.slow)
+            for case in LONG
+        ),
     ],
 )
 def test_training_is_in_order(n, way, expected):

@@ -49,8 +49,7 @@ def test_replicas_that_share_gpus_are_in_order(way):
         train(TWICE, way)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=EXHAUSTIVE), 8])
+@each_once(n=[2, pytest.param(4, marks=EXHAUSTIVE), 8], way=WAYS)
 def test_sharded_state_is_in_order_and_has_the_losses_of_simulated_devices(n, way, expected):
     with FakeGpus(n):
         losses = train(names(n), way, optimizer_state="sharded")

@@ -9,6 +9,7 @@ from torch import nn
 import mirror
 from mirror.replica.optimizers.optimizer_state import ParamGroupSwap
 from tests.oracle import assert_same, finishes
+from tests.pairs import pairwise
 from tests.toy_models import replica_id
 
 
@@ -89,9 +90,7 @@ def step(model, optimizer, x):
     optimizer.step()
 
 
-@pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("where", ["forward", "backward", "hook", "optimizer"])
-@pytest.mark.parametrize("in_run", [False, True])
+@pairwise(in_run=[False, True], where=["forward", "backward", "hook", "optimizer"], who=[0, 2])
 def test_the_next_smaller_batch_trains(where, who, in_run, strategy):
     strategy_size = strategy.num_replicas_in_sync
     is_large = [False]

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.keras.one_device import FILES, names
+from tests.pairs import quick_of
 
 PROGRAMS = [(file.stem, name) for file in sorted(FILES.glob("*.py")) for name in names(file.stem)]
 QUICK = {
@@ -40,7 +41,7 @@ def test_a_program_alone_in_its_process_equals_one_device(module, name, differen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["loops", "metrics", "state"])
+@pytest.mark.parametrize("module", quick_of(["loops", "metrics", "state"], ["loops"]))
 def test_staggered_replicas_equal_one_device(module, differences):
     for name, result in differences(module, schedule="staggered").items():
         check(result, name)

@@ -112,7 +112,7 @@ def outcome(num_replicas, mistake, *, is_compiled, num_good, inside, **options):
 
 
 # The first call that is traced, and one that is traced again.
-@each_once([pytest.mark.slow], mistake=MISTAKES, num_replicas=[1, 2])
+@each_once(mistake=MISTAKES, num_replicas=[1, 2])
 def test_a_mistake_in_a_traced_call_is_the_error_of_an_uncompiled_one(
     mistake, num_replicas, capfd, caplog
 ):
@@ -170,9 +170,7 @@ def test_a_call_whose_trace_alone_fails_falls_back_with_one_warning(num_replicas
     assert len(warned) == 1
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("padding", [None, 0])
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@each_once(kind=[nn.Embedding, nn.EmbeddingBag], padding=[None, 0], num_replicas=[1, 2])
 def test_sparse_gradients_are_refused_by_their_name(kind, padding, num_replicas):
     strategy = mirror.MirroredStrategy(["cpu"] * num_replicas)
     with strategy.scope():

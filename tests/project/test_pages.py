@@ -18,6 +18,7 @@ from mirror.comm.registry import check_name, names
 from mirror.replica.params.mirrored_buffer import AGGREGATIONS
 from tests.comm.backends import CASES
 from tests.gpu.fake import FakeGpus
+from tests.pairs import each_once
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -157,8 +158,7 @@ def run(program):
     return loss
 
 
-@pytest.mark.parametrize("num_gpus", [0, 1, 2])
-@pytest.mark.parametrize("where", ["README", "docstring"])
+@each_once(where=["README", "docstring"], num_gpus=[0, 1, 2])
 def test_the_first_program_runs_as_printed(where, num_gpus):
     # On GPUs the labels stayed on the CPU while the outputs are on the first GPU.
     if where == "README":

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.pairs import covering, each_once, pairwise
+from tests.pairs import covering, each_once, every, pairwise, quick_of
 
 
 @pytest.mark.parametrize("lengths", [(3, 3), (7, 2, 3, 4), (2, 1, 5), (4, 3, 2)])
@@ -29,3 +29,31 @@ def test_the_rest_of_the_product_is_exhaustive(choose):
     rest = [values for values in marks if "exhaustive" in marks[values]]
     assert all("slow" in marks[values] for values in rest)
     assert len(rest) == 12 - (6 if choose is pairwise else 3)
+
+
+def test_an_axis_may_have_two_parameters():
+    named = pytest.param("b", 2, id="second")
+    mark = each_once(**{"letter,number": [("a", 1), named]}, flag=[False, True])
+    names, cases = mark.args
+    assert names == "letter,number,flag"
+    quick = [case for case in cases if not case.marks]
+    assert [case.values for case in quick] == [("a", 1, False), ("b", 2, True)]
+    assert [case.id for case in quick] == ["a-1-False", "second-True"]
+
+
+def is_quick(param):
+    return not getattr(param, "marks", ())
+
+
+def test_what_is_not_quick_is_exhaustive():
+    assert [is_quick(p) for p in quick_of([1, 2, 3], [3])] == [False, False, True]
+    assert [is_quick(p) for p in every(2, "abc")] == [True, False, True]
+    rest = [p for p in [*quick_of([1, 2, 3], [3]), *every(2, "abc")] if not is_quick(p)]
+    assert {frozenset(mark.name for mark in p.marks) for p in rest} == {
+        frozenset(["slow", "exhaustive"])
+    }
+
+
+def test_a_quick_value_that_is_none_of_the_values_is_an_error():
+    with pytest.raises(AssertionError, match=r"\[4\] are not all among \[1, 2, 3\]"):
+        quick_of([1, 2, 3], [4])

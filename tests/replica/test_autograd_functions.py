@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirror
 from tests.oracle import assert_same, train_loop
+from tests.pairs import each_once
 
 BATCHES = (6, 5, 1, 7)  # of 3 replicas
 
@@ -172,8 +173,7 @@ def train(strategy, model, optimizer, way):
     return None
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@each_once(kind=KINDS, way=[1, 2, 3])
 def test_parameters_given_past_the_modules_are_trained(kind, way, make_strategy):
     plain = Net(kind)
     options = mirror.CommunicationOptions(bytes_per_pack=64)

@@ -9,6 +9,7 @@ from mirror.errors import ReplicaMismatchError
 from mirror.replica.params.mirrored_tensor import path_of
 from tests.gpu.fake import FakeGpus
 from tests.oracle import train
+from tests.pairs import each_once
 
 BATCH = (torch.ones(6, 4), torch.ones(6, 2))
 GPUS = ["cuda:0", "cuda:1", "cuda:2"]
@@ -95,8 +96,7 @@ def test_a_differing_parameter_is_named_next_to_a_script_module():
     del script_module
 
 
-@pytest.mark.parametrize("drift", [spoil_parameter, spoil_state])
-@pytest.mark.parametrize("way", [1, 2, 3])
+@each_once(way=[1, 2, 3], drift=[spoil_parameter, spoil_state])
 def test_gpus_that_diverge_are_found_by_sums_of_bits(way, drift):
     guards = mirror.Guards(replicas_every=3)
     with FakeGpus(3), mirror.MirroredStrategy(GPUS, "naive", guards=guards) as strategy:

@@ -19,7 +19,7 @@ from torch import nn
 import mirror
 from tests.leaks import Leaks
 from tests.oracle import train
-from tests.pairs import EXHAUSTIVE
+from tests.pairs import EXHAUSTIVE, quick_of
 
 # A few of these come and go in the interpreter's own caches; one a step, or a strategy, would be
 # many. The rest is censuses.
@@ -216,7 +216,7 @@ def settled(leaks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("closes", quick_of([True, False], [False]))
 def test_nothing_grows_over_300_strategies(closes):
     """What a strategy leaves, each hundred leaves; memory that is in pieces, now and then one."""
     leaks, looks = Leaks(), []

@@ -18,6 +18,7 @@ from mirror.errors import MirrorError
 from tests.comm.workers.programs import LONG, Program
 from tests.comm.workers.test_monitored_wait import quick
 from tests.multi_worker import strategy_of
+from tests.pairs import EXHAUSTIVE
 
 
 def make_contexts():
@@ -172,7 +173,7 @@ def environ_of(rank, size, port):
 @pytest.mark.parametrize(
     ("kept", "size", "options"),
     [
-        ("module", 2, {}),
+        pytest.param("module", 2, {}, marks=EXHAUSTIVE),
         ("module", 2, {"compiled": True}),
         ("module", 1, {"strategy": "mirror.MirroredStrategy(['cpu'] * 2)"}),
     ],
@@ -200,12 +201,13 @@ def test_a_program_ends_without_a_message(tmp_path, kept, size, options, port):
     ("kept", "options"),
     [
         *((kept, {}) for kept in ("nothing", "closed", "close")),
-        *((kept, {"in_main": True}) for kept in ("nothing", "module", "closed", "close")),
+        *((kept, {"in_main": True}) for kept in ("nothing", "module")),
         *(
             (kept, {"num_local": 2})
             for kept in ("parameters", "optimizer", "strategy", "scope", "iterator")
         ),
         ("close", {"compiled": True}),
+        *(pytest.param(kept, {"in_main": True}, marks=EXHAUSTIVE) for kept in ("closed", "close")),
     ],
 )
 def test_a_program_ends_without_a_message_at_any_order_of_teardown(
@@ -335,7 +337,7 @@ def _check(seeds, told_by_both):
 
 
 def test_workers_that_diverge_are_named(worker_pool):
-    seeds = list(range(8))
+    seeds = list(range(5))
     _check(seeds, worker_pool(2).run(part, seeds, 1))
 
 

@@ -11,6 +11,7 @@ import mirror
 from mirror.threads import stall_detector
 from mirror.threads.stall_detector import StallDetector
 from tests.oracle import assert_same, finishes, in_run
+from tests.pairs import each_once
 from tests.strategy.programs import values
 from tests.toy_models import mirrored_layer, replica_id, sgd
 
@@ -55,8 +56,7 @@ def test_collectives_span_the_replicas_that_take_part(make_strategy):
     assert values(strategy, merged) == [3.0] * 3
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@each_once(size=[1, 2, 3], where=["inside", "outside"])
 def test_idle_replicas_keep_equal_variables_and_optimizer_state(size, where, make_strategy):
     strategy = make_strategy(4)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

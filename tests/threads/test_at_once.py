@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.threads import schedule
 from tests.oracle import assert_same, finishes, in_run
+from tests.pairs import each_once
 from tests.toy_models import meet, replica_id
 
 N = 3
@@ -57,8 +58,7 @@ def net(seed=0):
 # Replicas that run at once
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("turns", ["long", "short"])
+@each_once(turns=["long", "short"], n=[2, 3, 4])
 def test_an_adversarial_step_is_that_of_one_device(make_strategy, request, n, turns):
     # Two models, two optimizers, two steps each, a scaler, SyncBatchNorm, clipping, buckets.
     if turns == "long":

@@ -18,6 +18,7 @@ import mirror
 from mirror.execution import parallel_runs
 from mirror.replica.modules import per_replica_values, replica_attributes
 from tests.oracle import assert_same, finishes
+from tests.pairs import pairwise
 from tests.toy_models import replica_id as me
 
 WIDTH = 8
@@ -111,9 +112,7 @@ def trained(make_strategy, schedule, n, model, optimizer, way=3, is_inside=True)
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, way=[1, 2, 3], n=[1, 2, 3])
 def test_parallel_replicas_have_the_bits_of_lockstep(make_strategy, model, way, n):
     wanted = trained(make_strategy, "lockstep", n, model, "adamw", way)
     assert_same(trained(make_strategy, "parallel", n, model, "adamw", way), wanted)

@@ -29,7 +29,7 @@ from tests.oracle import assert_same
 from tests.toy_models import meet, replica_id
 
 N, NUM_STEPS, WIDTH = 3, 6, 8
-SECONDS = 30  # of a test
+SECONDS = 12  # of a test
 HANG_SECONDS = 120
 MAIN = threading.main_thread().ident
 

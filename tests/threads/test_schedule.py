@@ -10,6 +10,7 @@ from mirror.replica.gradients.parallel_backward import ParallelBackward
 from mirror.threads import schedule as schedules
 from mirror.threads.schedule import NUM_STEPS, Schedule
 from tests.oracle import train
+from tests.pairs import each_once
 
 STEPS = NUM_STEPS + 3
 LONG, SHORT = 0.02, 0.001  # seconds of passes
@@ -121,8 +122,7 @@ def assert_equal_bits(found, expected):
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("way", [1, 2, 3])
+@each_once(way=[1, 2, 3], n=[2, 3])
 def test_passes_at_once_have_the_bits_and_the_order_of_turns(
     make_strategy, all_are_long, passes, way, n
 ):

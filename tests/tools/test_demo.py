@@ -13,6 +13,7 @@ import torch
 from mirror.errors import DeviceError
 from mirror.tools import demo
 from mirror.tools.demo import DemoOptions, run_demo
+from tests.pairs import quick_of
 
 # The command line with the digits, also where Fashion-MNIST is installed.
 PROGRAM = """
@@ -44,7 +45,7 @@ def _difference(output):
     return float(re.search(r"largest difference of any parameter: (\S+)", output)[1])
 
 
-@pytest.mark.parametrize("batch_size", [64, 101, 1437])
+@pytest.mark.parametrize("batch_size", quick_of([64, 101, 1437], [101]))
 def test_replicas_and_one_device_come_to_the_same(capsys, batch_size):
     output = _run(capsys, devices=("cpu", "cpu"), batch_size=batch_size)
     assert _difference(output) < 1e-4
@@ -124,7 +125,7 @@ sys.stdout = Output(sys.stdout)
 """
 
 
-@pytest.mark.parametrize("run", ["mirror:", "plain PyTorch:"])
+@pytest.mark.parametrize("run", quick_of(["mirror:", "plain PyTorch:"], ["mirror:"]))
 def test_ctrl_c_ends_it_with_one_line_and_exit_code_130(script_pool, run):
     program = INTERRUPTED.format(after=run) + PROGRAM
     done = script_pool.run(
@@ -134,6 +135,7 @@ def test_ctrl_c_ends_it_with_one_line_and_exit_code_130(script_pool, run):
     assert (done.returncode, done.stderr) == (130, "mirror: interrupted\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_a_terminal_leaves_an_empty_line():
     environment = {k: v for k, v in os.environ.items() if k != "CI"} | {"TERM": "xterm"}
     ours, theirs = pty.openpty()

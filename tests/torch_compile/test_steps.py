@@ -93,7 +93,6 @@ def test_a_compiled_optimizer_step(inside, make_strategy):
 
 
 @each_once(
-    [pytest.mark.slow],
     inside=[True, False],
     where=["model", "before the optimizer", "in the optimizer"],
 )

@@ -10,7 +10,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, assert_same_training
-from tests.pairs import each_once, pairwise
+from tests.pairs import EXHAUSTIVE, each_once, quick_of
 from tests.torch_compile.compiled import (
     Backend,
     Net,
@@ -49,7 +49,7 @@ def plain_sequence():
 
 
 @pytest.mark.parametrize("make", [Net, pytest.param(plain_sequence, marks=pytest.mark.slow)])
-@pairwise(way=[1, 2, 3], compiled=["model", "method", "function"], mirrored=["first", "last"])
+@each_once(way=[1, 2, 3], compiled=["model", "method", "function"], mirrored=["first", "last"])
 def test_compiled_training_is_that_of_one_device(way, compiled, mirrored, make, make_strategy):
     model = make()
     plain, plain_optimizer, expected = trained_plainly(copy.deepcopy(model), batches())
@@ -76,7 +76,7 @@ def test_compiled_training_is_that_of_one_device(way, compiled, mirrored, make, 
         assert set(backend.replicas) - {None} == {0, 1}
 
 
-@each_once([pytest.mark.slow], way=[1, 2, 3], compiled=["model", "method"])
+@each_once(way=[1, 2, 3], compiled=["model", "method"])
 def test_a_model_in_one_graph_compiles_once_per_replica(way, compiled, make_strategy):
     """fullgraph=True refuses graph breaks; 8 replicas are as many as the limit of one device."""
     model = Net()
@@ -155,7 +155,7 @@ MODELS = {
 }
 
 
-@pairwise(
+@each_once(
     kind=[pytest.param(k, marks=[pytest.mark.slow] * (k == "attention")) for k in MODELS],
     way=[1, pytest.param(2, marks=pytest.mark.slow), 3],
     backend=["aot_eager", pytest.param("eager", marks=pytest.mark.slow)],
@@ -202,7 +202,7 @@ class Breaks(Net):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-@each_once([pytest.mark.slow], make=[Recurrent, Breaks], way=[1, 3])
+@each_once(make=[Recurrent, Breaks], way=[1, 3])
 def test_graphs_that_break_train_as_on_one_device(make, way, backend, make_strategy):
     model = make()
     plain, plain_optimizer, expected = trained_plainly(copy.deepcopy(model), batches())
@@ -256,7 +256,7 @@ def test_evaluation_and_training_modes_compile_separately(make_strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", ["model", "method"])
+@pytest.mark.parametrize("compiled", quick_of(["model", "method"], ["method"]))
 def test_llama_compiled(compiled, make_strategy):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -296,7 +296,7 @@ def test_llama_compiled(compiled, make_strategy):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
-@each_once(way=[1, 2, 3], compiled=["model", "method", "function"])
+@each_once(way=[1, 2, 3], compiled=["model", "method", pytest.param("function", marks=EXHAUSTIVE)])
 def test_the_default_backend_trains_as_one_device(way, compiled, make_strategy):
     model = Net(nn.LayerNorm(8))
     plain, plain_optimizer, expected = trained_plainly(copy.deepcopy(model), batches())

@@ -7,12 +7,18 @@ from tests.training.programs import Place, compare
 
 
 def places(*ways):
-    """Where scripts run: replicas that mirror, and such as have a home beside them."""
-    for kind, marks in (("", {2: (), 3: ()}), ("central-", {2: EXHAUSTIVE, 3: pytest.mark.slow})):
+    """Where scripts run: replicas that mirror, and such as have a home beside them.
+
+    Quick are three replicas in a loop and two in run; slow is one way beside a home.
+    """
+    for kind in ("", "central-"):
         for way in ways:
             for n in (2, 3):
-                place = (kind, n, way == "run")
-                yield pytest.param(place, id=f"{kind}{way}-x{n}", marks=marks[n])
+                if kind:
+                    marks = pytest.mark.slow if (n, way) == (3, ways[-1]) else EXHAUSTIVE
+                else:
+                    marks = () if n == {"loop": 3, "run": 2}[way] else EXHAUSTIVE
+                yield pytest.param((kind, n, way == "run"), id=f"{kind}{way}-x{n}", marks=marks)
 
 
 def comparing(request):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.oracle import assert_same
-from tests.pairs import EXHAUSTIVE, pairwise
+from tests.pairs import EXHAUSTIVE, each_once
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -45,7 +45,7 @@ def models(make_strategy):
 in_scope_and_outside = pytest.mark.parametrize("in_scope", [False, True])
 
 
-@pairwise(in_scope=[False, True], strict=[False, True], dynamic=[False, True])
+@each_once(in_scope=[False, True], strict=[False, True], dynamic=[False, True])
 def test_the_exported_program_is_the_plain_one(in_scope, strict, dynamic, models):
     *both, scope = models
     x = torch.randn(4, 6)

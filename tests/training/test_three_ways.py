@@ -38,7 +38,7 @@ def test_replicas_equal_one_device(case, n, way, make_strategy):
     compare(case, way, strategy, model, optimizer, plain, batches)
 
 
-@pairwise(case=["sgd-momentum", "adamw", "lstm", "tied-weights"], n=REPLICAS, way=WAYS)
+@each_once(case=["sgd-momentum", "adamw", "lstm", "tied-weights"], n=REPLICAS, way=WAYS)
 def test_a_model_made_in_scope_equals_one_device(case, n, way, make_strategy):
     case = CASES[case]
     strategy = make_strategy(n)
@@ -182,8 +182,7 @@ def test_sum_reduction_leaves_a_backward_outside_run_alone(way, make_strategy):
     compare(case, way, strategy, model, case.optimizer(model), plain, batches)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", REPLICAS)
+@each_once(n=REPLICAS, way=WAYS)
 def test_accumulation_under_no_sync_equals_one_device(n, way, make_strategy):
     """Three backward passes a step, of uneven batches, two of them under no_sync."""
     case = CASES["clipped-norm"]

@@ -8,7 +8,7 @@ import torch
 import mirror
 from mirror.errors import StrategyError
 from tests.oracle import assert_same, assert_same_training, train, train_loop
-from tests.pairs import pairwise
+from tests.pairs import each_once
 
 transformers = pytest.importorskip("transformers")
 
@@ -96,7 +96,7 @@ def pair(build, strategy):
     return plain, strategy.mirror(copy.deepcopy(plain))
 
 
-@pairwise(build=ALL, n=[2, 3], way=[1, 2, 3])
+@each_once(build=ALL, n=[2, 3], way=[1, 2, 3])
 def test_a_transformer_trains_as_on_one_device(build, n, way, make_strategy):
     strategy = make_strategy(n)
     plain, model = pair(build, strategy)
@@ -176,8 +176,7 @@ def bert_decoder():
     return transformers.BertLMHeadModel(transformers.BertConfig(**SIZE, is_decoder=True))
 
 
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("build", [llama, gpt2, t5, mistral, bert_decoder])
+@each_once(build=[llama, gpt2, t5, mistral, bert_decoder], search=SEARCHES)
 def test_generate_outside_run_gives_the_tokens_of_one_device(build, search, make_strategy):
     # All replicas had one cache between them: wrong tokens, or an error for uneven parts.
     plain, model = pair(build, make_strategy(3))
@@ -198,8 +197,7 @@ def test_generate_outside_run_gives_the_tokens_of_one_device(build, search, make
         assert torch.equal(made[1], made[0])
 
 
-@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache", None])
-@pytest.mark.parametrize("build", [llama, mistral])
+@each_once(build=[llama, mistral], kind=["DynamicCache", "StaticCache", None])
 def test_a_cache_goes_from_call_to_call(build, kind, make_strategy):
     plain, model = pair(build, make_strategy(2))
     tokens = torch.randint(1, 32, (5, 9))

@@ -10,6 +10,7 @@ from mirror import comm
 from mirror.comm.communicator import DTYPES, HALF_DTYPES, OPS
 from mirror.comm.host import host_backend
 from mirror.errors import BackendError, ShapeError
+from tests.pairs import each_once
 
 FLOATS = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)
 # Of 3 replicas: enough to be shared between threads, and no multiple of any vector.
@@ -85,8 +86,7 @@ def test_replicas_are_added_in_their_order():
         assert [tensor.item() for tensor in tensors] == [expected] * 3
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_once(dtype=DTYPES, op=OPS)
 def test_every_instruction_set_has_the_bits_of_naive(level, dtype, op):
     scales = (1.0, 1 / 3) if dtype.is_floating_point else (1.0,)
     for size in SIZES:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.comm.kernels.test_races import run
 from tests.fixtures import made_once
+from tests.pairs import each_once
 
 DRIVER = Path(__file__).with_name("race_driver.cpp")
 SOURCES = Path(__file__).parents[3] / "csrc" / "host"
@@ -56,8 +57,7 @@ def program(tmp_path_factory):
     return made_in / "race_driver"
 
 
-@pytest.mark.parametrize("callers", [1, 3])
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@each_once(num_threads=[1, 2, 4], callers=[1, 3])
 def test_the_library_has_no_race(program, callers, num_threads):
     # From 2 MiB read and written on, threads help.
     done = run(program, callers, num_threads, 9, 180_001)

@@ -27,7 +27,7 @@ from mirror.comm.kernels.binaries import (
 )
 from mirror.comm.kernels.launcher import KernelArguments
 from mirror.errors import BackendError
-from tests.pairs import pairwise
+from tests.pairs import each_once
 
 LIBRARIES = {"CUDA 12": "cuda_nvrtc/lib/libnvrtc.so.12", "CUDA 13": "cu13/lib/libnvrtc.so.13"}
 
@@ -132,14 +132,14 @@ def check(compiler, unit, architecture):
 
 
 @pytest.mark.slow
-@pairwise(name=NAMES, source=SOURCES, architecture=ARCHITECTURES)
+@each_once(name=NAMES, source=SOURCES, architecture=ARCHITECTURES)
 def test_kernels_compile_for_every_architecture(compiler, source, architecture):
     # bfloat16: the one type for which architectures differ.
     check(compiler, unit(source, "BFloat16"), architecture)
 
 
 @pytest.mark.slow
-@pairwise(name=NAMES, source=SOURCES, element=[*ELEMENTS.values(), None])
+@each_once(name=NAMES, source=SOURCES, element=[*ELEMENTS.values(), None])
 def test_kernels_compile_for_every_element_type_and_operation(compiler, source, element):
     if element is None:
         made = Unit(source)
@@ -150,7 +150,7 @@ def test_kernels_compile_for_every_element_type_and_operation(compiler, source, 
 
 
 @pytest.mark.slow
-@pairwise(
+@each_once(
     name=NAMES,
     source=["ring", "hierarchical"],
     element=["Half", "BFloat16"],
@@ -196,7 +196,7 @@ IN_FLIGHT = [
 ]
 
 
-@pairwise(name=NAMES, case=IN_FLIGHT, architecture=[80, 90])
+@each_once(name=NAMES, case=IN_FLIGHT, architecture=[80, 90])
 def test_all_replicas_are_read_before_any_is_added(compiler, case, architecture):
     source, element, n, loads = case
     element, _, rounded = element.partition(" ")

@@ -12,6 +12,7 @@ from mirror import comm
 from mirror.comm.kernels import simulator
 from mirror.comm.kernels.launcher import KernelArguments
 from mirror.errors import BackendError, CollectiveTimeoutError
+from tests.pairs import each_once
 
 NAMES = ("direct", "hierarchical", "ring")
 
@@ -82,8 +83,7 @@ def test_seventeen_replicas_are_too_many(name):
         comm.create(name, ["cpu"] * 17)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("name", NAMES)
+@each_once(name=NAMES, dtype=[torch.float32, torch.bfloat16, torch.uint8])
 def test_messages_of_many_segments_and_unaligned_tensors_are_right(name, dtype):
     # 1 MB and more, of which replica i begins i elements after where memory is aligned
     n, size = 3, 300_001

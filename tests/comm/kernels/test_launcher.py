@@ -11,6 +11,7 @@ import pytest
 from mirror.comm.kernels import launcher
 from mirror.comm.kernels.launcher import KernelArguments, Launch, launch
 from mirror.errors import BackendError
+from tests.pairs import each_once
 
 SOURCE = Path(__file__).with_name("fake_driver.cpp")
 LAUNCHER = Path(__file__).parents[3] / "csrc" / "host" / "launch.cpp"
@@ -77,8 +78,7 @@ def launches(n, rows=1):
     return made
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
-@pytest.mark.parametrize("rows", [1, 3])
+@each_once(rows=[1, 3], n=[1, 2, 8])
 def test_every_device_gets_its_kernel_in_order(driver, n, rows):
     launch(launches(n, rows), "direct_all_reduce")
     assert driver.fake_launches() == n

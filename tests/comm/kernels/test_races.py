@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import made_once
-from tests.pairs import EXHAUSTIVE, pairwise
+from tests.pairs import EXHAUSTIVE, each_once
 
 DRIVER = Path(__file__).with_name("race_driver.cpp")
 ALGORITHMS = ("direct", "ring", "hierarchical")
@@ -68,7 +68,7 @@ def run(program, *arguments):
 GRIDS = [(1, 1, 3), (2, 2, 4), (3, 2, 3), (6, 2, 2), (8, 2, 4)]
 
 
-@pairwise(algorithm=ALGORITHMS, shift=SHIFTS, grid=GRIDS)
+@each_once(algorithm=ALGORITHMS, shift=SHIFTS, grid=GRIDS)
 def test_the_kernels_have_no_race(sanitized, algorithm, grid, shift):
     # Counters begin so that they wrap around in the middle.
     done = run(sanitized, algorithm, *grid, 20, 0xFFFFFFF0, 3001, shift)
@@ -76,8 +76,7 @@ def test_the_kernels_have_no_race(sanitized, algorithm, grid, shift):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_once(algorithm=ALGORITHMS, shift=SHIFTS)
 def test_a_planted_bug_is_a_race(buggy, algorithm, shift):
     done = run(buggy, algorithm, 6, 2, 2, 20, 0, 3001, shift)
     assert done.returncode == RACE, f"exit status {done.returncode}: {done.stdout}{done.stderr}"

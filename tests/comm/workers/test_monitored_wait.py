@@ -17,6 +17,7 @@ from mirror.comm.workers.monitored_wait import BackgroundCall, MonitoredWait
 from mirror.comm.workers.worker_status import PendingOp, WorkerStatus
 from mirror.errors import StrategyError, WorkerLostError
 from tests.comm.workers.programs import LONG, Program, run
+from tests.pairs import each_once
 
 
 def _check(ended, kind, *words, code=1):
@@ -95,15 +96,21 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("does", "code", "kind", "words"),
-    [
-        ("raise ValueError('my own')", 1, "DivergenceError", r"ValueError: my own at .*train.py"),
-        ("pass", 0, "DivergenceError", "has left its program"),
-        ("sys.exit(4)", 4, "DivergenceError", "has left its program"),
-        ("os._exit(3)", 3, "WorkerLostError", "worker {rank} of 2 is lost"),
-    ],
+@each_once(
+    **{
+        "does,code,kind,words": [
+            (
+                "raise ValueError('my own')",
+                1,
+                "DivergenceError",
+                r"ValueError: my own at .*train.py",
+            ),
+            ("pass", 0, "DivergenceError", "has left its program"),
+            ("sys.exit(4)", 4, "DivergenceError", "has left its program"),
+            ("os._exit(3)", 3, "WorkerLostError", "worker {rank} of 2 is lost"),
+        ]
+    },
+    rank=[0, 1],
 )
 def test_who_leaves_is_told_to_who_waits(rank, does, code, kind, words):
     found = run(PARTS.format(rank=rank, does=does))

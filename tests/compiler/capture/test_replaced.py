@@ -7,6 +7,7 @@ from torch.nn import utils
 from torch.nn.utils import parametrizations
 
 import mirror
+from tests.pairs import each_once
 
 X = torch.arange(24.0).reshape(6, 4) / 24
 
@@ -99,8 +100,7 @@ def make_step(model, optimizer):
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("make_strategy", STRATEGIES)
-@pytest.mark.parametrize(("make_model", "change"), PROGRAMS)
+@each_once(**{"make_model,change": PROGRAMS}, make_strategy=STRATEGIES)
 def test_what_is_replaced_is_mirrored_and_compiled_on_any_number_of_replicas(
     make_model, change, make_strategy, is_compiled
 ):

@@ -13,6 +13,7 @@ import mirror
 from mirror.compiler.capture import side_effects
 from mirror.errors import CompileError
 from tests.compiler.training import Beside, batches, linear, usual_step
+from tests.pairs import each_once, quick_of
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +259,7 @@ def test_state_that_is_set_outside_of_an_optimizers_step_is_refused(num_replicas
         assert not isinstance(entry["before"], torch._subclasses.FakeTensor)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2], [2]))
 def test_parameters_that_are_set_by_data_are_those_of_one_device(num_replicas):
     def make_step(model, optimizer):
         usual = usual_step(model, optimizer)
@@ -351,8 +352,7 @@ def make_a_module(module, hidden):
     module.linear = nn.Linear(6, 3)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("change", [count, keep, delete_what_was_set_before])
+@each_once(change=[count, keep, delete_what_was_set_before], num_replicas=[1, 2])
 def test_an_attribute_that_calls_would_be_missing_is_refused(change, num_replicas):
     beside = Beside(num_replicas, make_model=lambda: Counting(change))
     first, second = beside.strategy.distribute_dataset(batches([8, 8]))
@@ -428,8 +428,7 @@ def test_modes_that_a_step_leaves_are_left_by_every_call():
     assert beside.compiled.num_traces == 1
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("name", ["lr", "momentum", "other"])
+@each_once(name=["lr", "momentum", "other"], num_replicas=[1, 2])
 def test_options_that_a_step_changes_are_refused(name, num_replicas):
     done = []
 
@@ -510,7 +509,7 @@ def test_a_loss_that_is_a_module_of_its_own_is_followed():
     Beside(2, make_model=linear, make_step=make_step).train(batches([8, 8, 7]))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2, 3], [2]))
 def test_a_rate_that_a_hook_changes_in_place_is_refused(num_replicas):
     beside = Beside(num_replicas)
 

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirror
 from tests.compiler.training import Beside, batches, usual_step
+from tests.pairs import each_once, quick_of
 
 outside = torch.ones(3)
 
@@ -133,8 +134,7 @@ WITH_USERS_CODE = {
 }
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-@pytest.mark.parametrize("name", WITH_USERS_CODE)
+@each_once(name=WITH_USERS_CODE, num_replicas=[1, 2, 3])
 def test_custom_functions_and_backward_passes_see_what_stands_for_parameters(name, num_replicas):
     beside = Beside(num_replicas, WITH_USERS_CODE[name])
     beside.train(batches([6] * 4))
@@ -152,7 +152,7 @@ def cleared_after(model, optimizer):
     return step
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2], [2]))
 def test_a_custom_functions_parameter_is_updated_where_gradients_are_cleared_last(num_replicas):
     make = WITH_USERS_CODE["function"]
     Beside(num_replicas, make, make_step=cleared_after).train(batches([6] * 4))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import mirror
 from tests.compiler.training import Beside, batches, linear
+from tests.pairs import each_once, quick_of
 
 OPTIONS = {
     "momentum": (
@@ -28,8 +29,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-@pytest.mark.parametrize("name", OPTIONS)
+@each_once(name=OPTIONS, num_replicas=[1, 2, 3])
 def test_options_that_change_need_at_most_one_retrace(name, num_replicas):
     make_optimizer, options = OPTIONS[name]
     beside = Beside(num_replicas, linear, make_optimizer)
@@ -121,7 +121,7 @@ def test_an_optimizer_that_the_program_has_dropped_is_freed():
     strategy.close()
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 3], [3]))
 def test_updates_of_a_half_type_are_added_in_single_precision(num_replicas):
     """Muon computes its updates in bfloat16, and multiplies them by the rate in float32."""
 

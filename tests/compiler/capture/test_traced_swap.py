@@ -5,6 +5,7 @@ import torch
 
 import mirror
 from tests.compiler.training import Beside, batches, linear, usual_step
+from tests.pairs import pairwise, quick_of
 
 
 class Counted(torch.optim.Optimizer):
@@ -45,7 +46,7 @@ def slower(beside):
         optimizer.param_groups[0]["lr"] *= 0.9
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2], [2]))
 def test_a_count_that_is_a_number_is_refused_by_its_name(num_replicas):
     beside = Beside(num_replicas, make_model=linear, make_optimizer=Counted)
     first, second = beside.strategy.distribute_dataset(batches([8, 8]))
@@ -60,7 +61,7 @@ def test_a_count_that_is_a_number_runs_uncompiled_on_request():
     beside.train(batches([8] * 4))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2], [2]))
 def test_a_rate_that_must_be_a_number_is_an_input_too(num_replicas):
     beside = Beside(num_replicas, make_model=linear, make_optimizer=FloatRate)
     beside.train(batches([8, 8, 7]))
@@ -93,7 +94,7 @@ def test_state_that_is_not_there_yet_is_made_uncompiled(make_optimizer):
     assert beside.compiled.num_traces == 2
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2], [2]))
 def test_groups_that_ask_for_single_tensors_are_followed(num_replicas):
     def make(parameters):
         return torch.optim.RMSprop(parameters, 0.01, momentum=0.9, foreach=False)
@@ -126,9 +127,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-@pytest.mark.parametrize("when", HOOKS)
-@pytest.mark.parametrize("first", [1, 3])
+@pairwise(first=[1, 3], when=HOOKS, num_replicas=quick_of([1, 2, 3], [1, 3]))
 def test_hooks_of_optimizers_change_the_gradients_themselves(num_replicas, when, first):
     """Registered before the trace, or after it; taken away; another one put in its place."""
     beside = Beside(num_replicas, make_optimizer=lambda p: torch.optim.SGD(p, 0.1, 0.9))
@@ -150,7 +149,7 @@ def test_hooks_of_optimizers_change_the_gradients_themselves(num_replicas, when,
     beside.train(batches([6] * 8), between)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2], [2]))
 def test_a_hook_of_a_module_in_the_place_of_another_is_traced(num_replicas):
     beside = Beside(num_replicas)
     handles, calls = [], []

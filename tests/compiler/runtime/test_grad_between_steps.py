@@ -9,6 +9,7 @@ from torch import nn
 
 import mirror
 from tests.compiler.training import batches, mlp, usual_step
+from tests.pairs import each_once, quick_of
 
 OPTIMIZERS = {
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
@@ -84,21 +85,19 @@ def assert_equal(mine, expected):
                 torch.testing.assert_close(grad, other, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("zero", ["first", "last", "never"])
+@each_once(zero=["first", "last", "never"], n=[1, 2, 3])
 def test_a_compiled_step_finds_what_no_sync_left(n, zero):
     expected = train(0, "AdamW", zero, waits=True)
     assert_equal(train(n, "AdamW", zero, waits=True), expected)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_once(optimizer=OPTIMIZERS, n=[1, 2])
 def test_a_compiled_step_leaves_the_gradients_that_an_uncompiled_one_leaves(n, optimizer):
     zero = "first" if optimizer in ("Rprop", "SGD foreach") else "never"
     assert_equal(train(n, optimizer, zero, waits=False), train(0, optimizer, zero, waits=False))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2, 3], [3]))
 def test_a_gradient_that_is_not_finite_is_an_error_that_names_it(num_replicas):
     guards = mirror.Guards(finite_gradients=True)
     strategy = mirror.MirroredStrategy(["cpu"] * num_replicas, guards=guards)
@@ -182,8 +181,7 @@ def train_with_constant_gradients(strategy, inside):
         return [t.detach().clone() for p in net.parameters() for t in (p, p.grad)]
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@each_once(num_replicas=[1, 2, 3], inside=[False, True])
 def test_an_idle_first_replica_has_the_gradients_that_no_example_changes(num_replicas, inside):
     expected = train_with_constant_gradients(None, inside)
     with mirror.MirroredStrategy(["cpu"] * num_replicas) as strategy:

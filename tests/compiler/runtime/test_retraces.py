@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import mirror
 from tests.compiler.training import Beside, batches, linear, usual_step
+from tests.pairs import quick_of
 
 
 def scaled(factors):
@@ -29,7 +30,7 @@ def scaled(factors):
     return make_step
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2, 3], [2]))
 def test_the_eighth_trace_in_few_calls_is_the_last(num_replicas, caplog):
     factors = {"of the loss": 1.0}
     beside = Beside(num_replicas, linear, make_step=scaled(factors))
@@ -141,7 +142,7 @@ def test_torch_warns_of_nothing_that_mirror_calls():
         Beside(2, linear).train(batches([6, 6, 5]))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2, 3], [3]))
 def test_a_model_with_hooks_is_collected_after_a_trace(num_replicas):
     """Hooks of a trace's leaves refer to the trace; no garbage is found through a graph."""
 
@@ -171,7 +172,7 @@ def test_traces_that_are_dropped_let_go_of_optimizers():
     assert isinstance(beside.strategy, mirror.MirroredStrategy)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2, 3], [1]))
 def test_a_parameter_with_other_strides_in_the_same_memory_is_named(num_replicas, caplog):
     def transpose(beside):
         if beside.compiled.num_traces and not told:

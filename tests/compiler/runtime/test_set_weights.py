@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirror
+from tests.pairs import each_once, quick_of
 
 SIZES = [6, 6, 5, 6, 2]
 
@@ -41,7 +42,7 @@ def number_of_tokens(y):
     mirror.get_replica_context().weight = (y >= 0).sum()
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2, 3], [2]))
 def test_a_weight_of_tokens_gives_the_mean_over_tokens(num_replicas):
     expected, plain = build(lambda y: None)
     with mirror.MirroredStrategy(["cpu"] * num_replicas) as strategy:
@@ -57,15 +58,14 @@ def test_a_weight_of_tokens_gives_the_mean_over_tokens(num_replicas):
         strategy.check_replicas()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize(
-    "weight",
-    [
+@each_once(
+    weight=[
         lambda y: setattr(mirror.get_replica_context(), "weight", len(y) ** 2),
         lambda y: setattr(mirror.get_replica_context(), "weight", 2.5),
         lambda y: setattr(mirror.get_replica_context(), "weight", 0 * y.sum()),
         number_of_tokens,
     ],
+    reduction=["mean", "sum"],
 )
 def test_weights_count_as_in_an_uncompiled_step(weight, reduction):
     found = []

@@ -11,6 +11,7 @@ import mirror
 from mirror.errors import DivergenceError
 from tests.compiler.training import batches, mlp, squared_step, usual_step
 from tests.multi_worker import strategy_of
+from tests.pairs import each_once, quick_of
 from tests.replica.multi_worker.test_bucket_order import OfCpus
 
 EVEN = [12, 12, 12, 12]
@@ -99,14 +100,12 @@ def check(worker_pool, counts, sizes, traces=1, **kinds):
         assert all(map(torch.equal, first, own))
 
 
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("sizes", [EVEN, RAGGED, TINY])
+@each_once(sizes=[EVEN, RAGGED, TINY], counts=COUNTS)
 def test_a_compiled_step_of_workers_is_that_of_one_device(worker_pool, counts, sizes):
     check(worker_pool, counts, sizes)
 
 
-@pytest.mark.parametrize("model", ["with_norm", "with_large", "Complex"])
-@pytest.mark.parametrize("counts", [(1, 1), (2, 1)])
+@each_once(counts=[(1, 1), (2, 1)], model=["with_norm", "with_large", "Complex"])
 def test_buffers_large_and_complex_gradients_are_those_of_one_device(worker_pool, counts, model):
     check(worker_pool, counts, EVEN, model=model)
 
@@ -119,7 +118,7 @@ def test_a_step_meets_the_other_workers_wherever_it_meets_replicas(worker_pool, 
         torch.testing.assert_close(own, losses, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("counts", quick_of(COUNTS, [(1, 2)]))
 def test_a_worker_without_examples_traces_nothing(worker_pool, counts):
     kinds = {"sizes": [12, 1, 12, 12], "step": "squared_step"}
     _, whole, _ = trained((1,), mode=None, **kinds)
@@ -128,7 +127,7 @@ def test_a_worker_without_examples_traces_nothing(worker_pool, counts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("counts", quick_of([(1, 1), (1, 2)], [(1, 2)]))
 def test_programs_of_inductor_are_the_same(worker_pool, counts):
     check(worker_pool, counts, EVEN, mode="inductor")
 
@@ -248,7 +247,7 @@ def bad_gradient(counts, at):
         return said, compiled.num_traces
 
 
-@pytest.mark.parametrize("at", [0, 11])
+@pytest.mark.parametrize("at", quick_of([0, 11], [11]))
 def test_a_gradient_that_is_not_finite_is_an_error_of_all_workers(worker_pool, at):
     (first, _), (second, traces) = worker_pool(2).run(bad_gradient, (1, 2), at)
     assert traces == 1

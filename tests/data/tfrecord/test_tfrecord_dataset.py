@@ -23,6 +23,7 @@ from mirror.data import (
     serialize_example,
 )
 from tests.data.tfrecord.records import ALL, COMPRESSIONS, FILES, RECORD_BYTES, flip, write
+from tests.pairs import each_once, quick_of
 
 # by number
 
@@ -133,8 +134,7 @@ def test_leaving_early_closes_the_file(paths):
 # shards
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("num_shards", [1, 2, 5, 20])
+@each_once(num_shards=[1, 2, 5, 20], compression=COMPRESSIONS)
 def test_shards_are_every_nth_record(tmp_path, compression, num_shards):
     dataset = TFRecordDataset(write(tmp_path, compression), compression)
     for index in range(num_shards):
@@ -242,8 +242,7 @@ def test_no_tensorflow_and_no_protobuf_is_imported(paths):
 # Resuming: after every batch, and by workers
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("shard", [(1, 0), (3, 1)])
+@each_once(shard=[(1, 0), (3, 1)], compression=COMPRESSIONS)
 def test_a_state_resumes_after_every_record(tmp_path, compression, shard):
     paths = write(tmp_path, compression)
 
@@ -305,7 +304,7 @@ def test_a_worker_resumes_its_own_state_only(tmp_path, as_worker, compression):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("compression", [None, "GZIP"])
+@pytest.mark.parametrize("compression", quick_of([None, "GZIP"], ["GZIP"]))
 def test_torchdatas_loader_resumes_after_every_batch(tmp_path, compression):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     dataset = TFRecordStream(write(tmp_path, compression), compression)
@@ -367,8 +366,7 @@ def test_workers_read_by_number(paths, context):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("num_workers", [1, 2])
+@each_once(num_workers=[1, 2], compression=COMPRESSIONS)
 def test_workers_that_iterate_share_the_records(tmp_path, compression, num_workers):
     dataset = TFRecordStream(write(tmp_path, compression), compression)
     for wrap in (lambda d: d, Wrapped):

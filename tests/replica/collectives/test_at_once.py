@@ -12,7 +12,7 @@ from mirror.comm.collective_lock import CollectiveLock
 from mirror.errors import CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 from tests.comm.test_collective_lock import Scratch
-from tests.pairs import pairwise
+from tests.pairs import each_once
 
 WIDTH, LAYERS = 160, 5
 KERNELS = ("direct", "hierarchical", "ring")
@@ -93,8 +93,7 @@ def test_host_trains_as_one_device_does():
     assert_close(expected(2), expected_on_one_device())
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_once(backend=BACKENDS, schedule=["lockstep", "staggered"])
 def test_sync_batch_norm_with_buckets_in_flight_trains_as_one_device(backend, schedule):
     got = train(2, backend, schedule)
     assert all(map(torch.equal, got, expected(2)))  # a sum of two has one order
@@ -102,7 +101,7 @@ def test_sync_batch_norm_with_buckets_in_flight_trains_as_one_device(backend, sc
 
 
 @pytest.mark.slow
-@pairwise(backend=BACKENDS, schedule=["lockstep", "staggered"], n=[2, 3, 4], pack=PACKS)
+@each_once(backend=BACKENDS, schedule=["lockstep", "staggered"], n=[2, 3, 4], pack=PACKS)
 def test_all_sizes_of_packs_with_sync_batch_norm_train_as_one_device(backend, schedule, n, pack):
     assert_close(train(n, backend, schedule, pack), expected_on_one_device())
 

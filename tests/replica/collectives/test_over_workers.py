@@ -16,6 +16,7 @@ from mirror.errors import DivergenceError, StrategyError
 from mirror.values import ABSENT
 from tests.multi_worker import both, strategy_of
 from tests.oracle import assert_same
+from tests.pairs import each_once
 
 OPS = ("sum", "mean", "max", "min", "prod")
 DTYPES = (
@@ -450,8 +451,10 @@ def compare(worker_pool, counts, seed, way):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("way", ["inside", "own", "reduce", "gather"])
-@pytest.mark.parametrize("counts", [(1, 1), (1, 2)], ids=str)
+@each_once(
+    counts=[pytest.param(value, id=str(value)) for value in [(1, 1), (1, 2)]],
+    way=["inside", "own", "reduce", "gather"],
+)
 def test_gradients_are_those_of_one_process(worker_pool, counts, way):
     for seed in range(6):
         compare(worker_pool, counts, seed, way)

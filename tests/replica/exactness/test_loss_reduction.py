@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from tests.pairs import each_once
 
 FEATURES, CLASSES, TOKENS = 5, 3, 7
 
@@ -125,8 +126,7 @@ def compare(plain, mirrored, data):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("replicas", "n"), [(2, 8), (3, 8), (2, 7), (4, 3), (2, 10)])
-@pytest.mark.parametrize("name", EXACT)
+@each_once(**{"replicas,n": [(2, 8), (3, 8), (2, 7), (4, 3), (2, 10)]}, name=EXACT)
 def test_value_and_gradients_are_those_of_one_device(name, replicas, n):
     plain = make_model(EXACT[name])
     strategy = mirror.MirroredStrategy(["cpu"] * replicas)

@@ -15,6 +15,7 @@ import mirror
 from mirror import comm
 from mirror.comm.packing import ALIGNMENT_BYTES
 from tests.oracle import assert_same, in_run
+from tests.pairs import each_once
 
 BACKENDS = ["naive", "direct", "ring", "hierarchical", "host"]
 PACKERS = BACKENDS[:-1]
@@ -196,8 +197,7 @@ def kinship(kept):
     return [next(i for i, other in enumerate(flat) if other is grad) for grad in flat]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(6))
+@each_once(seed=range(6), backend=BACKENDS)
 def test_kept_gradients_change_only_as_those_of_a_plain_model_do(backend, seed):
     draw = random.Random(seed)
     plain = Net()
@@ -239,8 +239,7 @@ def test_what_no_sync_kept_back_is_reduced_into_buffers():
 # Bits
 
 
-@pytest.mark.parametrize("backend", PACKERS)
-@pytest.mark.parametrize(("n", "size"), [(2, 4), (4, 8), (3, 7)])
+@each_once(**{"n,size": [(2, 4), (4, 8), (3, 7)]}, backend=PACKERS)
 def test_gradients_have_the_bits_that_they_had_when_they_were_copied_back(
     backend, n, size, monkeypatch
 ):

@@ -8,7 +8,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
-from tests.pairs import each_once
+from tests.pairs import each_once, quick_of
 from tests.replica.gradients.bucketed import (
     NUM_LAYERS,
     SIZE,
@@ -66,15 +66,14 @@ def test_a_step_without_some_parameters_has_the_gradients_of_the_others(
     train_changed(way, make_small_buckets(schedule=schedule), change)
 
 
-@pytest.mark.parametrize("way", [1, 3])
+@pytest.mark.parametrize("way", quick_of([1, 3], [3]))
 def test_a_frozen_parameter_of_a_large_model_with_default_options(make_strategy, way):
     # Weights of 13 MB: a bucket of 25 MiB holds one, and the frozen one was alone in the last.
     with torch.random.fork_rng():
         train_changed(way, make_strategy(2), freeze(0), chain(size=1800), 1800, num_steps=5)
 
 
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("which", range(2 * NUM_LAYERS))
+@each_once(which=range(2 * NUM_LAYERS), way=[1, 3])
 def test_a_parameter_frozen_between_backward_and_step_and_thawed_again(
     make_small_buckets, which, way
 ):

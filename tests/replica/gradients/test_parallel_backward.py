@@ -13,6 +13,7 @@ from torch import nn
 import mirror
 from mirror.threads import schedule
 from tests.oracle import assert_same
+from tests.pairs import each_once
 from tests.replica.gradients.at_once import (
     Watched,
     assert_equal_bits,
@@ -71,8 +72,7 @@ BODIES = {
 
 
 @ways
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("body", BODIES)
+@each_once(body=BODIES, n=[2, 4])
 def test_training_at_once_leaves_the_bits_of_a_single_pass(
     body, n, way, make_eager, make_strategy
 ):

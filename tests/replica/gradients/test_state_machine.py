@@ -389,7 +389,7 @@ def bounded(max_examples):
 
 
 def test_gradients_of_random_programs_are_those_of_one_device():
-    run_state_machine_as_test(GradientMachine, settings=bounded(60))
+    run_state_machine_as_test(GradientMachine, settings=bounded(40))
 
 
 @pytest.mark.slow

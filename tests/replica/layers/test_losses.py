@@ -8,6 +8,7 @@ import mirror
 from mirror.nn import compute_average_loss, scale_regularization_loss
 from tests.multi_worker import both, strategy_of
 from tests.oracle import assert_same
+from tests.pairs import each_once
 
 REPLICAS = [1, 2, 3, 4]
 SIZES = [8, 7, 3, 2, 1]  # divides, is uneven, leaves replicas out
@@ -213,8 +214,10 @@ def normalized(counts, kind, sizes):
         return list(strategy.local_results(strategy.run(fn, args=args)))
 
 
-@pytest.mark.parametrize("kind", ["ours", "torch", "untracked"])
-@pytest.mark.parametrize("sizes", LAYER_SIZES, ids=str)
+@each_once(
+    sizes=[pytest.param(value, id=str(value)) for value in LAYER_SIZES],
+    kind=["ours", "torch", "untracked"],
+)
 def test_batch_normalisation_is_over_all_workers(worker_pool, kind, sizes):
     counts = (1, len(sizes) - 1)
     found, expected = both(worker_pool, normalized, counts, kind, sizes)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.nn import SyncBatchNorm, convert_sync_batchnorm
 from tests.oracle import assert_same, assert_same_training, train, train_loop
-from tests.pairs import pairwise
+from tests.pairs import each_once
 from tests.replica.layers.normalized import (
     REPLICAS,
     WAYS,
@@ -39,7 +39,7 @@ OPTIONS = {
 BATCH_SIZES = [7, 4, 11, 2, 3, 9]
 
 
-@pairwise(shape=SHAPES, options=OPTIONS, n=REPLICAS)
+@each_once(shape=SHAPES, options=OPTIONS, n=REPLICAS)
 def test_outputs_gradients_and_statistics_are_those_of_one_device(
     make_strategy, n, options, shape
 ):
@@ -60,8 +60,7 @@ def test_outputs_gradients_and_statistics_are_those_of_one_device(
     assert_same(model(x), plain(x), "eval")
 
 
-@pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize("way", WAYS)
+@each_once(way=WAYS, n=REPLICAS)
 def test_training_is_that_of_one_device(make_strategy, n, way):
     plain = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),

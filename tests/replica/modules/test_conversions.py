@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mirror
 from tests.oracle import assert_same
-from tests.pairs import pairwise
+from tests.pairs import each_once
 
 
 class Net(nn.Module):
@@ -77,7 +77,7 @@ def train(model, convert, when, *, strategy=None):
             strategy.run(step, (i, parts))
 
 
-@pairwise(name=CONVERSIONS, when=["before", "between", "inside"], in_run=[False, True])
+@each_once(name=CONVERSIONS, when=["before", "between", "inside"], in_run=[False, True])
 def test_a_converted_model_trains_as_on_one_device(name, when, in_run, make_strategy):
     plain, strategy = Net().eval(), make_strategy(2)
     model = strategy.mirror(copy.deepcopy(plain))

@@ -14,6 +14,7 @@ from torch.testing._internal.common_modules import module_db
 import mirror
 from mirror.replica.modules.module_owner import owner_of
 from tests.oracle import assert_same
+from tests.pairs import each_once
 from tests.replica.modules.test_module_db import build, call, fresh, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of single layers, and of torch's own copying
@@ -212,8 +213,7 @@ def step(model, optimizer, batch):
     optimizer.step()
 
 
-@pytest.mark.parametrize("when", ["in scope", "mirrored first", "mirrored last", "used first"])
-@pytest.mark.parametrize("norm", NORMS)
+@each_once(norm=NORMS, when=["in scope", "mirrored first", "mirrored last", "used first"])
 def test_parametrized_models_train_and_are_copied(norm, when, make_strategy):
     strategy = make_strategy(2)
     batches = [(torch.randn(n, 4), torch.randn(n, 3)) for n in (4, 5, 3, 6)]

@@ -13,6 +13,7 @@ from mirror.errors import DivergenceError, StrategyError
 from mirror.replica.modules import metric_calls
 from tests.gpu.fake import FakeGpus
 from tests.oracle import assert_same
+from tests.pairs import each_once
 
 torchmetrics = pytest.importorskip("torchmetrics")
 classification = torchmetrics.classification
@@ -82,8 +83,10 @@ def is_same(actual, expected):
     assert_same(plain(actual), plain(expected), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
-@pytest.mark.parametrize(("make", "inputs"), KINDS.values(), ids=KINDS.keys())
+@each_once(
+    **{"make,inputs": [pytest.param(*value, id=key) for key, value in KINDS.items()]},
+    schedule=["lockstep", "staggered", "parallel"],
+)
 def test_a_lone_metric_in_run_is_that_of_one_device(make, inputs, schedule, make_strategy, eager):
     plain, lone = make(), make()
     strategy = make_strategy(N, schedule=schedule)

@@ -8,7 +8,7 @@ from torch.testing._internal.common_modules import module_db
 
 import mirror
 from tests.oracle import assert_same
-from tests.pairs import EXHAUSTIVE
+from tests.pairs import EXHAUSTIVE, each_once
 
 # Numerics of single layers are PyTorch's own business; some of them warn by the way.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -193,8 +193,7 @@ def matches(actual, expected):
 
 
 @MOST_INPUTS
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
+@each_once(info=[pytest.param(info, id=info.name) for info in module_db], mode=MODES)
 def test_replicas_that_do_the_same_equal_one_device(info, mode, most, pair):
     """Every replica gets the whole input: the mean of equal gradients is the plain gradient."""
     compared = 0
@@ -214,9 +213,12 @@ def test_replicas_that_do_the_same_equal_one_device(info, mode, most, pair):
 
 
 @MOST_INPUTS
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "info", [i for i in module_db if i.name not in NOT_SPLIT], ids=lambda info: info.name
+@each_once(
+    info=[
+        pytest.param(info, id=info.name)
+        for info in [i for i in module_db if i.name not in NOT_SPLIT]
+    ],
+    mode=MODES,
 )
 def test_a_transparent_call_equals_one_device(info, mode, most, pair):
     """On the whole, or on the parts where examples are not independent (BatchNorm)."""

@@ -191,7 +191,7 @@ def train(model, optimizer, data, strategy=None):
     ]
 
 
-@pairwise(kind=MODELS, n=[2, 3], in_run=[False, True])
+@each_once(kind=MODELS, n=[2, 3], in_run=[False, True])
 def test_forward_sets_attributes_as_on_one_device(kind, n, in_run, make_strategy):
     carries = kind in (Recurrent, CarriesLSTMState)
     data = batches((7, 7, 7) if carries else (7, 5, 2, 1, 8))
@@ -456,7 +456,7 @@ def test_a_value_that_replicas_sat_out_is_missed_with_an_error(make_strategy):
         model(torch.randn(4, 4))
 
 
-@each_once([pytest.mark.slow], kind=[*MODELS], in_run=[False, True])
+@each_once(kind=[*MODELS], in_run=[False, True])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_models_set_attributes_as_on_one_device(kind, in_run, make_strategy):
     torch.compiler.reset()
@@ -536,9 +536,11 @@ def train_with_auxiliary_loss(model, batches):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("loss", [torch.mean, torch.sum, lambda out: out.mean(0).square().sum()])
+@each_once(
+    loss=[torch.mean, torch.sum, lambda out: out.mean(0).square().sum()],
+    inside=[True, False],
+    n=[1, 2, 3],
+)
 def test_a_loss_kept_as_an_attribute_is_exact_or_reported(loss, n, inside, make_strategy):
     batches = [torch.randn(size, 3) for size in (7, 7, 5)]
     plain, strategy = with_auxiliary_loss(loss), make_strategy(n)
@@ -565,9 +567,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("kind", CHANGES)
+@pairwise(kind=CHANGES, n=[1, 2, 3], inside=[False, True])
 def test_what_replicas_did_with_another_module_of_a_class_changes_nothing(kind, n, inside):
     make, change = CHANGES[kind]
 

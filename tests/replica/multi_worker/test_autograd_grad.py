@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mirror.errors import StrategyError
+from tests.pairs import each_once
 from tests.replica.multi_worker.programs import rank, strategy_of
 
 X = torch.arange(40.0).reshape(10, 4).sin()
@@ -71,8 +72,7 @@ def on_worker(case, num_local):
         ]
 
 
-@pytest.mark.parametrize("num_local", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@each_once(case=CASES, num_local=[1, 2])
 def test_it_is_that_of_one_device(worker_pool, case, num_local):
     expected = grads_of(case, X, nullcontext(), None)
     found = worker_pool(2).run(on_worker, case, num_local)
@@ -135,9 +135,7 @@ def by_torch_func(case, num_local, detached, inside):
             return model.last.weight.grad.tolist()
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("num_local", [1, 2])
-@pytest.mark.parametrize("case", DERIVATIVES)
+@each_once(case=DERIVATIVES, num_local=[1, 2], inside=[True, False])
 def test_derivatives_of_torch_func_by_parameters_are_refused(worker_pool, case, num_local, inside):
     first, second = worker_pool(2).run(by_torch_func, case, num_local, num_local == 1, inside)
     assert first == second

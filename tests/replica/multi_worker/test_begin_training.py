@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from mirror.errors import DivergenceError
-from tests.pairs import EXHAUSTIVE
+from tests.pairs import EXHAUSTIVE, each_once, quick_of
 from tests.replica.multi_worker.programs import rank, strategy_of
 
 BATCHES = torch.arange(96.0).reshape(3, 8, 4).sin()
@@ -194,8 +194,10 @@ def test_training_begins_with_worker_0s_values(worker_pool, early, way):
     assert_as_one_device(worker_pool, 2, 1, early, way, between=between, inside=inside)
 
 
-@pytest.mark.parametrize("early", ["many evaluations", "different evaluations", "spectral_norm"])
-@pytest.mark.parametrize(("num_workers", "num_local"), [(2, 2), (3, 1)])
+@each_once(
+    **{"num_workers,num_local": [(2, 2), (3, 1)]},
+    early=["many evaluations", "different evaluations", "spectral_norm"],
+)
 def test_however_many_there_are(worker_pool, early, num_workers, num_local):
     options = {"between": False, "inside": True}
     assert_as_one_device(worker_pool, num_workers, num_local, early, "load_state_dict", **options)
@@ -313,7 +315,7 @@ def compiled(way):
         return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("way", ["load_state_dict", "data"])
+@pytest.mark.parametrize("way", quick_of(["load_state_dict", "data"], ["data"]))
 def test_compiled_steps_begin_with_worker_0s_values(worker_pool, way):
     first, second = worker_pool(2).run(compiled, way)
     assert first == second

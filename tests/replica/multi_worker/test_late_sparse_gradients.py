@@ -9,6 +9,7 @@ from torch import nn
 
 import mirror
 from mirror.errors import DivergenceError, GradientError
+from tests.pairs import each_once
 from tests.replica.multi_worker.programs import (
     Worker,
     assert_as_one_device,
@@ -66,9 +67,7 @@ def trains(place, make, no_sync=False):
     place.keep(model, grads=False)
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("make", [of_one_kind, of_two_kinds])
-@pytest.mark.parametrize("no_sync", [False, True])
+@each_once(no_sync=[False, True], make=[of_one_kind, of_two_kinds], way=[1, 2, 3])
 def test_late_sparse_gradients_stay_sparse(worker_pool, way, make, no_sync):
     program = partial(trains, make=make, no_sync=no_sync)
     assert_as_one_device(worker_pool, program, (1, 2), way, tolerance=3e-6)
@@ -142,8 +141,7 @@ def non_finite(way, kept):
     return told
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("way", [1, 3])
+@each_once(way=[1, 3], kept=[False, True])
 def test_a_gradient_that_is_not_finite_is_an_error_on_all_workers(worker_pool, way, kept):
     first, second = worker_pool(2).run(non_finite, way, kept)
     assert first == second

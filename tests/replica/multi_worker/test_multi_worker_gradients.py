@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from tests.pairs import each_once, pairwise
 from tests.replica.multi_worker.programs import assert_as_one_device, cross_entropy, net
 
 
@@ -23,8 +24,7 @@ def trains(place):
     place.keep(model, grads=False)
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2)])
-@pytest.mark.parametrize("way", [1, 2, 3])
+@each_once(way=[1, 2, 3], counts=[(1, 1), (2, 2), (1, 2)])
 def test_training_is_that_of_one_device(worker_pool, counts, way):
     assert_as_one_device(worker_pool, trains, counts, way)
 
@@ -259,9 +259,7 @@ def trains_sparsely(place, change, optimizer):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad's own tensors
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("optimizer", SPARSE_OPTIMIZERS)
+@pairwise(optimizer=SPARSE_OPTIMIZERS, change=CHANGES, way=[1, 3])
 def test_sparse_gradients_stay_sparse_for_the_optimizer(worker_pool, optimizer, change, way):
     program = partial(trains_sparsely, change=change, optimizer=optimizer)
     assert_as_one_device(worker_pool, program, (1, 2), way)
@@ -410,17 +408,18 @@ def trains_without_examples(place, loss, make=Experts, no_sync=False):
     place.keep(model, grads=False)
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("loss", LOSSES)
+@each_once(loss=LOSSES, way=[1, 2, 3])
 def test_layers_that_no_example_chooses(worker_pool, loss, way):
     assert_as_one_device(
         worker_pool, partial(trains_without_examples, loss=loss), (1, 1), way, SIZES
     )
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("options", [{"make": partial(Experts, sparse=True)}, {"no_sync": True}])
-@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+@each_once(
+    counts=[(1, 2), (2, 1)],
+    options=[{"make": partial(Experts, sparse=True)}, {"no_sync": True}],
+    way=[1, 2, 3],
+)
 def test_layers_that_no_example_chooses_among_more_replicas(worker_pool, counts, options, way):
     program = partial(trains_without_examples, loss="mean", **options)
     assert_as_one_device(worker_pool, program, counts, way, SIZES)
@@ -445,8 +444,7 @@ def trains_from_a_dataset(place, loss, make):
     place.keep(model, grads=False)
 
 
-@pytest.mark.parametrize("make", [net, Experts])
-@pytest.mark.parametrize("loss", LOSSES)
+@each_once(loss=LOSSES, make=[net, Experts])
 def test_batches_of_a_distributed_dataset(worker_pool, loss, make):
     program = partial(trains_from_a_dataset, loss=loss, make=make)
     assert_as_one_device(worker_pool, program, (1, 2), sizes=SIZES)
@@ -499,15 +497,13 @@ def trains_with_scalar_outputs(place, kind):
     place.keep(model, grads=False)
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (2, 2)])
-@pytest.mark.parametrize("kind", OF_OUTPUTS)
+@each_once(kind=OF_OUTPUTS, counts=[(1, 1), (2, 2)])
 def test_scalar_outputs_of_a_split_call_without_examples(worker_pool, kind, counts):
     program = partial(trains_with_scalar_outputs, kind=kind)
     assert_as_one_device(worker_pool, program, counts, 1, SIZES)
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
-@pytest.mark.parametrize("make", [net, Experts])
+@each_once(make=[net, Experts], counts=[(1, 1), (1, 2)])
 def test_a_loss_of_all_workers_where_gradients_are_added(worker_pool, make, counts):
     program = partial(trains_without_examples, loss="mean", make=make)
     assert_as_one_device(worker_pool, program, counts, 2, SIZES, gradient_reduction="sum")
@@ -537,8 +533,7 @@ def trains_on_shuffled_noisy_examples(place):
     place.keep(model, grads=False)
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
+@each_once(counts=[(1, 1), (1, 2)], way=[1, 2, 3])
 def test_draws_between_runs_are_those_of_one_device(worker_pool, counts, way):
     assert_as_one_device(worker_pool, trains_on_shuffled_noisy_examples, counts, way, SIZES)
 

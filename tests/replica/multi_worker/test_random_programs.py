@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from tests.pairs import each_once
 from tests.replica.multi_worker.programs import (
     Net,
     OneDevice,
@@ -61,8 +62,7 @@ def test_random_programs(worker_pool, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
-@pytest.mark.parametrize("seed", range(2, 14))
+@each_once(seed=range(2, 14), counts=[(1, 1), (1, 2)])
 def test_more_random_programs(worker_pool, seed, counts):
     program = partial(takes_random_steps, seed=seed)
     assert_as_one_device(worker_pool, program, counts, 1 + seed % 3, tolerance=3e-6)
@@ -111,8 +111,7 @@ def on_worker(way, *args):
         place.strategy.close()
 
 
-@pytest.mark.parametrize("is_detached", [True, False], ids=["detached", "through both"])
-@pytest.mark.parametrize(("way", "order"), [(1, "cg"), (3, "gcc")])
+@each_once(**{"way,order": [(1, "cg"), (3, "gcc")]}, is_detached=[True, False])
 def test_a_pass_of_one_network_leaves_the_others_gradients(worker_pool, way, order, is_detached):
     expected = gan(OneDevice(SIZES), order, is_detached)
     for found in worker_pool(2).run(on_worker, way, order, is_detached):

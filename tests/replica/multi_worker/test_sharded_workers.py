@@ -9,6 +9,7 @@ from torch import nn
 import mirror
 from tests.multi_worker import both, strategy_of
 from tests.oracle import assert_same
+from tests.pairs import each_once
 from tests.replica.optimizers.test_sharded_state import Counting
 
 SIZES = (11, 8, 5)
@@ -48,8 +49,7 @@ def trained(counts, way, state):
         return [result for _ in strategy.devices]
 
 
-@pytest.mark.parametrize("counts", [(2, 2), (3, 3)], ids=str)
-@pytest.mark.parametrize("way", [2, 3])
+@each_once(way=[2, 3], counts=[pytest.param(value, id=str(value)) for value in [(2, 2), (3, 3)]])
 def test_workers_with_sharded_state_train_as_one_process(worker_pool, counts, way):
     of_workers, of_one = both(worker_pool, trained, counts, way, "sharded")
     (expected, *_) = trained((sum(counts),), way, "replicated")

@@ -9,6 +9,7 @@ from torch import nn
 
 import mirror
 from mirror.errors import DivergenceError, ReplicaMismatchError
+from tests.pairs import each_once
 from tests.replica.multi_worker.programs import rank, strategy_of
 
 
@@ -88,9 +89,7 @@ def drop(case, num_local, inside):
         gc.enable()
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("num_local", [1, 2])
-@pytest.mark.parametrize("case", ["one has them", "each has another"])
+@each_once(case=["one has them", "each has another"], num_local=[1, 2], inside=[True, False])
 def test_what_only_a_garbage_collection_frees_is_not_compared(
     worker_pool, case, num_local, inside
 ):

@@ -10,7 +10,7 @@ from torch import nn
 import mirror
 from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
 from tests.oracle import assert_same, in_run
-from tests.pairs import pairwise
+from tests.pairs import each_once
 from tests.toy_models import ONES, mirrored_layer
 
 
@@ -51,8 +51,10 @@ def run(strategy, step, times=1):
         strategy.run(step, args=(batch,))
 
 
-@pytest.mark.parametrize("held", ["the model's", "a list of before"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@each_once(
+    kind=[pytest.param(kind, id=kind.__name__) for kind in KINDS],
+    held=["the model's", "a list of before"],
+)
 def test_an_optimizer_that_every_replica_makes_is_refused_with_the_remedy(kind, held, strategy):
     model = strategy.mirror(net())
     before = list(model.parameters())
@@ -120,7 +122,7 @@ GROUPS = {
 }
 
 
-@pairwise(
+@each_once(
     kind=[torch.optim.SGD, torch.optim.Adam, Own, Counting],
     form=GROUPS,
     where=["before the step", "after it"],

@@ -114,8 +114,7 @@ def test_training_with_planted_infs_is_that_of_one_device(
     assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
 
 
-@pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize("context", CONTEXTS)
+@each_once(context=CONTEXTS, n=REPLICAS)
 def test_several_optimizers_skip_each_for_itself(make_strategy, context, n):
     """As in torch: the optimizer with finite gradients steps; the scale backs off once."""
     strategy = make_strategy(n)

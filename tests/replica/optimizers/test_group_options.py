@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 import mirror
 from tests.oracle import assert_same, assert_same_training, in_run
-from tests.pairs import pairwise
+from tests.pairs import each_once, pairwise
 from tests.toy_models import replica_id
 
 
@@ -318,8 +318,7 @@ def test_every_scheduler_of_torch_is_here():
     assert set(lr_scheduler.__all__) <= known
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@each_once(name=SCHEDULERS, schedule=["lockstep", "staggered"])
 def test_a_scheduler_in_run_is_that_of_one_device(make_strategy, name, schedule):
     strategy = make_strategy(3, schedule=schedule)
     plain, mirrored = pair(strategy, SCHEDULERS[name])

@@ -12,7 +12,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
-from tests.pairs import pairwise
+from tests.pairs import each_once, pairwise
 from tests.replica.optimizers.kinds import (
     KINDS,
     LOG,
@@ -118,13 +118,12 @@ def compared(way, strategy, make_optimizer, with_closure=False, tolerance=None):
     assert_same(results[1], results[0], tolerance=tolerance)
 
 
-@pairwise(schedule=["lockstep", "staggered"], kind=KINDS, way=[1, 2, 3])
+@each_once(schedule=["lockstep", "staggered"], kind=KINDS, way=[1, 2, 3])
 def test_what_a_step_changes_it_changes_once(make_strategy, schedule, kind, way):
     compared(way, make_strategy(3, schedule=schedule), kind)
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("make_optimizer", [SAM, lbfgs, child, adam, CounterOnSelf, Lookahead])
+@each_once(make_optimizer=[SAM, lbfgs, child, adam, CounterOnSelf, Lookahead], way=[1, 2, 3])
 def test_a_closure_is_that_of_one_device(make_strategy, make_optimizer, way):
     tolerance = 1e-4 if make_optimizer is lbfgs else None
     compared(way, make_strategy(3), make_optimizer, True, tolerance)
@@ -259,10 +258,12 @@ class CopiedView:
 VIEWS = [OptimizerView, PlainView, CopiedView]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("references", [2, 0])  # as if the interpreter counted fewer of them
-@pytest.mark.parametrize("views", [[], *[[view] for view in VIEWS], VIEWS])
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pairwise(
+    n=[1, 2, 3],
+    views=[[], *[[view] for view in VIEWS], VIEWS],
+    references=[2, 0],
+    inside=[False, True],
+)
 def test_wrappers_show_the_state_of_the_optimizer_for_any_count_of_references(
     n, views, references, inside, monkeypatch
 ):

@@ -9,6 +9,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
+from tests.pairs import each_once, quick_of
 from tests.replica.optimizers.stepping import (
     SIZE,
     adam,
@@ -43,6 +44,9 @@ def plain_step(model, optimizer, batch):
 # Step of
 
 
+@pytest.mark.parametrize(
+    "strategy", quick_of(["lockstep", "staggered"], ["staggered"]), indirect=True
+)
 @pytest.mark.parametrize("way", [1, 2, 3])
 @pytest.mark.parametrize(
     "make_optimizer",
@@ -220,9 +224,9 @@ def train_step(model, optimizer, batch):
     return loss.detach()
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("n", [2, 3])
+@each_once(
+    n=[2, 3], make=[pytest.param(value, id=key) for key, value in OPTIMIZERS.items()], steps=[1, 2]
+)
 def test_the_first_replica_is_brought_along(make, n, steps, make_strategy):
     strategy = make_strategy(n)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()

@@ -70,7 +70,6 @@ def pair_of_optimizers(info, kwargs, plain, model):
 
 
 @each_once(
-    [pytest.mark.slow],
     info=[pytest.param(info, id=info.name) for info in NO_CLOSURE],
     way=[1, 2, 3],
 )
@@ -125,8 +124,7 @@ def test_every_optimizer_for_sparse_gradients_equals_one_device(info, n, way, ma
     assert model.weight.grad.is_sparse
 
 
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("info", NO_CLOSURE, ids=lambda info: info.name)
+@each_once(info=[pytest.param(info, id=info.name) for info in NO_CLOSURE], way=[1, 3])
 def test_every_state_dict_moves_between_mirrored_and_plain_training(info, way, make_strategy):
     """Two steps mirrored, two plain, one mirrored: as five plain ones."""
     strategy = make_strategy(3)

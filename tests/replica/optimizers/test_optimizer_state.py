@@ -128,8 +128,7 @@ def test_looking_for_state_in_run_leaves_none_behind(strategy):
     assert_same(optimizer.state_dict(), plain_optimizer.state_dict())
 
 
-@pytest.mark.parametrize("way", ["inside", "outside"])
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+@each_once(name=["SGD", "Adam", "AdamW", "Adagrad"], way=["inside", "outside"])
 def test_fused_optimizers_update_every_replica(name, way, strategy):
     """They do not bump version counters."""
     plain = nn.Linear(2, 2)

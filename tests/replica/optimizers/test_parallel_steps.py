@@ -9,6 +9,7 @@ from torch import nn
 
 from mirror.replica.optimizers import step_interceptor
 from tests.oracle import assert_same, finishes
+from tests.pairs import each_once
 from tests.replica.optimizers.stepping import net
 from tests.toy_models import replica_id
 
@@ -56,8 +57,7 @@ def trained(strategy, make_optimizer, sizes=(9, 9, 2, 7)):
     return model.state_dict(), optimizer.state_dict()
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@each_once(kind=OPTIMIZERS, n=[2, 3])
 def test_steps_at_once_have_the_bits_of_steps_in_turn(make_devices, kind, n):
     wanted = trained(make_devices(n, "lockstep"), OPTIMIZERS[kind])
     assert_same(trained(make_devices(n, "parallel"), OPTIMIZERS[kind]), wanted)

@@ -10,6 +10,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
+from tests.pairs import each_once, pairwise
 from tests.replica.optimizers.kinds import (
     LOG,
     BufferOnSelf,
@@ -156,10 +157,7 @@ BY_PARAMETER = [
 ]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("kind", BY_PARAMETER)
+@pairwise(kind=BY_PARAMETER, n=[1, 2, 3], way=[1, 3], inside=[False, True])
 def test_a_class_that_updates_each_parameter_by_itself_is_sharded(kind, n, way, inside):
     expected, *_ = trained(None, kind, inside, way)
     with mirror.MirroredStrategy(["cpu"] * n, optimizer_state="sharded") as strategy:
@@ -169,8 +167,7 @@ def test_a_class_that_updates_each_parameter_by_itself_is_sharded(kind, n, way, 
         assert min(held) > 0
 
 
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("kind", [Lion, Decayed, CountInGroup])
+@each_once(kind=[Lion, Decayed, CountInGroup], way=[1, 3])
 def test_a_closure_is_called_once_before_the_parts_of_the_step(kind, way):
     expected, *_ = trained(None, kind, True, way, close=True)
     with mirror.MirroredStrategy(["cpu"] * 3, optimizer_state="sharded") as strategy:
@@ -256,9 +253,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("kind", WHOLE)
+@each_once(kind=WHOLE, way=[1, 3], inside=[False, True])
 def test_a_class_that_cannot_be_divided_steps_once_and_says_why(kind, way, inside, caplog):
     needs_closure = kind in (torch.optim.LBFGS, NeedsClosure)
     make = lbfgs if kind is torch.optim.LBFGS else kind
@@ -324,8 +319,7 @@ def test_what_a_later_step_changes_beyond_its_parameters_raises(how, monkeypatch
     assert any("parameters and state may be partly updated" in n for n in late.value.__notes__)
 
 
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("kind", [HookedLookahead, TwoChildren])
+@each_once(kind=[HookedLookahead, TwoChildren], way=[1, 3])
 def test_a_wrapper_steps_as_it_is_and_what_it_wraps_is_sharded(kind, way, caplog):
     expected, *_ = trained(None, kind, True, way)
     with mirror.MirroredStrategy(["cpu"] * 2, optimizer_state="sharded") as strategy:
@@ -408,8 +402,7 @@ def test_the_catalogue_has_every_class_of_torch():
     assert classes == {*BY_ELEMENT, *BY_WHOLE_PARAMETER, "LBFGS"}
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("name", [*BY_ELEMENT, *BY_WHOLE_PARAMETER])
+@each_once(name=[*BY_ELEMENT, *BY_WHOLE_PARAMETER], inside=[False, True])
 def test_each_class_of_torch_is_divided_as_documented(name, inside):
     is_sparse = name == "SparseAdam"
     with mirror.MirroredStrategy(["cpu"] * 2, optimizer_state="sharded") as strategy:

@@ -16,6 +16,7 @@ import mirror
 from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.replica.optimizers.slice_plan import ParamSlice
 from tests.oracle import assert_same, assert_same_training, train, train_loop
+from tests.pairs import each_once, pairwise
 from tests.replica.optimizers.kinds import Plain
 from tests.replica.optimizers.test_optim_db import NO_CLOSURE, pair_of_optimizers, problem
 from tests.replica.optimizers.test_slice_plan import gpt2, resnet50
@@ -71,10 +72,12 @@ def whole_bytes(optimizer):
 IMPLEMENTATIONS = [{}, {"foreach": True}, {"fused": True}, {"foreach": False}]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("info", NO_CLOSURE, ids=lambda info: info.name)
+@pairwise(
+    info=[pytest.param(info, id=info.name) for info in NO_CLOSURE],
+    way=[1, 2, 3],
+    n=[2, 3],
+    implementation=[pytest.param(value, id=str(value)) for value in IMPLEMENTATIONS],
+)
 def test_every_optimizer_of_torch_equals_one_device(info, way, n, implementation, sharded):
     if n == 3 and info.name == "Muon":
         pytest.skip("a third is not dyadic")
@@ -147,8 +150,10 @@ class Listed(nn.Module):
         return torch.stack([(parameter * x.mean()).sum() for parameter in self.all])
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("sizes", [resnet50(), gpt2()], ids=["ResNet-50", "GPT-2"])
+@each_once(
+    sizes=[pytest.param(resnet50(), id="ResNet-50"), pytest.param(gpt2(), id="GPT-2")],
+    inside=[True, False],
+)
 def test_eight_replicas_have_equal_shards_of_an_eighth_of_the_state(sizes, inside):
     with mirror.MirroredStrategy(["cpu"] * 8, optimizer_state="sharded") as strategy:
         with strategy.scope():
@@ -290,8 +295,7 @@ def test_clipping_by_the_global_norm_sees_the_whole_gradient(way, sharded):
     compared(sharded(3), way, clip=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1))
 
 
-@pytest.mark.parametrize("name", ["channels_last", "complex", "bfloat16", "0-d", "empty"])
-@pytest.mark.parametrize("way", [1, 3])
+@each_once(way=[1, 3], name=["channels_last", "complex", "bfloat16", "0-d", "empty"])
 def test_parameters_of_every_kind(way, name, sharded):
     class Kinds(nn.Module):
         def __init__(self):
@@ -591,10 +595,7 @@ def sent_in_a_step(n, way, state, pack, *, in_scope=True, inside=nothing, count=
         return communicator.sent, communicator.calls
 
 
-@pytest.mark.parametrize("pack", [25 * 2**20, 1000])
-@pytest.mark.parametrize("n", [2, 3, 8])
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("in_scope", [True, False])
+@pairwise(in_scope=[True, False], way=[1, 2, 3], n=[2, 3, 8], pack=[25 * 2**20, 1000])
 def test_a_step_sends_as_many_bytes_as_with_replicated_state(in_scope, way, n, pack):
     replicated, _ = sent_in_a_step(n, way, "replicated", pack, in_scope=in_scope)
     sharded, calls = sent_in_a_step(n, way, "sharded", pack, in_scope=in_scope)
@@ -712,9 +713,7 @@ def drawn(seed):
     return [*lists, ["read"]]
 
 
-@pytest.mark.parametrize("pack", [25 * 2**20, 64])
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("way", [1, 3])
+@each_once(way=[1, 3], n=[2, 3], pack=[25 * 2**20, 64])
 def test_gradients_are_those_of_one_device_whatever_is_done_with_them(way, n, pack, sharded):
     options = mirror.CommunicationOptions(bytes_per_pack=pack)
     strategy = sharded(n, communication_options=options)
@@ -974,9 +973,7 @@ def test_every_backend_gives_the_bits_of_replicated_state(backend):
     assert_same(results[1], results[0], tolerance=tolerance)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("how", ["tensor", "entry", "state_dict", "in run"])
-@pytest.mark.parametrize("n", [2, 3])
+@pairwise(n=[2, 3], how=["tensor", "entry", "state_dict", "in run"], inside=[False, True])
 def test_a_write_into_state_that_was_read_before_a_step_raises(n, how, inside, sharded):
     strategy = sharded(n)
     with strategy.scope():

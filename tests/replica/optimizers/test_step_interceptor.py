@@ -17,7 +17,7 @@ from mirror.execution.lifecycle import step_ends
 from mirror.execution.run import current
 from mirror.replica.optimizers.param_groups import step_hooks
 from tests.oracle import assert_same
-from tests.pairs import pairwise
+from tests.pairs import each_once, pairwise
 from tests.replica.optimizers.kinds import SAM, Child, CounterOnSelf, Lookahead, lbfgs
 from tests.replica.optimizers.stepping import (
     adam,
@@ -145,7 +145,7 @@ def ends(monkeypatch):
     return ends
 
 
-@pairwise(n=[1, 2, 3], kind=KINDS, within=["outside", "closure"])
+@each_once(n=[1, 2, 3], kind=KINDS, within=["outside", "closure"])
 def test_a_step_of_any_kind_is_one_step_outside_run(n, kind, within, make_strategy, ends):
     strategy = make_strategy(n)
     pairs = pair(strategy, kind)
@@ -171,7 +171,7 @@ def test_a_step_of_any_kind_is_one_step_outside_run(n, kind, within, make_strate
     strategy.check_replicas()
 
 
-@pairwise(n=[1, 2, 3], kind=IN_RUN, schedule=["lockstep", "staggered"])
+@each_once(n=[1, 2, 3], kind=IN_RUN, schedule=["lockstep", "staggered"])
 def test_a_step_of_any_kind_is_one_step_in_run(n, kind, schedule, make_strategy, ends):
     strategy = make_strategy(n, schedule=schedule)
     (plain, plain_optimizer), (model, optimizer) = pair(strategy, kind)

@@ -8,6 +8,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, in_run
+from tests.pairs import each_once
 from tests.replica.params.coherence import Net, assert_all_see, train_a_step
 from tests.toy_models import ONES, mirrored_layer
 
@@ -112,8 +113,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-@pytest.mark.parametrize("used_before", [False, True])
+@each_once(
+    used_before=[False, True],
+    change=[pytest.param(value, id=key) for key, value in CHANGES.items()],
+)
 def test_a_changed_parameter_reaches_every_replica(used_before, change, strategy, model):
     if used_before:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

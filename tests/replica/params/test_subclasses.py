@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mirror
+from tests.pairs import pairwise
 
 BATCHES = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (7, 5, 8, 2)]
 
@@ -118,9 +119,7 @@ def trained(model, way, strategy=None, call=None):
     return losses, {k: v.detach().as_subclass(torch.Tensor) for k, v in model.named_parameters()}
 
 
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("make", [bounded, tagged, attributed])
+@pairwise(make=[bounded, tagged, attributed], is_compiled=[False, True], way=[1, 3])
 def test_optimizer_steps_a_parameter_as_what_it_is(make, is_compiled, way):
     expected = trained(Net(make(0.25)), 1)
     with mirror.MirroredStrategy(["cpu"] * 3) as strategy:

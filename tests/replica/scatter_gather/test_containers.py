@@ -22,6 +22,7 @@ from mirror.device.device_mesh import DeviceMesh
 from mirror.replica.modules.metric_calls import Join
 from mirror.replica.scatter_gather.containers import is_shared
 from tests.oracle import assert_same
+from tests.pairs import each_once
 
 
 @dataclasses.dataclass
@@ -193,9 +194,7 @@ def held(cache):
     return {**found, "parts": parts}
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize(("kind", "holder"), PAIRS)
+@each_once(**{"kind,holder": PAIRS}, n=[1, 2, 3], inside=[True, False])
 def test_a_returned_cache_goes_into_the_next_call(kind, holder, n, inside, make_strategy):
     strategy = make_strategy(n)
     plain = Decoder(kind, holder)
@@ -216,8 +215,7 @@ def test_a_returned_cache_goes_into_the_next_call(kind, holder, n, inside, make_
         assert_same(model.keys.weight.grad, plain.keys.weight.grad)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize(("kind", "holder"), PAIRS)
+@each_once(**{"kind,holder": PAIRS}, n=[1, 2, 3])
 def test_what_forward_does_to_a_cache_is_joined_into_it(kind, holder, n, make_strategy):
     plain = Extending(kind, holder)
     model = make_strategy(n).mirror(copy.deepcopy(plain))

@@ -14,6 +14,7 @@ import mirror
 from mirror.errors import BatchError, StrategyError
 from mirror.values import ABSENT
 from tests.oracle import assert_same
+from tests.pairs import each_once
 
 
 class Plain:
@@ -174,8 +175,7 @@ def contents(value, seen=()):
 SIZES = [2, 3, 5, 7]
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@each_once(case=CASES, n=[2, 3])
 def test_what_forward_changes_is_joined_into_the_callers_object(case, n, make_strategy):
     make, change = CASES[case]
     plain = Model(change)

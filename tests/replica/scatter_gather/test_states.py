@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import mirror
 from tests.oracle import assert_same
-from tests.pairs import pairwise
+from tests.pairs import each_once
 
 
 @dataclasses.dataclass
@@ -140,7 +140,7 @@ def train_in_run(strategy, model, optimizer, data, way):
     return losses
 
 
-@pairwise(name=list(MODELS), way=[1, 2, 3], n=[1, 2, 3], inside=[True, False])
+@each_once(name=list(MODELS), way=[1, 2, 3], n=[1, 2, 3], inside=[True, False])
 def test_truncated_backpropagation_is_that_of_one_device(name, way, n, inside, make_strategy):
     strategy = make_strategy(n)
     plain, plain_optimizer = make_model(name)
@@ -268,7 +268,7 @@ def states_for(model, size, requires_grad=False):
     return tuple(states) if isinstance(model.rnn, nn.LSTM) else states[0]
 
 
-@pairwise(name=list(RECURRENT_MODELS), n=[1, 2, 3], inside=[True, False])
+@each_once(name=list(RECURRENT_MODELS), n=[1, 2, 3], inside=[True, False])
 def test_first_states_made_for_the_whole_batch(name, n, inside, make_strategy):
     plain = RECURRENT_MODELS[name]()
     strategy = make_strategy(n)

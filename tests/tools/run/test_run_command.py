@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from tests.pairs import quick_of
+
 COMMAND = "import os, sys; os.chdir({folder!r}); from mirror.cli import main; sys.exit(main())"
 TRAINS = """
 import sys
@@ -226,7 +228,7 @@ PROCESSES = """
 """
 
 
-@pytest.mark.parametrize("kind", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("kind", quick_of(["fork", "spawn", "forkserver"], ["fork", "spawn"]))
 def test_processes_of_the_script_do_not_run_the_strategy_again(kind, run):
     done = run({"train.py": PROCESSES}, "--replicas", "2", "train.py", kind)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from torch import nn
 
 import mirror
 from mirror.cli import main
+from tests.pairs import each_once
 from tests.train.checkpoint.training import Training, same
 
 
@@ -29,8 +30,7 @@ def training():
         one.close()
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 3])
-@pytest.mark.parametrize("wait", [True, False])
+@each_once(wait=[True, False], n=[0, 1, 2, 3])
 def test_a_run_that_is_resumed_ends_with_the_same_bits(training, tmp_path, n, wait):
     whole = training(n)
     whole.train()
@@ -235,8 +235,12 @@ def test_another_optimizer_or_schedule_is_refused(tmp_path):
         mirror.Checkpoint(opt=adam(net(2, 3))).restore(tmp_path / "c")
 
 
-@pytest.mark.parametrize("n", [0, 2])
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
+@each_once(
+    error=[
+        pytest.param(value, id=repr(value)) for value in [ValueError("no"), KeyboardInterrupt()]
+    ],
+    n=[0, 2],
+)
 def test_what_was_restored_before_another_refuses_is_brought_back(training, tmp_path, n, error):
     other = training(n)
     other.train(stop_at=3)

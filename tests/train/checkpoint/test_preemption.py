@@ -14,6 +14,7 @@ from torch import nn
 import mirror
 from mirror.execution.lifecycle import step_ends
 from mirror.train.checkpoint import preemption
+from tests.pairs import each_once
 from tests.train.checkpoint.training import Training, same
 
 
@@ -153,8 +154,7 @@ def test_a_closure_that_runs_the_model_many_times_is_one_step(tmp_path):
     assert small.manager.latest == 1
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("stop", [1, 5, 7, 13])
+@each_once(stop=[1, 5, 7, 13], n=[1, 2])
 def test_what_follows_the_step_in_the_loop_is_in_the_checkpoint(tmp_path, n, stop):
     whole = Training(n)
     whole.train()

@@ -13,6 +13,7 @@ from mirror.execution.lifecycle import step_ends
 from mirror.train import TerminationConfig
 from mirror.train.checkpoint import preemption
 from tests.multi_worker import strategy_of
+from tests.pairs import each_once
 
 COUNTS = [(1,), (2,), (1, 1)]
 
@@ -110,19 +111,20 @@ def train_with_grace(counts, folder, is_scoped, seconds, save_seconds, num_steps
         return code, done, program.saved, int(program.manager.latest)
 
 
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("is_scoped", [True, False])
-@pytest.mark.parametrize(
-    ("seconds", "save_seconds", "saved"),
-    [
-        # The signal comes at second 101, a step takes 1; two steps and two saves must fit.
-        (0, 0, [(2, 102)]),
-        (None, 0, [(2, 102)]),
-        (2, 0, [(2, 102)]),  # the end is at 103: no two steps fit
-        (6, 0, [(2, 102), (5, 105)]),  # the end is at 107
-        (10, 1, [(2, 103), (6, 108)]),  # the end is at 111
-        (4, 2, [(2, 104)]),  # the first save took most of it, and is not repeated
-    ],
+@each_once(
+    **{
+        "seconds,save_seconds,saved": [
+            # The signal comes at second 101, a step takes 1; two steps and two saves must fit.
+            (0, 0, [(2, 102)]),
+            (None, 0, [(2, 102)]),
+            (2, 0, [(2, 102)]),  # the end is at 103: no two steps fit
+            (6, 0, [(2, 102), (5, 105)]),  # the end is at 107
+            (10, 1, [(2, 103), (6, 108)]),  # the end is at 111
+            (4, 2, [(2, 104)]),  # the first save took most of it, and is not repeated
+        ]
+    },
+    is_scoped=[True, False],
+    counts=COUNTS,
 )
 def test_grace_period_saves_at_once_and_again_before_its_end(
     worker_pool, tmp_path, counts, is_scoped, seconds, save_seconds, saved
@@ -168,8 +170,7 @@ def train_with_watcher(counts, folder, signals):
         return program.is_last, code, done, program.saved, len(calls)
 
 
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("signals", [(), (signal.SIGTERM,)])
+@each_once(signals=[(), (signal.SIGTERM,)], counts=COUNTS)
 def test_watcher_is_called_at_steps_until_it_announces_the_end(
     worker_pool, tmp_path, counts, signals
 ):
@@ -199,9 +200,9 @@ def train_with_functions(counts, folder, exits, wait):
         return code, done, events, [int(step) for step in manager.steps]
 
 
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize(("exits", "result"), [(True, (7, 2)), (False, (None, 5))])
+@each_once(
+    **{"exits,result": [(True, (7, 2)), (False, (None, 5))]}, wait=[True, False], counts=COUNTS
+)
 def test_functions_replace_save_and_exit_on_every_worker(
     worker_pool, tmp_path, counts, wait, exits, result
 ):

@@ -13,7 +13,7 @@ from torch import nn
 import mirror
 from mirror.train import elastic
 from mirror.train.elastic.membership import Phase
-from tests.pairs import each_once
+from tests.pairs import each_once, every, quick_of
 from tests.train.elastic.elastic_workers import POINTS, Kill, plan, train
 
 NUM_EXAMPLES, BATCH, NUM_EPOCHS, COMMIT_EVERY = 22, 4, 3, 3
@@ -125,7 +125,7 @@ def test_a_stopped_worker_is_replaced_after_the_timeout(undisturbed):
     assert len(trained.workers) >= 3
 
 
-@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("least", quick_of([1, 2], [1]))
 def test_the_parts_of_sharded_optimizer_state_survive_their_workers(least, undisturbed):
     """Each replica holds a half of the state; a commit has the whole one."""
     kills = [[], [Kill("a sum starts", 9)]]
@@ -208,7 +208,7 @@ def loop_of_training(kills, folder):
     return elastic.run(training)
 
 
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("saves", quick_of([False, True], [True]))
 def test_a_training_counts_its_steps_and_epochs_on(saves, tmp_path):
     values, ids, num_steps = train(loop_of_training, None).results[0]
     assert num_steps == NUM_EPOCHS * -(-NUM_EXAMPLES // BATCH)
@@ -223,7 +223,7 @@ def test_a_training_counts_its_steps_and_epochs_on(saves, tmp_path):
 
 
 @pytest.mark.slow
-@each_once(point=POINTS, victim=[0, 1])
+@each_once(point=every(3, POINTS), victim=[0, 1])
 def test_a_kill_costs_no_example_and_no_bits(point, victim, undisturbed):
     kills = [[Kill("a sum starts", 4)]] if point == "a state is sent" else []
     kills += [()] * (2 - len(kills) + victim)

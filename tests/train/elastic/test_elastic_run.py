@@ -14,6 +14,7 @@ from mirror.errors import CheckpointError, ClusterError, StrategyError
 from mirror.train import elastic
 from mirror.train.elastic import elastic_agent, elastic_state
 from mirror.train.elastic.elastic_state import ElasticState
+from tests.pairs import quick_of
 from tests.toy_models import ones_layer
 from tests.train.elastic.elastic_workers import Kill, agent_of, plan, train
 
@@ -30,7 +31,7 @@ def test_without_an_agent_the_function_is_called_once():
     assert calls == [1]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2, 3], [2]))
 def test_restore_brings_back_what_commit_has_kept(num_replicas):
     def begin():
         strategy = mirror.MirroredStrategy(["cpu"] * num_replicas)
@@ -209,7 +210,7 @@ def failed(words, program, *args, **options):
         return len(workers)
 
 
-@pytest.mark.parametrize("kind", [ValueError, CheckpointError])
+@pytest.mark.parametrize("kind", quick_of([ValueError, CheckpointError], [CheckpointError]))
 def test_an_error_of_a_program_ends_the_training_after_the_restarts(kind):
     """It counts as a lost worker, also one of mirror: the disk is full, say."""
     assert failed(f"{kind.__name__}: my own", fails, kind("my own"), max_restarts=1) == 3

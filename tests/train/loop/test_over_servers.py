@@ -12,6 +12,7 @@ from torch import nn
 import mirror
 from mirror.errors import CheckpointError, ServerLostError, StrategyError
 from mirror.train import Hook, SaveEvery, StopAtStep, StopOnNan, Training
+from tests.pairs import each_once
 from tests.train.loop.counting import Counting, Seen, weights_saved
 
 
@@ -72,8 +73,7 @@ def trained_over_servers(folder, count, fetches, hooks, **options):
 
 
 @pytest.mark.filterwarnings("ignore:the training goes on after step 4")
-@pytest.mark.parametrize("num_servers", [1, 2, 3])
-@pytest.mark.parametrize("fetches", [False, True])
+@each_once(fetches=[False, True], num_servers=[1, 2, 3])
 def test_one_worker_trains_as_one_device_over_a_restart(tmp_path, num_servers, fetches):
     plain, losses = trained_plainly(11)
     found = []
@@ -120,8 +120,7 @@ class KillServer(Seen):
 
 
 @pytest.mark.filterwarnings("ignore:the training goes on after step")
-@pytest.mark.parametrize("server", [0, 1])
-@pytest.mark.parametrize("is_to_save", [False, True])
+@each_once(is_to_save=[False, True], server=[0, 1])
 def test_after_a_lost_server_a_training_goes_on_from_the_checkpoint(tmp_path, server, is_to_save):
     with Counting(tmp_path, num_servers=2, num_workers=2) as program:
         kill = KillServer(6, server, is_to_save)

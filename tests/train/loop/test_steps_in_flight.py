@@ -14,11 +14,11 @@ import torch
 import mirror
 from mirror.errors import NanLossError, StrategyError
 from mirror.train import Hook, LogEvery, ProgressBar, SaveEvery, StopAtStep, StopOnNan, Training
+from tests.pairs import each_once
 from tests.train.loop.counting import Counting, Seen, weights_saved
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-@pytest.mark.parametrize("sync", [False, True])
+@each_once(sync=[False, True], num_workers=[1, 2, 3])
 def test_every_step_counts_once_and_checkpoints_have_whole_steps(tmp_path, num_workers, sync):
     save, last = 2 * num_workers, 7 * num_workers
     share = num_workers if sync else 1  # steps of an update

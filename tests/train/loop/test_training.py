@@ -12,6 +12,7 @@ from torch import nn
 import mirror
 from mirror.errors import NanLossError, StrategyError
 from mirror.train import Hook, SaveEvery, StopAfter, StopAtStep, StopOnNan, Training
+from tests.pairs import each_once
 
 
 class Program:
@@ -84,8 +85,7 @@ def test_hooks_are_called_in_order():
     ]
 
 
-@pytest.mark.parametrize("fail_at", [1, 3, 4, 6, 7, 11, 12])
-@pytest.mark.parametrize("save_steps", [1, 2, 3])
+@each_once(save_steps=[1, 2, 3], fail_at=[1, 3, 4, 6, 7, 11, 12])
 def test_a_training_that_failed_goes_on_to_the_same_end(tmp_path, fail_at, save_steps):
     """Four epochs of three batches; what was done after the last checkpoint is done again."""
     undisturbed = Program(num_batches=3)
