@@ -198,7 +198,10 @@ MODEL = net(2, 3)
 REFUSED = {
     "a name more": ({"model": net(2, 3), "x": 1}, "lacks 'x'"),
     "a name less": ({}, "has 'model'"),
-    "another kind": ({"model": adam(net(2, 3))}, "'model' was saved as a module, and is an optimizer"),
+    "another kind": (
+        {"model": adam(net(2, 3))},
+        "'model' was saved as a module, and is an optimizer",
+    ),
     "another shape": ({"model": net(2, 4)}, r"'0.weight' of 'model' is a float32.*\(4, 2\)"),
     "another dtype": ({"model": net(2, 3).double()}, "'0.(weight|bias)' of 'model' is a float64"),
     "a layer more": ({"model": net(2, 3, 4)}, "no '1.(weight|bias)' of 'model'"),
