@@ -17,7 +17,7 @@ from mirror.comm.workers.monitored_wait import BackgroundCall, MonitoredWait
 from mirror.comm.workers.worker_status import PendingOp, WorkerStatus
 from mirror.errors import StrategyError, WorkerLostError
 from tests.comm.workers.programs import LONG, Program, run
-from tests.pairs import each_once
+from tests.pairs import each_once, quick_of
 
 
 def _check(ended, kind, *words, code=1):
@@ -44,7 +44,7 @@ while True:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", quick_of([0, 1], [0]))
 def test_a_killed_worker_is_named_and_where_it_was_last(lost):
     with Program(STEPS.replace("SECONDS", "LONG")) as program:
         program.ready()
@@ -70,7 +70,7 @@ def test_all_others_know_which_of_three_was_killed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", quick_of([0, 1], [1]))
 def test_a_stopped_worker_is_told_after_the_timeout(lost):
     with Program(STEPS.replace("SECONDS", "3.0")) as program:
         program.ready()
@@ -354,7 +354,7 @@ def test_who_parts_ways_is_named_on_all(worker_pool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [1000, 1100])
+@pytest.mark.parametrize("first", quick_of([1000, 1100], [1000]))
 def test_who_parts_ways_is_named_on_all_in_many_programs(worker_pool, first):
     seeds = list(range(first, first + 100))
     _check_parting(seeds, worker_pool(2).run(part, seeds))
