@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.execution.parallel_runs import ParallelRuns
 from mirror.execution.run import current
+from mirror.replica.modules.module_owner import is_uninitialized
 from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
@@ -245,6 +247,7 @@ def _is_ordinary(value: Any) -> bool:
     return (
         isinstance(value, Tensor)
         and not isinstance(value, (MirroredTensor, ReplicaParameter))
+        and not is_uninitialized(value)
         and value.is_floating_point()
         and not value.is_inference()
     )
@@ -260,6 +263,8 @@ def _shapes_of_modules(modules: ModuleRegistry) -> set[Shapes]:
     known: set[Shapes] = set()
     for module in mirrored:
         parameters = list(module.parameters())
+        if any(map(is_uninitialized, chain(parameters, module.buffers()))):  # they have no shape
+            continue
         trained = [p for p in parameters if p.requires_grad]
         buffers = [b for b in module.buffers() if b.is_floating_point()]
         in_order = [t for t in module.state_dict().values() if isinstance(t, Tensor)]

@@ -232,6 +232,26 @@ def test_counters_of_each_replica_are_right():
     assert warnings_of(mirror.MirroredStrategy(["cpu"] * 3), as_method, counters, count) == []
 
 
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_lazy_model_is_no_obstacle(has_copy):
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+    with strategy.scope():
+        model, lazy = make_model(), nn.LazyLinear(3)
+    strategy.run(nothing)
+    average = [clones_by_name(model), nn.LazyLinear(3)] if has_copy else []
+
+    def step():
+        assert isinstance(lazy, nn.Module)
+        if average:
+            average_in_twice(average[0], model)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        strategy.run(step)
+    assert [w for w in found if "once per replica" in str(w.message)][has_copy:] == []
+    assert len(found) == has_copy
+
+
 def test_the_examined_function_and_its_values_are_not_kept():
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     with strategy.scope():
