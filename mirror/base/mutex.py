@@ -63,7 +63,8 @@ def call_without_collection(fn: Callable[[], T]) -> T:
         collecting.acquire()
         collects = gc.isenabled()
         try:
-            gc.disable()  # inside: Ctrl-C may hit right after it
+            if collects:
+                gc.disable()  # inside: Ctrl-C may hit right after it
             return fn()
         finally:
             if collects:

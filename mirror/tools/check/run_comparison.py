@@ -122,6 +122,9 @@ class RunComparison:
             return True
         if self._spread is None or found.one is None:
             return self._is_given
+        for (_, step), distance in _distances(self._one, self._spread).items():
+            if step <= found.event.step and distance > _CHAOTIC:  # perhaps not by rounding
+                return True
         noisy = shallow_events(self._spread)
         if found.index >= len(noisy) or noisy[found.index].key != found.one.key:
             return True

@@ -170,6 +170,29 @@ def test_what_cannot_be_compared_has_a_reason_and_an_exit_code(
     assert "Traceback" not in done.stdout + done.stderr
 
 
+ANOTHER_IN_EVERY_RUN = """
+import pathlib, torch
+file = pathlib.Path(__file__).with_suffix(".run")
+run = int(file.read_text()) if file.exists() else 0
+file.write_text(str(run + 1))
+model = torch.nn.Bilinear(1, 1, 1)
+torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+by_run = (1.0, 1.0), (2.0, 2.0), (3.0, 1.0), (4.0, 4.0)
+for step in range(2):
+    optimizer.zero_grad()
+    (model.weight * by_run[run][0] + model.bias * by_run[run][1]).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_runs_that_agree_in_one_number_by_chance_are_not_compared(check):
+    """The third run, with rounding errors, has one gradient of the first."""
+    done = check(ANOTHER_IN_EVERY_RUN)
+    assert done.returncode == 2, done.stdout
+    assert "two runs on one device differ already, from step 1 on" in done.stdout
+
+
 def test_a_folder_and_a_package_without_main_are_missing_scripts(check, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
