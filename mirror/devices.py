@@ -5,7 +5,6 @@ A CPU device is a simulated one: ``["cpu"] * 4`` are four devices, distinguished
 
 from __future__ import annotations
 
-import numbers
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mirror.base.argument_types import is_int
 from mirror.base.mutex import call_without_collection
 from mirror.errors import DeviceError, short_repr
 
@@ -49,7 +49,7 @@ def resolve(
             f"devices are the replicas' devices; got {short_repr(devices)}, a model; leave "
             "devices out for all GPUs, and pass the model to strategy.mirror(model)"
         )
-    elif _is_index(devices):
+    elif is_int(devices):
         is_all = str(devices).startswith("-")  # other libraries write -1 for all GPUs
         one = "" if is_all else f"[{devices}] for the GPU of that index, "
         raise DeviceError(
@@ -243,7 +243,7 @@ def _resolve_one(device: object, num_cuda: int) -> torch.device:
 
 def _parse_one(device: object, num_cuda: int) -> tuple[str, torch.device]:
     name = str(device) if isinstance(device, (torch.device, str)) else ""
-    if _is_index(device):
+    if is_int(device):
         name = f"cuda:{device}"
     match = _NAME.fullmatch(name)
     if match is None:
@@ -258,10 +258,6 @@ def _parse_one(device: object, num_cuda: int) -> tuple[str, torch.device]:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _visible(num_cuda: int) -> str:

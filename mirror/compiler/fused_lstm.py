@@ -12,19 +12,20 @@ computed again: of many that are not used, because a step has failed, say, the o
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mirror.base.mutex import Mutex
+
 _LSTM = 2  # the kind of layer, in ideep's numbers
 _MAX_WORKSPACES = 64
 
 _workspaces: dict[int, Tensor] = {}
 _numbers = itertools.count(1)
-_mutex = threading.Lock()
+_mutex = Mutex()
 
 
 def define(library: torch.library.Library) -> None:
@@ -130,11 +131,14 @@ def _lstm(
     number = 0
     if train:
         number = next(_numbers)
-        with _mutex:
-            _workspaces[number] = workspace
-            while len(_workspaces) > _MAX_WORKSPACES:
-                del _workspaces[next(iter(_workspaces))]
+        _mutex.call(_keep_workspace, number, workspace)
     return output, hy.view_as(hx), cy.view_as(cx), hx.new_full((), number, dtype=torch.int64)
+
+
+def _keep_workspace(number: int, workspace: Tensor) -> None:
+    _workspaces[number] = workspace
+    while len(_workspaces) > _MAX_WORKSPACES:
+        _workspaces.pop(next(iter(_workspaces)), None)
 
 
 def _lstm_backward(
@@ -149,8 +153,7 @@ def _lstm_backward(
     number: Tensor,
     grads: list[Tensor],
 ) -> list[Tensor]:
-    with _mutex:
-        workspace = _workspaces.pop(int(number), None)
+    workspace = _workspaces.pop(int(number), None)
     if workspace is None:
         workspace = _forward(values, weights, hx, cx, reverse, True)[3]
     found = torch.ops.aten.mkldnn_rnn_layer_backward.default(

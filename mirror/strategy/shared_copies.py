@@ -10,7 +10,6 @@ and to other values, a warning names it. Copying the same values into a target n
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.base.mutex import Mutex
 from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.execution.parallel_runs import ParallelRuns
 from mirror.execution.run import current
@@ -32,13 +32,14 @@ from mirror.threads.user_frames import warn_user
 
 _MAX_SEARCHES = 3  # of the values that one function can reach
 _MAX_COMPARISONS = 10  # runs of one function in which a copy changed
+_MAX_TURNS = 10  # runs with a copy that take turns, where replicas would run at once
 _MAX_TENSORS = 10_000
 
 Shapes = tuple[torch.Size, ...]
 
 
 class SharedCopies:
-    """Finds the ordinary copies that the replicas of one strategy change, each once more.
+    """Finds the ordinary copies that several replicas of one strategy change.
 
     Args:
         modules: the mirrored modules.
@@ -76,15 +77,16 @@ class SharedCopies:
             for name, tensors in _find_copies(fn, args, kwargs, self._modules):
                 if not any(copy.has_any_of(tensors) for copy in copies):
                     copies.append(_Copy(name, tensors))
-        begun = [_Changes(copy) for copy in copies if copy.comparisons < _MAX_COMPARISONS]
-        if not begun:
+        watched = [copy for copy in copies if copy.comparisons < _MAX_COMPARISONS]
+        if not watched:
             if searches >= _MAX_SEARCHES:
                 self.settled.add(key)
                 self._searches.pop(key, None)
                 self._copies.pop(key, None)
             return call
-        if self._parallel_runs is not None and any(copy.use_turn() for copy in copies):
+        if self._parallel_runs is not None and min(c.num_runs for c in watched) < _MAX_TURNS:
             self._parallel_runs.take_turns_once()
+        begun = [_Changes(copy) for copy in watched]
 
         def call_and_note(replica_id: int) -> Any:
             replica = current.replica
@@ -110,21 +112,17 @@ class _Copy:
 
     Attributes:
         name: the place in which the program holds it.
-        comparisons: the number of runs in which two replicas have changed it.
+        num_runs: the number of runs in which it was watched.
+        comparisons: the number of those in which two replicas have changed it.
     """
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
-        self.name, self.comparisons, self._num_turns = name, 0, 0
+        self.name, self.num_runs, self.comparisons = name, 0, 0
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
 
     def tensors(self) -> list[Tensor]:
         """Returns those tensors that exist."""
         return [tensor for reference in self._tensors if (tensor := reference()) is not None]
-
-    def use_turn(self) -> bool:
-        """Whether one more run has to take turns, to show which replica changes it."""
-        self._num_turns += 1
-        return self._num_turns <= _MAX_COMPARISONS
 
     def has_any_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it has one of these tensors."""
@@ -135,10 +133,11 @@ class _Changes:
     """The changes of a copy in one run."""
 
     def __init__(self, copy: _Copy) -> None:
+        copy.num_runs += 1
         self._copy, self._tensors = copy, copy.tensors()
         self._versions = [tensor._version for tensor in self._tensors]
         self._first: dict[int, tuple[int, Tensor]] = {}
-        self._mutex = threading.Lock()
+        self._mutex = Mutex()
 
     def note(self, replica_id: int) -> None:
         """Compares the tensors after a piece of a replica's code, and warns.
@@ -146,26 +145,28 @@ class _Changes:
         While replicas run at once, one may be taken for the other, but only for one tensor, in the
         middle of its change; so one tensor among several is not enough for a warning.
         """
-        with self._mutex:
-            former, num_different = None, 0
-            for index, tensor in enumerate(self._tensors):
-                version = tensor._version
-                if version == self._versions[index]:
-                    continue
-                self._versions[index] = version
-                first, values = self._first.get(index, (replica_id, None))
-                if first == replica_id:
-                    self._first[index] = (replica_id, tensor.detach().clone())
-                else:
-                    former = first
-                    num_different += values is None or not _are_equal(tensor, values)
-            if former is None:
-                return
-            self._copy.comparisons += 1
-            if num_different > 1 or (num_different and len(self._tensors) == 1):
-                self._copy.comparisons = _MAX_COMPARISONS
-                self._warn(former, replica_id)
-            self._tensors = []
+        self._mutex.call(self._note, replica_id)
+
+    def _note(self, replica_id: int) -> None:
+        former, num_different = None, 0
+        for index, tensor in enumerate(self._tensors):
+            version = tensor._version
+            if version == self._versions[index]:
+                continue
+            self._versions[index] = version
+            first, values = self._first.get(index, (replica_id, None))
+            if first == replica_id:
+                self._first[index] = (replica_id, tensor.detach().clone())
+            else:
+                former = first
+                num_different += values is None or not _are_equal(tensor, values)
+        if former is None:
+            return
+        self._copy.comparisons += 1
+        if num_different > 1 or (num_different and len(self._tensors) == 1):
+            self._copy.comparisons = _MAX_COMPARISONS
+            self._warn(former, replica_id)
+        self._tensors = []
 
     def _warn(self, first: int, second: int) -> None:
         warn_user(
@@ -267,8 +268,8 @@ def _shapes_of_modules(modules: ModuleRegistry) -> set[Shapes]:
             continue
         trained = [p for p in parameters if p.requires_grad]
         buffers = [b for b in module.buffers() if b.is_floating_point()]
-        in_order = [t for t in module.state_dict().values() if isinstance(t, Tensor)]
-        in_order = [t for t in in_order if t.is_floating_point()]
+        states = module.state_dict().values()  # in an order of its own
+        in_order = [t for t in states if isinstance(t, Tensor) and t.is_floating_point()]
         for tensors in (parameters, trained, [*parameters, *buffers], in_order):
             shapes = tuple(t.shape for t in tensors)
             if shapes and (id(module) not in within or any(len(shape) > 1 for shape in shapes)):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import mirror
 from mirror.compiler import fused_lstm
 from mirror.compiler.custom_ops import define
+from tests.compiler.training import usual_step
 from tests.pairs import each_once
 
 SIZES = [9, 9, 8]
@@ -44,17 +44,6 @@ def build(dtype, options):
     return model, torch.optim.AdamW(model.parameters(), 0.01)
 
 
-def step_of(model, optimizer):
-    def step(x, y):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
 @pytest.fixture
 def counts(monkeypatch):
     """The number of forward calls of the kernel by compiled programs."""
@@ -72,10 +61,10 @@ def counts(monkeypatch):
 def train(num_replicas, dtype, options, lengths=(7, 7, 7), mode="trace"):
     """Trains compiled, and plainly on one device; returns the compiled step and its strategy."""
     data = list(data_of(lengths, dtype))
-    plain = step_of(*build(dtype, options))
+    plain = usual_step(*build(dtype, options))
     strategy = mirror.MirroredStrategy(["cpu"] * num_replicas)
     with strategy.scope():
-        compiled = strategy.compile(step_of(*build(dtype, options)), mode=mode)
+        compiled = strategy.compile(usual_step(*build(dtype, options)), mode=mode)
         for batch, parts in zip(data, strategy.distribute_dataset(data), strict=True):
             loss = strategy.reduce("mean", compiled(*parts))
             torch.testing.assert_close(loss, plain(*batch).detach(), rtol=1e-5, atol=1e-6)
@@ -121,7 +110,7 @@ def test_what_the_kernel_does_not_take_is_decomposed(dtype, more, counts):
 def test_autocast_decides_on_the_dtype(counts):
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     with strategy.scope(), torch.autocast("cpu", torch.bfloat16):
-        compiled = strategy.compile(step_of(*build(torch.float32, OPTIONS)), mode="trace")
+        compiled = strategy.compile(usual_step(*build(torch.float32, OPTIONS)), mode="trace")
         for parts in strategy.distribute_dataset(list(data_of((7, 7, 7), torch.float32))):
             compiled(*parts)
     assert counts["forward"] == 0
@@ -137,7 +126,7 @@ def test_dropout_between_layers_is_drawn(counts):
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     with strategy.scope():
         model, optimizer = build(torch.float32, options)
-        compiled = strategy.compile(step_of(model, optimizer), mode="trace")
+        compiled = strategy.compile(usual_step(model, optimizer), mode="trace")
         for parts in strategy.distribute_dataset(list(data_of((7, 7, 7), torch.float32))):
             compiled(*parts)
     assert counts["forward"] == 2 * 2 * 2

@@ -66,6 +66,7 @@ class ProgramBuilder:
         self._looks_at_gradients = finite is not None
         self._param_sync = param_sync
         self._mode = mode
+        self._devices = tuple(dict.fromkeys(replicas.devices))
 
     def build(
         self, step: Callable[..., Any], arguments: StepArguments, varying: VaryingInputs
@@ -141,7 +142,7 @@ class ProgramBuilder:
         )
         key = None
         is_interpreted = self._is_interpreted(trace_step)
-        if not is_interpreted and set(self._replicas.devices) == {torch.device("cpu")}:
+        if not is_interpreted and self._devices == (torch.device("cpu"),):
             key = program_key(*step, trace_step.device)
         kept = None if key is None else load_program(key)
         if kept is not None:
@@ -170,20 +171,18 @@ class ProgramBuilder:
     ) -> CallableProgram | None:
         if piece is None:
             return None
-        devices = tuple(dict.fromkeys(self._replicas.devices))
-        return interpret_piece(piece, trace_step.device, devices)
+        return interpret_piece(piece, trace_step.device, self._devices)
 
     def _compile(
         self, piece: ProgramPiece | None, trace_step: StepTrace
     ) -> CallableProgram | None:
         if piece is None or scatters_into_images(piece):
             return self._interpret(piece, trace_step)
-        devices = tuple(dict.fromkeys(self._replicas.devices))
         # TraceGuards compares the strides of parameters once; own programs run on every replica.
         inputs = enumerate(trace_step.inputs if piece.is_own else ())
         guarded = {i for i, one in inputs if one.kind is InputKind.PARAMETER}
         try:
-            return compile_piece(piece, trace_step.mode, trace_step.device, devices, guarded)
+            return compile_piece(piece, trace_step.mode, trace_step.device, self._devices, guarded)
         except Exception as error:
             if self._mode == "inductor":
                 raise

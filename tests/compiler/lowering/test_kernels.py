@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import mirror
 from mirror.compiler.runtime import build_program
+from tests.compiler.training import usual_step
 from tests.pairs import each_once
 
 
@@ -64,21 +64,11 @@ def train(make, mode, num_replicas=2):
         model = make().double()
         return model, torch.optim.SGD(model.parameters(), 0.01)
 
-    def step_of(model, optimizer):
-        def step(x, y):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
     data = [(torch.randn(9, 3, 16, 16).double(), torch.randint(0, 3, (9,))) for _ in range(3)]
     strategy = mirror.MirroredStrategy(["cpu"] * num_replicas)
     with strategy.scope():
         model, optimizer = build()
-        compiled = strategy.compile(step_of(model, optimizer), mode=mode)
+        compiled = strategy.compile(usual_step(model, optimizer), mode=mode)
         for parts in strategy.distribute_dataset(data):
             compiled(*parts)
     strategy.check_replicas()
@@ -86,7 +76,7 @@ def train(make, mode, num_replicas=2):
     with uncompiled.scope():
         other, optimizer = build()
         for parts in uncompiled.distribute_dataset(data):
-            uncompiled.run(step_of(other, optimizer), parts)
+            uncompiled.run(usual_step(other, optimizer), parts)
     torch.testing.assert_close(dict(model.state_dict()), dict(other.state_dict()))
 
 
