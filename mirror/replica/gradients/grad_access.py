@@ -64,7 +64,7 @@ class GradAccess:
         self.unreduced = gradients
         self.exposed: dict[ReplicatedParam, Tensor] = {}
         self._common: dict[ReplicatedParam, Tensor | None] = {}
-        self._assigned: dict[ReplicatedParam, None] = {}  # replicas have set their gradients
+        self._assigned: dict[ReplicatedParam, dict[int, weakref.ref[Tensor]]] = {}  # by replicas
         self._num_comparisons = _MAX_GPU_COMPARISONS
 
     def part(self, variables: ReplicatedParams) -> LifecycleHooks:
@@ -141,17 +141,33 @@ class GradAccess:
             return
         r, gradients = replica.replica_id, self.unreduced
         if value is not None:
-            grads = (target.grad for i, target in enumerate(variable.targets) if i != r)
-            # Replicas that set one tensor get N, as each adds to its own.
-            if any(_is_same_memory(value, grad) for grad in grads):
-                value = value.clone()
-            self._assigned[variable] = None
+            value = gradients.tracker.mutex.call(self._record_assigned, variable, value, replica)
         waits = gradients.pending[r] or gradients.unsettled[r] or gradients.deferred
         if not waits and not gradients.scattered:  # the fast path of zero_grad
             variable.targets[r].grad = value
             set_local_grad(variable.copies[r], None)
             return
         self._put(variable, value, r, _add_idle_replicas(replica))
+
+    def _record_assigned(
+        self, variable: ReplicatedParam, value: Tensor, replica: Replica
+    ) -> Tensor:
+        """Records what a replica sets; returns a clone if another replica has that memory.
+
+        Replicas that set one tensor get N tensors, as each adds to its own.
+        """
+        r, assigned = replica.replica_id, self._assigned.setdefault(variable, {})
+        grads: Iterable[Tensor | None]
+        if replica.run.lockstep.takes_turns:
+            grads = (target.grad for i, target in enumerate(variable.targets) if i != r)
+        else:  # another replica's ``.grad`` is not read: [Note: Slots of replicas at once]
+            grads = [known() for i, known in assigned.items() if i != r]
+            if r != 0:
+                grads = [*grads, self.exposed.get(variable)]
+        if any(_is_same_memory(value, grad) for grad in grads):
+            value = value.clone()
+        assigned[r] = weakref.ref(value)
+        return value
 
     def _write_outside(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         self._runner.check_between_runs("a gradient")
@@ -169,7 +185,6 @@ class GradAccess:
         for r in replicas:
             target = variable.targets[r]
             target.grad = value if value is None or r == owner else _copy_for(value, target)
-            set_local_grad(variable.copies[r], None)
         self.unreduced.drop(variable, replicas)
 
     def clear(

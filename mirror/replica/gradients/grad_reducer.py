@@ -256,10 +256,11 @@ class GradReducer:
         self.deferred.pop(variable, None)
 
     def drop(self, variable: ReplicatedParam, replicas: Iterable[int]) -> None:
-        """Drops a variable's gradients that are deferred or in flight, for these replicas."""
-        self.tracker.scan()
-        if any(self.pending[r] for r in replicas) or self.buckets.in_flight:
-            self.buckets.drop(variable, replicas)
+        """Drops a variable's unreduced gradients, for these replicas."""
+        sources = (*(self.pending[r] for r in replicas), *(self.unsettled[r] for r in replicas))
+        if self.tracker.may_have_arrived or any(sources) or self.buckets.in_flight:
+            self.buckets.drop(variable, replicas)  # first: no bucket takes the others meanwhile
+        self.tracker.drop_local(variable, replicas)
         self.deferred.drop(variable, replicas)
         if self.scattered and self.scatter is not None:
             self.scatter.drop(variable, replicas)

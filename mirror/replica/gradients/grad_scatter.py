@@ -350,7 +350,7 @@ class GradScatter:
 
     def has(self, replica_id: int) -> bool:
         """Whether a replica that reads a gradient may find one that is scattered."""
-        return any(replica_id not in record.dropped_by for record in self.scattered)
+        return any(replica_id not in record.dropped_by for record in tuple(self.scattered))
 
     def drop_all_of(self, variables: Sequence[ReplicatedParam], replica_id: int | None) -> None:
         """Drops the gradients of variables for one replica, or for all outside ``run``."""
@@ -371,9 +371,9 @@ class GradScatter:
             if variable in record.of_variable:
                 dropped = record.dropped.setdefault(variable, set())
                 dropped.update(replica_ids)
-                if len(dropped) == self._replicas.num_replicas:
+                if len(dropped) == self._replicas.num_replicas:  # several replicas may see it
                     record.drop(variable)
-                    del record.dropped[variable]
+                    record.dropped.pop(variable, None)
 
     def settle(self, active: Iterable[int]) -> None:
         """Ends what replicas have dropped inside ``run``, where all of them have arrived.

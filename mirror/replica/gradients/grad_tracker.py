@@ -11,6 +11,14 @@ recorded one, the copies get their hooks back, to record the new order.
 The slot says whether there is a gradient; ``pending`` only says where to search, and the order of
 arrival. An entry without a gradient (the gradient was set, or is in a bucket) does no harm.
 
+[Note: Slots of replicas at once]
+While replicas run at once, a slot (the C++ ``.grad`` of a copy, or ``.grad`` of a target) is read
+and written by its own replica only: the engine writes slots without the GIL, and torch gives the
+GIL away while it frees a gradient that Python has seen, so that another thread may find a tensor
+that is half freed, and crash. The one exception is a bucket that is launched. It reads slots that
+the engine has filled and will not touch again, under ``lock``; a replica empties its slots under
+``lock``, too.
+
 Torch has hooks for gradients, but none for the start of a backward pass. So the function through
 which ``backward`` and ``torch.autograd.grad`` start the engine is wrapped, once, when the first
 strategy is created. The wrapper costs one microsecond per pass. It also splits passes outside
@@ -38,7 +46,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.gradients.parallel_backward import backward_at_once
-from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad
+from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
 from mirror.replica.gradients.unmirrored import check_pass, leaves_of
 from mirror.replica.multi_worker.pass_weights import start_without_examples
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
@@ -185,6 +193,10 @@ class GradTracker:
                     except RuntimeError:  # see Mutex
                         pass
 
+    def drop_local(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
+        """Empties the slots of a variable's copies, for these replicas."""
+        self.mutex.call(_empty_slots, [variable.copies[r] for r in replica_ids])
+
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether these copies have arrived first on every replica, in this order.
 
@@ -263,6 +275,11 @@ class GradTracker:
         for copy in chain(*silent):
             copy.is_silent, copy.arrival_hook = False, None
             self.add(copy)  # a frozen copy gets its hook when it is unfrozen
+
+
+def _empty_slots(copies: Iterable[ReplicaParameter]) -> None:
+    for copy in copies:
+        set_local_grad(copy, None)
 
 
 _lock = Mutex()

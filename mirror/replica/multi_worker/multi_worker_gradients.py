@@ -123,11 +123,11 @@ class MultiWorkerGradients(GradReducer):
         return any(self.pending) or bool(self._launched)
 
     def drop(self, variable: ReplicatedParam, replicas: Iterable[int]) -> None:
-        """Drops a variable's gradients that are deferred or in flight, for these replicas.
+        """Drops a variable's unreduced gradients, for these replicas.
 
         Only some workers may have launched its bucket, so all workers reduce now.
         """
-        self.tracker.scan()
+        self.tracker.drop_local(variable, replicas)
         if self.deferring or self.deferred:
             self.deferred.drop(variable, replicas)
             return
