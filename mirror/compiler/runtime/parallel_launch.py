@@ -1,11 +1,14 @@
 """Launches the programs of the replicas on several threads at once, where that pays.
 
-A compiled program releases the GIL, so the programs of simulated devices can run side by side,
-each with its share of the caller's intra-op threads. Small programs end before a thread has woken
-up. They run in turn, each in one thread: a team of threads that synchronizes after each small
-kernel takes twice as long as one thread (1.0 and 2.4 ms for a step of an MLP of eight layers of 64
-on two replicas and two cores). The choice must not depend on a clock, because two threads may
-round a matrix product differently from one. It depends on the amount of work in the graph.
+A compiled program releases the GIL, and so does each of torch's kernels. So the programs of
+simulated devices can run side by side, each with its share of the caller's intra-op threads. Small
+programs end before a thread has woken up. They run in turn, compiled ones each in one thread: a
+team of threads that synchronizes after each small kernel takes twice as long as one thread (1.0
+and 2.4 ms for a step of an MLP of eight layers of 64 on two replicas and two cores). The team that
+computed before them ends, since its threads would spin for a while where the replicas compute: a
+step of the CNN took 1.17 of that time, one of an LSTM 1.24. The choice must not depend on a clock,
+because two threads may round a matrix product differently from one. It depends on the amount of
+work in the graph.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from mirror.base.process_bound import reinit_after_fork
 from mirror.compiler.lowering.programs import CallableProgram
+from mirror.device.host import release_thread_pool
 from mirror.execution.replicas import Replicas
 
 # Multiplications: about half a millisecond of one core; a thread wakes up in 27 us.
@@ -53,7 +57,7 @@ class ParallelLaunch:
     def run(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
         """Runs a program on each replica's values."""
         num_threads, is_small = torch.get_num_threads(), program.work < MUCH_WORK
-        has_choice = num_threads > 1 and self._is_on_cpu and program.is_raw
+        has_choice = num_threads > 1 and self._is_on_cpu and (program.is_raw or not is_small)
         if not has_choice or (len(own) == 1 and not is_small):
             self._run_in_turn(program, own)
             return
@@ -64,6 +68,8 @@ class ParallelLaunch:
             finally:
                 torch.set_num_threads(num_threads)
             return
+        if release_thread_pool is not None:
+            release_thread_pool()  # its threads would spin, where the replicas compute now
         each = max(1, num_threads // len(own))
         first, *others = own.values()
         device = self._devices[0]

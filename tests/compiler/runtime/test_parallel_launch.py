@@ -21,10 +21,8 @@ def four_threads():
 
 
 class Program:
-    is_raw = True
-
-    def __init__(self, work):
-        self.work = work
+    def __init__(self, work, is_raw):
+        self.work, self.is_raw = work, is_raw
         self.ran = []
 
     def run(self, values, device):
@@ -33,10 +31,10 @@ class Program:
             raise ValueError("as asked")
 
 
-def ran(work, num_replicas, values="x"):
+def ran(work, num_replicas, values="x", is_raw=True):
     devices = [torch.device("cpu")] * num_replicas
     replicas = SimpleNamespace(names=devices, devices=devices, are_simulated=True)
-    program = Program(work)
+    program = Program(work, is_raw)
     ParallelLaunch(replicas).run(program, dict.fromkeys(range(num_replicas), values))
     return program.ran
 
@@ -48,8 +46,14 @@ def test_small_programs_run_in_turn_in_one_thread(num_replicas):
     assert {name for _, _, name in found} == {threading.current_thread().name}
 
 
-def test_long_ones_share_the_threads_at_once():
-    found = ran(MUCH_WORK, 2)
+def test_small_ones_of_torchs_kernels_run_in_turn_as_uncompiled_steps_do():
+    found = ran(MUCH_WORK - 1, 2, is_raw=False)
+    assert [threads for _, threads, _ in found] == [4, 4]
+
+
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_long_ones_share_the_threads_at_once(is_raw):
+    found = ran(MUCH_WORK, 2, is_raw=is_raw)
     assert [threads for _, threads, _ in found] == [2, 2]
     assert len({name for _, _, name in found}) == 2
 
