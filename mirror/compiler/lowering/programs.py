@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from mirror.compiler.custom_ops import DRAW
+from mirror.compiler.lowering.in_place import update_in_place
 from mirror.compiler.lowering.step_plan import ProgramPiece, estimate_work
 from mirror.compiler.torch_internals import Program, compile_with_inductor, trace_graph
 
@@ -68,7 +69,9 @@ def interpret_piece(
 ) -> CallableProgram:
     """Returns a program that calls torch's kernels one by one, as the step itself does."""
     assert piece.graph is not None
-    graph = piece.graph
+    graph = fx.GraphModule(piece.graph, copy.deepcopy(piece.graph.graph))
+    update_in_place(graph.graph)
+    graph.recompile()
 
     def program(device: torch.device) -> Program:
         forward: Any = retarget(graph, traced_on, device).forward

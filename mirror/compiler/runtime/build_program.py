@@ -19,6 +19,7 @@ from mirror.compiler.lowering.programs import (
 )
 from mirror.compiler.lowering.step_plan import ProgramPiece, StepPlan, is_mostly_convolutions
 from mirror.compiler.lowering.step_trace import StepTrace, trace_step
+from mirror.compiler.lowering.write_order import order_writes
 from mirror.compiler.runtime.bindings import Bindings
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.runtime.parallel_launch import ParallelLaunch
@@ -178,6 +179,10 @@ class ProgramBuilder:
     ) -> CallableProgram | None:
         if piece is None or scatters_into_images(piece):
             return self._interpret(piece, trace_step)
+        assert piece.graph is not None
+        if not order_writes(piece.graph.graph):
+            return self._interpret(piece, trace_step)
+        piece.graph.recompile()
         # TraceGuards compares the strides of parameters once; own programs run on every replica.
         inputs = enumerate(trace_step.inputs if piece.is_own else ())
         guarded = {i for i, one in inputs if one.kind is InputKind.PARAMETER}

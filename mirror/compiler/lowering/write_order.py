@@ -1,0 +1,74 @@
+"""The order of the writes at the end of a program, as inductor needs it.
+
+Inductor of torch 2.13 removes copies, also of an input that the program overwrites. So
+``t = a.clone(); a.add_(1); b.copy_(t)`` writes the new value of ``a`` to ``b``, under
+``torch.compile``, too. The numbers are right if ``b`` is written first. Where two inputs exchange
+their values there is no such order, and torch's own kernels must run the program.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def order_writes(graph: fx.Graph) -> bool:
+    """Moves each write of an input behind those that may write its former value elsewhere.
+
+    Returns:
+        Whether there is such an order.
+    """
+    writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    constant: dict[fx.Node, bool] = {}
+    sources = {write: _copied_input(write.args[1], constant) for write in writes}
+    ordered: list[fx.Node] = []
+    waiting = list(writes)
+    while waiting:
+        readers = Counter(sources[write] for write in waiting if sources[write] != write.args[0])
+        ready = [write for write in waiting if not readers[write.args[0]]]
+        if not ready:
+            return False
+        ordered += ready
+        waiting = [write for write in waiting if readers[write.args[0]]]
+    (output,) = graph.find_nodes(op="output")
+    for write in ordered:
+        output.prepend(write)
+    return True
+
+
+def _copied_input(value: Any, constant: dict[fx.Node, bool]) -> fx.Node | None:
+    """Returns the input of which a value may be a copy, after simplification; ``None`` if none."""
+    while value.op != "placeholder":
+        before = [node for node in _inputs(value) if not _is_constant(node, constant)]
+        if len(before) != 1:
+            return None
+        (value,) = before
+    found: fx.Node = value
+    return found
+
+
+def _inputs(node: fx.Node) -> Sequence[fx.Node]:
+    """Returns the values that one is computed from; of a list operation, those of this element."""
+    if node.target is torch.ops.aten.copy.default:
+        return [node.args[1]]  # type: ignore[list-item]
+    several = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(several, fx.Node)
+    if several is node or "_foreach_" not in str(several.target):
+        return several.all_input_nodes
+    found: list[Any] = []
+    for argument in several.args:
+        found.append(argument[node.args[1]] if isinstance(argument, list) else argument)  # type: ignore[index]
+    return [one for one in dict.fromkeys(found) if isinstance(one, fx.Node)]
+
+
+def _is_constant(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    """Whether a value depends on no input."""
+    if node not in known:
+        inputs = node.all_input_nodes
+        known[node] = node.op != "placeholder" and all(_is_constant(n, known) for n in inputs)
+    return known[node]
