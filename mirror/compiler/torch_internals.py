@@ -234,6 +234,22 @@ def inductor_decompositions() -> Mapping[Any, Any]:
     return {**table, **kernel_decompositions()}
 
 
+def in_place_overload(target: Any) -> Any:
+    """Returns the overload that writes its result to the first argument of ``target``, if any.
+
+    For operations that compute values: ``t_`` and the like change no value.
+    """
+    namespace, _, name = str(target).partition(".")
+    name, _, overload = name.partition(".")
+    if namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    found = getattr(getattr(torch.ops.aten, f"{name}_", None), overload, None)
+    if found is None or len(found._schema.arguments) != len(target._schema.arguments):
+        return None
+    alias = found._schema.arguments[0].alias_info
+    return found if alias is not None and alias.is_write else None
+
+
 def _view_or_copy(tensor: Tensor, size: Sequence[Any]) -> Any:
     """Returns a view of a copy if the tensor's layout allows no view.
 

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mirror.compiler.torch_internals import in_place_overload
+
 _AT_THE_END = 1 << 60  # the position of the output and of the copies
 _VIEWS_WITHOUT_ALIAS = ("aten._unsafe_view.default",)  # whose schema does not say so
 
@@ -46,7 +48,7 @@ def update_in_place(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue
-        found = _in_place_variant(node)
+        found = None if _is_view(node) else in_place_overload(node.target)
         if found is not None and _may_write(node, homes, positions):
             _replace(graph, node, found, homes, positions)
     for copy in copies:
@@ -62,21 +64,6 @@ def _is_needless_clone(node: fx.Node, positions: dict[fx.Node, int]) -> bool:
     assert isinstance(source, fx.Node)
     is_kept = any(positions[use] == _AT_THE_END for use in _uses(node))
     return not is_kept and _are_alike(source, node)
-
-
-def _in_place_variant(node: fx.Node) -> Any:
-    """Returns the overload that writes the results of ``node`` to its first argument, if any."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        return None
-    if _is_view(node) or torch.Tag.nondeterministic_seeded in target.tags:
-        return None  # t_, squeeze_ and the like change no value
-    packet = getattr(torch.ops.aten, f"{target._schema.name.removeprefix('aten::')}_", None)
-    found = getattr(packet, target._overloadname, None)
-    if found is None or len(found._schema.arguments) != len(target._schema.arguments):
-        return None
-    alias = found._schema.arguments[0].alias_info
-    return found if alias is not None and alias.is_write else None
 
 
 def _pairs(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
