@@ -17,7 +17,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -278,7 +278,8 @@ def _names_in(code: CodeType) -> set[str]:
     return names
 
 
-def _globals_of(code: CodeType) -> set[str]:
+@functools.lru_cache(maxsize=4096)  # each new strategy searches its step
+def _globals_of(code: CodeType) -> Set[str]:
     names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -189,6 +190,8 @@ def _find_copies(
     modules: ModuleRegistry,
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """Yields the lists of ordinary tensors that have the shapes of a mirrored module."""
+    if next(modules.mirrored_modules(), None) is None:
+        return
     try:
         found = list(_find_lists(fn, args, kwargs, modules))
     except Exception:  # values of any class: a proxy that cannot load, say
@@ -225,7 +228,7 @@ def _fields_of(value: Any) -> list[tuple[str, Any]]:
     """Returns the attributes of an object, but not of torch's: to read some has effects."""
     fields = getattr(value, "__dict__", None)
     is_ours = type(value).__module__.partition(".")[0] in ("torch", "mirror")
-    if is_ours or isinstance(value, Optimizer) or not isinstance(fields, dict):
+    if is_ours or isinstance(value, (Optimizer, ModuleType)) or not isinstance(fields, dict):
         return []
     return list(fields.items())
 
