@@ -172,9 +172,9 @@ def main():
         same = np.array_equal(one, again[0]) and np.array_equal(two, again[1])
         return {"reproducible": same, "different": different, "new": not np.array_equal(one, two)}
 
-    def in_run(make, num_replicas):
+    def in_run(make, num_replicas, kind=mirror.MirroredStrategy):
         keras.utils.set_random_seed(3)
-        strategy = cpus(num_replicas)
+        strategy = kind(["cpu"] * num_replicas)
         with strategy.scope():
             model, optimizer = make(), keras.optimizers.Adam(1e-2)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -199,7 +199,9 @@ def main():
     def apply_in_run():
         make = sequential(lambda: layers.Dense(8), State, out)
         one, three = in_run(make, 1), in_run(make, 3)
-        return {"weights": float(abs(one[0] - three[0]).max()), "iterations": three[1]}
+        central = in_run(make, 1, mirror.CentralStorageStrategy)
+        difference = max(abs(one[0] - other[0]).max() for other in (three, central))
+        return {"weights": float(difference), "iterations": [three[1], central[1]]}
 
     def ends_of_steps():
         """Ends of steps that are heard, and that the strategy counts, by what is fitted."""

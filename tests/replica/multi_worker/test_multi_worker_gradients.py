@@ -351,6 +351,10 @@ def test_gradients_are_those_of_one_device(worker_pool, program):
     assert_as_one_device(worker_pool, program, way=3)
 
 
+def test_gradients_of_passes_outside_run_may_be_dropped(worker_pool):
+    assert_as_one_device(worker_pool, drops)
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2), (1, 1, 1)])
