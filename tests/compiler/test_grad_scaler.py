@@ -46,8 +46,7 @@ def data_with_infinities():
     return data
 
 
-@each_once(name=OPTIMIZERS, num_replicas=[1, 2, 3])
-@pytest.mark.parametrize("clips", [False, True])
+@each_once(name=OPTIMIZERS, num_replicas=[1, 2, 3], clips=[False, True])
 def test_a_scaled_step_equals_one_device(name, clips, num_replicas):
     data = data_with_infinities()
     model, optimizer, scaler, plain = build(torch.amp.GradScaler, OPTIMIZERS[name], clips)

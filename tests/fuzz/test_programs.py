@@ -26,8 +26,8 @@ def with_more(seeds, num_slow):
 
 
 # Of these seeds the programs that show a known fault are left out.
-SEEDS = range(40)
-MORE_SEEDS = with_more([*range(1000, 1100), *range(40, 80)], 40)
+SEEDS = range(28)
+MORE_SEEDS = with_more([*range(1000, 1100), *range(28, 80)], 40)
 
 
 def check(seed):
@@ -115,8 +115,8 @@ def test_shrinking_leaves_what_the_fault_needs(monkeypatch):
 # Two workers leave what one device leaves
 
 
-WORKER_SEEDS = range(4000, 4005)
-MORE_WORKER_SEEDS = with_more(range(4005, 4090), 15)
+WORKER_SEEDS = range(4000, 4004)
+MORE_WORKER_SEEDS = with_more(range(4004, 4090), 15)
 
 
 def check_workers(worker_pool, seed):
@@ -151,8 +151,8 @@ def test_every_option_of_workers_is_drawn():
 # Programs of compiled steps
 
 
-COMPILED_SEEDS = range(6000, 6005)
-MORE_COMPILED_SEEDS = with_more(range(6005, 6230), 30)
+COMPILED_SEEDS = range(6000, 6003)
+MORE_COMPILED_SEEDS = with_more(range(6003, 6230), 30)
 INDUCTOR_SEEDS = with_more(range(6000, 6012), 2)
 COMPILED_WORKER_SEEDS = with_more(range(7000, 7020), 4)
 
@@ -164,9 +164,9 @@ def check_compiled(seed, mode):
     return outcome
 
 
-@pytest.mark.parametrize("seed", COMPILED_SEEDS)
-def test_a_compiled_program_trains_as_on_one_device(seed):
-    check_compiled(seed, "trace")
+def test_compiled_programs_train_as_on_one_device_and_most_are_traced():
+    outcomes = [check_compiled(seed, "trace") for seed in COMPILED_SEEDS]
+    assert sum(outcome.num_traces > 0 for outcome in outcomes) >= 2
 
 
 @pytest.mark.slow
@@ -199,8 +199,3 @@ def test_every_option_of_compiled_programs_is_drawn():
     assert {"Guards(replicas_every=1)", "Guards(finite_gradients=True)"} <= said
     assert any(one.strategy["is_central"] for one in drawn)
     assert any("critic_step" in one.source for one in drawn)
-
-
-def test_most_programs_are_traced():
-    outcomes = [check_compiled(seed, "trace") for seed in range(6100, 6103)]
-    assert sum(outcome.num_traces > 0 for outcome in outcomes) >= 2

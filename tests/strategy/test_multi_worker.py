@@ -206,7 +206,6 @@ def test_a_program_ends_without_a_message(tmp_path, kept, size, options, port):
             (kept, {"num_local": 2})
             for kept in ("parameters", "optimizer", "strategy", "scope", "iterator")
         ),
-        ("close", {"compiled": True}),
         *(pytest.param(kept, {"in_main": True}, marks=EXHAUSTIVE) for kept in ("closed", "close")),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 
 import mirror
 from tests.compiler.training import Beside, batches, linear, usual_step
-from tests.pairs import pairwise, quick_of
+from tests.pairs import each_once, quick_of
 
 
 class Counted(torch.optim.Optimizer):
@@ -127,7 +127,7 @@ HOOKS = {
 }
 
 
-@pairwise(first=[1, 3], when=HOOKS, num_replicas=quick_of([1, 2, 3], [1, 3]))
+@each_once(first=[1, 3], when=HOOKS, num_replicas=quick_of([1, 2, 3], [1, 3]))
 def test_hooks_of_optimizers_change_the_gradients_themselves(num_replicas, when, first):
     """Registered before the trace, or after it; taken away; another one put in its place."""
     beside = Beside(num_replicas, make_optimizer=lambda p: torch.optim.SGD(p, 0.1, 0.9))

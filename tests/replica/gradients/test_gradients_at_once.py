@@ -88,7 +88,7 @@ def train(strategy, seed):
     return [p.detach() for p in model.parameters()]
 
 
-for seed in range(2):
+for seed in map(int, sys.argv[3:]):
     options = {"optimizer_state": sys.argv[1]}
     options["communication_options"] = mirror.CommunicationOptions(bytes_per_pack=int(sys.argv[2]))
     in_turns = mirror.MirroredStrategy(["cpu"] * 4, schedule="lockstep", **options)
@@ -101,12 +101,19 @@ for seed in range(2):
 """
 
 
-@pytest.mark.parametrize("bytes_per_pack", [600, 25_000_000])
-@pytest.mark.parametrize("optimizer_state", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("optimizer_state", "bytes_per_pack", "seeds"),
+    [
+        ("replicated", 600, [0]),
+        ("sharded", 25_000_000, [1]),
+        pytest.param("replicated", 25_000_000, [2, 3], marks=pytest.mark.slow),
+        pytest.param("sharded", 600, [4, 5], marks=pytest.mark.slow),
+    ],
+)
 def test_replicas_at_once_have_the_gradients_of_turns(
-    optimizer_state, bytes_per_pack, script_pool
+    optimizer_state, bytes_per_pack, seeds, script_pool
 ):
-    done = script_pool.run(PROGRAM, optimizer_state, bytes_per_pack)
+    done = script_pool.run(PROGRAM, optimizer_state, bytes_per_pack, *seeds)
     assert (done.returncode, done.stderr) == (0, "")
 
 

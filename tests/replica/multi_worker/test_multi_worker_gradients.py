@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from tests.pairs import each_once, pairwise
+from tests.pairs import each_once
 from tests.replica.multi_worker.programs import assert_as_one_device, cross_entropy, net
 
 
@@ -259,7 +259,7 @@ def trains_sparsely(place, change, optimizer):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad's own tensors
-@pairwise(optimizer=SPARSE_OPTIMIZERS, change=CHANGES, way=[1, 3])
+@each_once(optimizer=SPARSE_OPTIMIZERS, change=CHANGES, way=[1, 3])
 def test_sparse_gradients_stay_sparse_for_the_optimizer(worker_pool, optimizer, change, way):
     program = partial(trains_sparsely, change=change, optimizer=optimizer)
     assert_as_one_device(worker_pool, program, (1, 2), way)
