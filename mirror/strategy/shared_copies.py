@@ -88,16 +88,16 @@ class SharedCopies:
             self._parallel_runs.take_turns_once()
         begun = [_Changes(copy) for copy in watched]
 
-        def call_and_note(replica_id: int) -> Any:
+        def call_and_compare(replica_id: int) -> Any:
             replica = current.replica
             if replica is not None:
                 replica.run.shared = begun
             result = call(replica_id)
             for changes in begun:
-                changes.note(replica_id)
+                changes.record_changes(replica_id)
             return result
 
-        return call_and_note
+        return call_and_compare
 
 
 def key_of(fn: Callable[..., Any]) -> Any:
@@ -139,15 +139,15 @@ class _Changes:
         self._first: dict[int, tuple[int, Tensor]] = {}
         self._mutex = Mutex()
 
-    def note(self, replica_id: int) -> None:
+    def record_changes(self, replica_id: int) -> None:
         """Compares the tensors after a piece of a replica's code, and warns.
 
         While replicas run at once, one may be taken for the other, but only for one tensor, in the
         middle of its change; so one tensor among several is not enough for a warning.
         """
-        self._mutex.call(self._note, replica_id)
+        self._mutex.call(self._compare, replica_id)
 
-    def _note(self, replica_id: int) -> None:
+    def _compare(self, replica_id: int) -> None:
         former, num_different = None, 0
         for index, tensor in enumerate(self._tensors):
             version = tensor._version
