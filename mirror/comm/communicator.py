@@ -337,12 +337,12 @@ class Communicator(NoCopy, ABC):
         if type(root) is not int and not is_int(root):
             raise TypeError(
                 f"root must be the id of a replica, an int from 0 to {num_replicas - 1}; got "
-                f"{short_repr(root)}; pass the id of the replica whose tensor the others get"
+                f"{short_repr(root)}; pass the id of the replica that sends its tensor"
             )
         if not 0 <= root < num_replicas:
             raise ValueError(
                 f"root must be a replica, 0 to {num_replicas - 1}; got {root}; pass the id of "
-                "the replica whose tensor the others get"
+                "the replica that sends its tensor"
             )
 
 
@@ -397,8 +397,9 @@ def raise_for_mismatch(
                 "replica first"
             )
     raise TypeError(
-        "a collective needs tensors whose memory holds their values; one of "
-        f"{_name(0, index)} and its like is negated lazily; call .resolve_neg() on it first"
+        "a collective reads the memory of tensors, which must hold their values; "
+        f"{_name(0, index)}, or a tensor that corresponds to it, is negated lazily; call "
+        ".resolve_neg() on it first"
     )
 
 

@@ -5,7 +5,7 @@ objects and entries of dicts and lists. ``FreeVariables`` follows the names as f
 through the user's functions that it names:
 
     a dict, a list            every entry
-    an object, a class        the attributes whose names are in the code
+    an object, a class        the attributes that the code names
 
 Numbers, strings and the like are compared by value, everything else by identity. Tensors, modules
 and optimizers have guards of their own. Containers of more than 256 entries are not followed, and

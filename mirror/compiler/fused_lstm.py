@@ -1,12 +1,14 @@
 """The fused LSTM of the CPU, as an operation of a trace.
 
 Uncompiled, ``torch.lstm`` calls oneDNN's kernel for float32 on the CPU, once per layer and
-direction. A trace would see torch's decomposition in Python: every time step's products, which
-take 1.7 times as long. So a trace calls the kernel: ``mirror.lstm``, ``mirror.lstm_backward``.
+direction. A trace would see torch's decomposition in Python, with the matrix products of every
+time step; that takes 1.7 times as long. So a traced LSTM becomes two operations that call the
+kernel: ``mirror.lstm`` and ``mirror.lstm_backward``.
 
-The kernel's workspace, which its backward pass needs, is left outside of the graph, because its
-size is known only once it has run. The graph has a number for it. A workspace that is gone is
-computed again: of many that are not used, because a step has failed, say, the oldest go.
+The kernel's workspace, which its backward pass needs, stays outside of the graph, because its size
+is known only after the forward pass. The graph passes its number instead. Workspaces of a step
+that has failed are never used, so only the newest 64 are kept. If the backward pass does not find
+its workspace, it runs the forward kernel again.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ def define(library: torch.library.Library) -> None:
 
 
 def can_fuse(values: Tensor, states: Any, params: Any, has_biases: bool) -> bool:
-    """Whether torch would call the kernel, were these values real."""
+    """Whether torch would call the kernel for such values outside of a trace."""
     tensors = [values, *states, *params]
     return (
         values.dim() == 3
-        and not torch.is_autocast_enabled("cpu")  # which chooses another dtype
+        and not torch.is_autocast_enabled("cpu")  # autocast chooses another dtype
         and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
         and states[0].size(2) == states[1].size(2)  # no projections
         and len(params) % (4 if has_biases else 2) == 0
@@ -69,7 +71,7 @@ def call_lstm(
     Args:
         values: of shape (steps, examples, features).
         hx, cx: the first states, of shape (directions, examples, size).
-        params: per direction two weights, and two biases if it has any.
+        params: per direction two weights, then two biases if ``has_biases``.
     """
     count, outputs = 4 if has_biases else 2, []
     for direction in range(2 if bidirectional else 1):
@@ -116,7 +118,7 @@ class _Lstm(torch.autograd.Function):
 def _forward(
     values: Tensor, weights: list[Tensor], hx: Tensor, cx: Tensor, reverse: bool, train: bool
 ) -> Any:
-    """Calls the kernel. Only in grad mode does it return the workspace."""
+    """Calls the kernel. It returns a workspace only in grad mode."""
     with torch.set_grad_enabled(train):
         return torch.ops.aten.mkldnn_rnn_layer.default(
             *(values.contiguous(), *weights, hx.contiguous(), cx.contiguous(), reverse),

@@ -1,7 +1,7 @@
 """The private names of torch that tracing and compiling a step use; no other file has any.
 
 This file is imported when a step is first compiled: ``import mirror`` imports no compiler.
-``torch_names.txt`` lists the names, except those of inductor, whose import takes seconds. If these
+``torch_names.txt`` lists the names, except those of inductor: importing it takes seconds. If these
 are missing, programs run by torch's own kernels.
 """
 
@@ -270,7 +270,7 @@ def compile_with_inductor(
     """Compiles a graph without side effects except its last writes.
 
     Args:
-        guarded: the positions of inputs whose sizes and strides the program need not check.
+        guarded: the positions of inputs that the program need not check for size and strides.
     """
     with warnings.catch_warnings():  # of what torch itself does
         warnings.simplefilter("ignore")
@@ -348,7 +348,7 @@ def _keep_output_strides(graph: fx.GraphModule) -> None:
     ]
 
 
-# Programs of the CPU on disk. They are looked up without inductor, whose import takes seconds.
+# Programs of the CPU on disk. They are looked up without inductor: importing it takes seconds.
 
 # Inductor's wrapper of a compiled program; programs with another wrapper are not stored.
 _WRAPPER = """

@@ -150,7 +150,7 @@ def _shard(dataset: Any, workers: LocalWorkerGroup, window: Window) -> Any:
     examples = getattr(dataset, "dataset", None)
     if not isinstance(dataset, DataLoader) or not hasattr(examples, "shard"):
         raise BatchError(
-            "sharding='file' takes a loader whose dataset has shard(num_shards, index); got "
+            "sharding='file' takes a loader over a dataset with shard(num_shards, index); got "
             f"{_describe_dataset(dataset, examples)}; {remedy}"
         )
     part: Any = examples.shard(workers.size, workers.rank)  # type: ignore[union-attr]

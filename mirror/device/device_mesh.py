@@ -78,9 +78,10 @@ class DeviceMesh:
         if self.is_model_parallel and device.type == "cuda" and device != home:
             places = ", ".join(map(str, self.replicas[0]))
             raise DeviceError(
-                f"a model whose layers are placed is made on the devices of the first replica, "
-                f"{places}, and the others get copies at the same positions of theirs; {name!r} "
-                f"is on {device}; move it to one of {places} before it is mirrored"
+                "under model parallelism, a model is created on the devices of the first "
+                f"replica, {places}; every other replica gets its copy on its own devices, in "
+                f"the same order; {name!r} is on {device}; move it to one of {places} before it "
+                "is mirrored"
             )
         return home
 

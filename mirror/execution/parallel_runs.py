@@ -184,7 +184,10 @@ def _wrap_cached(original: Function) -> Function:
     @functools.wraps(original)
     def cached() -> Any:
         if current.replica is not None:
-            _have_turns(current.replica, "entered parametrize.cached(), whose cache they share")
+            _have_turns(
+                current.replica,
+                "entered parametrize.cached(), which has one cache for all replicas",
+            )
         return original()
 
     return cached

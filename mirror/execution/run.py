@@ -68,7 +68,7 @@ class SteppedOptimizer(Protocol):
 class SharedTensors(Protocol):
     """Ordinary tensors, one for all replicas, that the code of a run may change."""
 
-    def note(self, replica_id: int) -> None:
+    def record_changes(self, replica_id: int) -> None:
         """Records which of them a replica has changed, after a piece of its code."""
 
 
@@ -164,7 +164,7 @@ class Run:
             that has returned.
         stopwatches: one per replica during a measurement, else none.
         streams: the replicas' random streams, if each has its own.
-        shared: the ordinary tensors whose changes are noted, one for all replicas.
+        shared: ordinary tensors, one for all replicas; changes of them are recorded.
     """
 
     __slots__ = (
@@ -268,7 +268,7 @@ class Run:
                 )
             replica.give_back()
         for tensors in self.shared:
-            tensors.note(replica_id)
+            tensors.record_changes(replica_id)
         if self._on_streams is not None:
             self._on_streams.record(replica_id)
         watch = self.stopwatches[replica_id] if self.stopwatches else None

@@ -12,8 +12,8 @@ average the gradients of the same steps. So one server, the leader, numbers the 
 A worker pulls from the leader first, and pulls before it computes a gradient. So a follower is at
 most one commit behind, and no server waits for another process.
 
-A step that lost its worker runs again and may push again. A server identifies a push by its step
-and its number in the step. It applies the first one, and answers REPEATED to the second.
+A step that has lost its worker runs again and may push again. A server identifies a push by its
+step and its number in the step. It applies the first one, and answers REPEATED to the second.
 
 ``ServerRole`` is the actor of a server: it decodes the messages for its shard.
 """
@@ -68,7 +68,7 @@ class PieceSpec:
 
     Attributes:
         variable: the index of the variable.
-        offset: of the first byte in the shard's buffer.
+        offset: the offset of its first byte in the shard's buffer.
         is_buffer: whether it belongs to a buffer, which has changes instead of gradients.
     """
 
@@ -89,7 +89,7 @@ class PushMessage:
 
     Attributes:
         step: the number of the scheduled step.
-        number: of the push in the step; -1 for changes of buffers.
+        number: the number of the push in the step; -1 for changes of buffers.
         attempt: how many workers were lost with the step.
         optimizer: the index of the optimizer that steps; None changes only buffers.
         based_on: the version of the pulled values; if updates are synchronous, the number of the

@@ -1,11 +1,12 @@
 """Shared copies: ordinary tensors beside a mirrored model that every replica of a step changes.
 
 A step in ``run`` is called once per replica, so what it does to an ordinary tensor happens N
-times. For an average of the weights (EMA), or for momenta that a program updates by hand, that is
-a decay of ``d ** N``: other numbers than one device's, without an error. In the first runs of a
-step, the tensors that its code can reach are searched for lists that have the shapes of a mirrored
-module, and versions are compared after each replica. If a second replica changes a tensor again,
-and to other values, a warning names it. Copying the same values into a target network is fine.
+times. An average of the weights (EMA), or a momentum that the program updates by hand, then decays
+by ``d ** N`` per step instead of ``d``: the numbers differ from one device's, without an error. In
+the first runs of a step, the values that its code can reach are searched for lists of tensors with
+the shapes of a mirrored module. The versions of these tensors are compared after each replica. If
+a second replica changes one again, to other values, a warning names the list. Copying the same
+values into a target network causes no warning.
 """
 
 from __future__ import annotations
@@ -89,20 +90,20 @@ class SharedCopies:
             self._parallel_runs.take_turns_once()
         begun = [_Changes(copy) for copy in watched]
 
-        def call_and_note(replica_id: int) -> Any:
+        def call_and_compare(replica_id: int) -> Any:
             replica = current.replica
             if replica is not None:
                 replica.run.shared = begun
             result = call(replica_id)
             for changes in begun:
-                changes.note(replica_id)
+                changes.record_changes(replica_id)
             return result
 
-        return call_and_note
+        return call_and_compare
 
 
 def key_of(fn: Callable[..., Any]) -> Any:
-    """Returns what stands for a function without code: the code of a partial's, or a class."""
+    """Returns a key for a function: its code, that of a partial's function, or its class."""
     while isinstance(fn, partial):
         fn = fn.func
     return getattr(fn, "__code__", type(fn))
@@ -112,7 +113,7 @@ class _Copy:
     """The tensors of one copy.
 
     Attributes:
-        name: the place in which the program holds it.
+        name: where the program holds it.
         num_runs: the number of runs in which it was watched.
         comparisons: the number of those in which two replicas have changed it.
     """
@@ -140,15 +141,16 @@ class _Changes:
         self._first: dict[int, tuple[int, Tensor]] = {}
         self._mutex = Mutex()
 
-    def note(self, replica_id: int) -> None:
+    def record_changes(self, replica_id: int) -> None:
         """Compares the tensors after a piece of a replica's code, and warns.
 
-        While replicas run at once, one may be taken for the other, but only for one tensor, in the
-        middle of its change; so one tensor among several is not enough for a warning.
+        While replicas run at once, a change may be attributed to the wrong replica. That happens
+        only to the one tensor that is being changed, so one of several tensors is not enough for a
+        warning.
         """
-        self._mutex.call(self._note, replica_id)
+        self._mutex.call(self._compare, replica_id)
 
-    def _note(self, replica_id: int) -> None:
+    def _compare(self, replica_id: int) -> None:
         former, num_different = None, 0
         for index, tensor in enumerate(self._tensors):
             version = tensor._version
@@ -225,7 +227,7 @@ def _find_lists(
 
 
 def _fields_of(value: Any) -> list[tuple[str, Any]]:
-    """Returns the attributes of an object, but not of torch's: to read some has effects."""
+    """Returns an object's attributes; none of torch's objects, where a read may have effects."""
     fields = getattr(value, "__dict__", None)
     is_ours = type(value).__module__.partition(".")[0] in ("torch", "mirror")
     if is_ours or isinstance(value, (Optimizer, ModuleType)) or not isinstance(fields, dict):
@@ -258,9 +260,9 @@ def _is_ordinary(value: Any) -> bool:
 
 
 def _shapes_of_modules(modules: ModuleRegistry) -> set[Shapes]:
-    """Returns the shapes of each mirrored module: of parameters, trained ones, and all state.
+    """Returns the shapes of each mirrored module: of its parameters, trained ones, and all state.
 
-    Only a whole model may have nothing but vectors: of such shapes are counters, too.
+    Lists of vectors count only for a whole model: lists of counters have such shapes, too.
     """
     mirrored = [module for module, _ in modules.mirrored_modules()]
     within = {id(child) for module in mirrored for child in module.children()}

@@ -123,7 +123,7 @@ class ReplicaThreads:
             raise
 
 
-_cancellable = set[int]()  # the ids of the threads whose work can be cancelled
+_cancellable = set[int]()  # ids of the threads with work that can be cancelled
 _cancelling = Mutex()
 
 

@@ -25,7 +25,7 @@ _STARTING_SECONDS = 0.1  # how long a thread may take to start another one
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
-    """Returns the current frame of another thread, whose callers have their frame objects, too.
+    """Returns the current frame of another thread, and creates the frames of its callers.
 
     CPython 3.11 creates a frame object when it is first asked for. A garbage collection at that
     point lets the thread go on, and ``f_back`` may then return memory that is used otherwise.

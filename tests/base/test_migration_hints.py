@@ -258,14 +258,14 @@ def test_texts_end_up_whole():
 
 def test_a_name_of_no_library_is_an_ordinary_error(objects):
     for place, owner in objects.items():
-        for name in ("nobody", "_private", "__dunder__"):
+        for name in ("unknown", "_private", "__dunder__"):
             with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
                 getattr(owner, name)
-        assert not hasattr(owner, "nobody"), place
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nobody'"):
-        mirror.MirroredStrategy(["cpu"], nobody=1)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nobody'"):
-        mirror.InputOptions(nobody=1)
+        assert not hasattr(owner, "unknown"), place
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
+        mirror.MirroredStrategy(["cpu"], unknown=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
+        mirror.InputOptions(unknown=1)
 
 
 def test_a_subclass_may_have_a_keyword_and_a_name_of_its_own():

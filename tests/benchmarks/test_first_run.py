@@ -181,7 +181,7 @@ work([(n, lambda n=n: check(n)) for n in names], int(sys.argv[2]), int(sys.argv[
 
 @pytest.fixture
 def supervise(monkeypatch, tmp_path):
-    """Gives ``supervise``, whose time passes only while a check hangs."""
+    """Gives ``supervise`` with a clock that advances only while a check hangs."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     supervised = importlib.import_module("supervised")
     program, hangs = tmp_path / "program.py", tmp_path / "hangs"

@@ -132,8 +132,8 @@ def test_what_is_given_comes_first_and_needs_no_entry():
             "'worker' has no task 2; it has 0 to 1",
         ),
         (
-            {**CONFIG, "task": {"type": "nobody", "index": 0}},
-            "no job 'nobody'; it has 'chief', 'w",
+            {**CONFIG, "task": {"type": "unknown", "index": 0}},
+            "no job 'unknown'; it has 'chief', 'w",
         ),
         ({"cluster": CLUSTER}, "this process's task is unknown"),
         ({**CONFIG, "rpc_layer": 3}, "^TF_CONFIG, rpc_layer: this is a string; got 3"),

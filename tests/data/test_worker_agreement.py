@@ -291,7 +291,7 @@ def test_files_are_sharded_by_record(worker_pool, compression, tmp_path):
 def test_only_what_can_be_sharded_is(worker_pool):
     for error, text in worker_pool(2).run(refusal, in_order, sharding="file"):
         assert error is BatchError
-        assert "takes a loader whose dataset has shard" in text
+        assert "takes a loader over a dataset with shard" in text
 
 
 # States

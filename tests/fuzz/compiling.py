@@ -43,7 +43,7 @@ EVALUATE = [
             "if i % 3 != 0:",
             "    model.eval()",
             "    with torch.{mode}():",
-            "        m.note('compiled eval', evaluate(batch))",
+            "        m.record('compiled eval', evaluate(batch))",
             "    model.train()",
         ],
     ),

@@ -31,7 +31,7 @@ EVAL = [
         [
             "model.eval()",
             "with torch.{mode}():",
-            "    m.note('eval', m.call(WAY, predict, batch))",
+            "    m.record('eval', m.call(WAY, predict, batch))",
             "model.train()",
         ],
     ),
@@ -122,7 +122,7 @@ WRITE = [(2, ["with torch.no_grad(): params()[{k}].mul_(0.5)"])]
 WRITE_DATA = [(2, ["params()[{k}].data.mul_(0.5)"])]
 SET_DATA = [(2, ["params()[{k}].data = params()[{k}].detach() * 0.5"])]
 RATE = [(2, ["optimizers[0].param_groups[0]['lr'] *= 0.5"])]
-LOOK = [("odd", ["m.note('parameters', params())", "m.note('gradients', grads())"])]
+LOOK = [("odd", ["m.record('parameters', params())", "m.record('gradients', grads())"])]
 FORGET_STATE = [(2, ["optimizers[0].state.clear()"])]
 HALVE_STATE = [
     (
@@ -144,7 +144,7 @@ GRADS_OUTSIDE = [
             "x = torch.as_tensor(batches[i][0])",
             "used = [p for p in params() if p.requires_grad]",
             "total = predict(batches[i]).square().mean()",
-            "m.note('outside', torch.autograd.grad(total, used, allow_unused=True))",
+            "m.record('outside', torch.autograd.grad(total, used, allow_unused=True))",
         ],
     ),
 ]

@@ -34,9 +34,9 @@ def loop(draft):
     lines = [line.replace("WAY", str(way)) for line in lines]
     if draft.has_critic and draft.is_compiled:
         start.append("critic_step = m.compiled(critic_loss, critic_update)")
-        lines.append("m.note('critic', critic_step(batch))")
+        lines.append("m.record('critic', critic_step(batch))")
     elif draft.has_critic:
-        lines.append(f"m.note('critic', m.step({way}, critic_loss, critic_update, batch))")
+        lines.append(f"m.record('critic', m.step({way}, critic_loss, critic_update, batch))")
     if draft.is_closed:
         lines.append(f"loss = m.call({way}, closed_step, batch)")
     elif draft.accumulates and k.maybe("no_sync", 0.6):
@@ -44,7 +44,7 @@ def loop(draft):
         lines += [f"    {line}" for line in _step(draft, way, start)]
     else:
         lines += _step(draft, way, start)
-    lines.append('m.note("loss", loss)')
+    lines.append('m.record("loss", loss)')
     if draft.scheduler:
         given = "loss.item()" if "Plateau" in draft.scheduler else ""
         lines.append(f"scheduler.step({given})")
@@ -161,17 +161,17 @@ def _event(draft, event, numbers):
 
 
 def end(draft):
-    average = ["m.note('the critic', critic.state_dict())"] if draft.has_critic else []
-    average += ["m.note('averaged', averaged.state_dict())"] if draft.average else []
+    average = ["m.record('the critic', critic.state_dict())"] if draft.has_critic else []
+    average += ["m.record('averaged', averaged.state_dict())"] if draft.average else []
     return [
-        "m.note('gradients', {name: p.grad for name, p in model.named_parameters()})",
-        "m.note('state', model.state_dict())",
-        "m.note('optimizers', [o.state_dict() for o in optimizers])",
+        "m.record('gradients', {name: p.grad for name, p in model.named_parameters()})",
+        "m.record('state', model.state_dict())",
+        "m.record('optimizers', [o.state_dict() for o in optimizers])",
         "m.check()",
         *average,
-        *(["m.note('scheduler', scheduler.get_last_lr())"] if draft.scheduler else []),
-        *(["m.note('scale', scaler.get_scale())"] if draft.scaled else []),
+        *(["m.record('scheduler', scheduler.get_last_lr())"] if draft.scheduler else []),
+        *(["m.record('scale', scaler.get_scale())"] if draft.scaled else []),
         "model.eval()",
         "with torch.no_grad():",
-        "    m.note('evaluation', predict(batches[0]))",
+        "    m.record('evaluation', predict(batches[0]))",
     ]

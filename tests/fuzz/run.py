@@ -48,10 +48,10 @@ class Plain:
     is_chief = True
 
     def __init__(self):
-        self.notes = []
+        self.recorded = []
 
-    def note(self, name, value):
-        self.notes.append((name, copy_nested(value)))
+    def record(self, name, value):
+        self.recorded.append((name, copy_nested(value)))
 
     def scope(self):
         return contextlib.nullcontext()
@@ -371,7 +371,7 @@ def _run(program, strategy_of):
         place = traceback.extract_tb(error.__traceback__)[-1]
         bucket = f"{type(error).__name__} at {place.name}: {str(error)[:90]}"
         return Outcome("error", bucket, traceback.format_exc())
-    for (name, expected), (_, actual) in zip(plain.notes, mirrored.notes, strict=True):
+    for (name, expected), (_, actual) in zip(plain.recorded, mirrored.recorded, strict=True):
         found = difference(actual, expected, name, program.tolerance)
         if found:
             return Outcome("differs", found.partition(":")[0].partition("[")[0], found)

@@ -51,7 +51,7 @@ def _order(draft, late):
     optimizers = {"in the scope": ["with m.scope():", "    optimizers = make_optimizers()"]}
     optimizers = optimizers.get(where, ["optimizers = make_optimizers()"])
     evaluate = ["model.eval()", "with torch.no_grad():",
-                "    m.note('first', predict(batches[0]))", "model.train()"]  # fmt: skip
+                "    m.record('first', predict(batches[0]))", "model.train()"]  # fmt: skip
     load = [
         "loaded = {name: v * 0.9 if v.is_floating_point() else v.clone()",
         "          for name, v in model.state_dict().items()}",

@@ -408,7 +408,9 @@ def test_the_cache_of_weights_is_refused_to_a_replica_among_others(make_strategy
 
     with (
         pytest.warns(UserWarning, match="take turns"),
-        pytest.raises(mirror.StrategyError, match=r"whose cache they share.* repeat this step"),
+        pytest.raises(
+            mirror.StrategyError, match=r"which has one cache for all.* repeat this step"
+        ),
     ):
         strategy.run(enter)
     strategy.run(enter)

@@ -1,16 +1,16 @@
 """In-place operations: a program of torch's kernels updates its inputs where they are.
 
 A functional graph computes a new value for each input that the step changes, and copies it to the
-input at the end. For an optimizer's update that is two passes over the parameters more than the
-step itself makes, and memory for a second set of them. An operation may write to its first
+input at the end. For an optimizer's update, the copies read the new parameters and write them a
+second time, and the new values need memory of their own. An operation may write to its first
 argument instead if
 
-- that argument is such an input, or the result of an operation that has written to it;
-- nothing reads the input's former value later, not through a view either;
-- its result has the input's dtype, sizes and strides, and leaves the program only as the input.
+- the argument is an input that the step changes, or a value already written to that input;
+- nothing reads the input's old value afterwards, directly or through a view;
+- the result has the input's dtype, sizes and strides, and leaves the program only as that input.
 
-Where the last result is in the input already, the copy at the end is dropped. Inductor does the
-same with its own programs, which fuse such operations.
+If an input already holds its final value, its copy at the end is dropped. Inductor does the same
+in the programs that it compiles.
 """
 
 from __future__ import annotations
@@ -25,49 +25,54 @@ from torch import Tensor, fx
 from mirror.compiler.torch_internals import in_place_overload
 
 _AT_THE_END = 1 << 60  # the position of the output and of the copies
-_VIEWS_WITHOUT_ALIAS = ("aten._unsafe_view.default",)  # whose schema does not say so
+_VIEWS_WITHOUT_ALIAS = ("aten._unsafe_view.default",)  # views, but not by their schema
 
 
 def update_in_place(graph: fx.Graph) -> None:
-    """Replaces operations on inputs that the graph overwrites by their in-place variants.
+    """Replaces operations on the inputs that the graph changes by their in-place variants.
 
     Args:
-        graph: ends with copies to inputs, as those of ``ProgramPiece`` do.
+        graph: a graph that ends with copies to inputs, as in ``ProgramPiece``.
     """
     copies = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
     if any(copy.users for copy in copies):
-        return  # it writes before its end
-    homes: dict[Any, fx.Node] = {copy.args[0]: copy.args[0] for copy in copies}
+        return  # an input is written in the middle of the graph
+    # Maps each input that changes, and its detached views, to the input. These nodes also replace
+    # the results that are written to it.
+    stored_in: dict[Any, fx.Node] = {copy.args[0]: copy.args[0] for copy in copies}
     positions = {node: i for i, node in enumerate(graph.nodes)}
     for node in (*copies, *graph.find_nodes(op="output")):
         positions[node] = _AT_THE_END
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten.detach.default and node.args[0] in homes:
-            homes[node] = homes[node.args[0]]
+        if node.target is torch.ops.aten.detach.default and node.args[0] in stored_in:
+            stored_in[node] = stored_in[node.args[0]]
         if _is_needless_clone(node, positions):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue
         found = None if _is_view(node) else in_place_overload(node.target)
-        if found is not None and _may_write(node, homes, positions):
-            _replace(graph, node, found, homes, positions)
+        if found is not None and _may_write(node, stored_in, positions):
+            _replace(graph, node, found, stored_in, positions)
     for copy in copies:
-        if homes.get(copy.args[1]) is copy.args[0]:
+        if stored_in.get(copy.args[1]) is copy.args[0]:
             graph.erase_node(copy)
 
 
 def _is_needless_clone(node: fx.Node, positions: dict[fx.Node, int]) -> bool:
-    """Whether a node copies a value, and all read the copy before the end."""
+    """Whether a node clones a value, and the clone is neither returned nor copied to an input."""
     if node.target is not torch.ops.aten.clone.default or node.kwargs:
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
     is_kept = any(positions[use] == _AT_THE_END for use in _uses(node))
-    return not is_kept and _are_alike(source, node)
+    return not is_kept and _have_same_layout(source, node)
 
 
 def _pairs(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
-    """Returns each input that the in-place variant writes to, with the value it then has."""
+    """Returns each argument that the in-place variant writes, with its new value or ``None``.
+
+    ``None``: nothing uses that element of a list operation.
+    """
     first = node.args[0]
     if not isinstance(first, (list, tuple)):
         return [(first, node)]
@@ -78,26 +83,28 @@ def _pairs(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
     return list(zip(first, values, strict=True))
 
 
-def _may_write(node: fx.Node, homes: dict[Any, fx.Node], positions: dict[fx.Node, int]) -> bool:
+def _may_write(
+    node: fx.Node, stored_in: dict[Any, fx.Node], positions: dict[fx.Node, int]
+) -> bool:
     if not node.args or not node.args[0]:
         return False
     for before, after in _pairs(node):
-        home = homes.get(before)
-        if home is None or after is None or not _are_alike(home, after):
+        holder = stored_in.get(before)
+        if holder is None or after is None or not _have_same_layout(holder, after):
             return False
-        uses = list(_uses(home))
+        uses = list(_uses(holder))
         if uses.count(node) != 1 or _count(node, before) != 1:
-            return False  # it reads what it would write in another way, too
+            return False  # the operation reads the input a second time, perhaps through a view
         if any(use is not node and positions[use] >= positions[node] for use in uses):
             return False
         at_the_end = [use for use in _uses(after) if positions[use] == _AT_THE_END]
-        if any(use.args[0] is not home for use in at_the_end):  # the output, or another copy
+        if any(use.args[0] is not holder for use in at_the_end):  # the output, or another input
             return False
     return True
 
 
 def _count(node: fx.Node, argument: fx.Node) -> int:
-    """Returns how often a node is in the arguments of another one."""
+    """Returns how often ``argument`` occurs in the arguments of ``node``."""
     count = 0
 
     def visit(one: fx.Node) -> fx.Node:
@@ -109,8 +116,9 @@ def _count(node: fx.Node, argument: fx.Node) -> int:
     return count
 
 
-def _are_alike(home: fx.Node, value: fx.Node) -> bool:
-    mine, other = home.meta.get("val"), value.meta.get("val")
+def _have_same_layout(one: fx.Node, two: fx.Node) -> bool:
+    """Whether both values are strided, and agree in dtype, sizes and strides."""
+    mine, other = one.meta.get("val"), two.meta.get("val")
     return (
         isinstance(mine, Tensor)
         and isinstance(other, Tensor)
@@ -122,7 +130,7 @@ def _are_alike(home: fx.Node, value: fx.Node) -> bool:
 
 
 def _uses(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes that read a value, itself or through views; not the copies to it."""
+    """Yields the nodes that read a value, directly or through views, but no copy to it."""
     for user in node.users:
         if user.target is torch.ops.aten.copy_.default and user.args[1] is not node:
             continue
@@ -134,7 +142,7 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
 def _is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return node.op == "call_function"  # operator.getitem: of a list of views, perhaps
+        return node.op == "call_function"  # operator.getitem, perhaps on a list of views
     has_alias = any(result.alias_info is not None for result in schema.returns)
     return has_alias or str(node.target) in _VIEWS_WITHOUT_ALIAS
 
@@ -143,7 +151,7 @@ def _replace(
     graph: fx.Graph,
     node: fx.Node,
     in_place: Any,
-    homes: dict[Any, fx.Node],
+    stored_in: dict[Any, fx.Node],
     positions: dict[fx.Node, int],
 ) -> None:
     with graph.inserting_before(node):

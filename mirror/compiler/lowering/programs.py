@@ -97,7 +97,7 @@ def compile_piece(
     Kernels name their device; those of a second device come from the compiler's cache.
 
     Args:
-        guarded: the slots of inputs whose sizes and strides the program need not check.
+        guarded: the slots of inputs that the program need not check for size and strides.
     """
     assert piece.graph is not None
     graph = fx.GraphModule(piece.graph, fx.Graph())

@@ -1,9 +1,9 @@
 """The order of the writes at the end of a program, as inductor needs it.
 
-Inductor of torch 2.13 removes copies, also of an input that the program overwrites. So
-``t = a.clone(); a.add_(1); b.copy_(t)`` writes the new value of ``a`` to ``b``, under
-``torch.compile``, too. The numbers are right if ``b`` is written first. Where two inputs exchange
-their values there is no such order, and torch's own kernels must run the program.
+Inductor of torch 2.13 removes clones, even of an input that the program overwrites later. So
+``t = a.clone(); a.add_(1); b.copy_(t)`` writes the new value of ``a`` to ``b``; ``torch.compile``
+without mirror does so, too. The result is right if ``b`` is written first. If two inputs exchange
+their values, there is no such order, and torch's own kernels must run the program.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import fx
 
 
 def order_writes(graph: fx.Graph) -> bool:
-    """Moves each write of an input behind those that may write its former value elsewhere.
+    """Moves each write of an input after all writes that may copy the input's old value.
 
     Returns:
-        Whether there is such an order.
+        Whether there is such an order; if not, the graph stays as it is.
     """
     writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
     constant: dict[fx.Node, bool] = {}
@@ -42,7 +42,7 @@ def order_writes(graph: fx.Graph) -> bool:
 
 
 def _copied_input(value: Any, constant: dict[fx.Node, bool]) -> fx.Node | None:
-    """Returns the input of which a value may be a copy, after simplification; ``None`` if none."""
+    """Returns the input that a value may be a copy of once inductor has simplified the graph."""
     while value.op != "placeholder":
         before = [node for node in _inputs(value) if not _is_constant(node, constant)]
         if len(before) != 1:
@@ -53,7 +53,7 @@ def _copied_input(value: Any, constant: dict[fx.Node, bool]) -> fx.Node | None:
 
 
 def _inputs(node: fx.Node) -> Sequence[fx.Node]:
-    """Returns the values that one is computed from; of a list operation, those of this element."""
+    """Returns the values that a node is computed from; for an element of a list, only its own."""
     if node.target is torch.ops.aten.copy.default:
         return [node.args[1]]  # type: ignore[list-item]
     several = node.args[0] if node.target is operator.getitem else node

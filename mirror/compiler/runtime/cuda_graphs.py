@@ -235,8 +235,8 @@ class CapturedPieces:
         for tensor in inputs:
             if tensor.device != device:
                 raise ValueError(
-                    f"it reads a tensor of shape {tuple(tensor.shape)} on {tensor.device}, whose "
-                    "value a graph would keep"
+                    f"it reads a tensor of shape {tuple(tensor.shape)} on {tensor.device}; a "
+                    "graph would keep the value that it has now"
                 )
         if not self._static_slots.issuperset(program.writes):
             raise ValueError("it writes to an argument of the step")

@@ -1,14 +1,19 @@
 """Launches the programs of the replicas on several threads at once, where that pays.
 
-A compiled program releases the GIL, and so does each of torch's kernels. So the programs of
-simulated devices can run side by side, each with its share of the caller's intra-op threads. Small
-programs end before a thread has woken up. They run in turn, compiled ones each in one thread: a
-team of threads that synchronizes after each small kernel takes twice as long as one thread (1.0
-and 2.4 ms for a step of an MLP of eight layers of 64 on two replicas and two cores). The team that
-computed before them ends, since its threads would spin for a while where the replicas compute: a
-step of the CNN took 1.17 of that time, one of an LSTM 1.24. The choice must not depend on a clock,
-because two threads may round a matrix product differently from one. It depends on the amount of
-work in the graph.
+Compiled programs release the GIL, and so do torch's kernels. So programs of simulated devices can
+run at once, each with an equal share of the caller's intra-op threads:
+
+    a large program              on all replicas at once
+    a small one, compiled        in turn, in one thread
+    a small one of kernels       in turn, with all intra-op threads
+
+A small program would end before another thread has woken up. In a small compiled program, a team
+that synchronizes after each kernel takes twice as long as one thread (2.4 and 1.0 ms for a step of
+an MLP of eight layers of 64 on two replicas and two cores). Before programs run at once, the
+caller's thread team is ended: its idle threads would spin on the cores that the replicas need, and
+a step of the CNN took 1.17 of the time, one of an LSTM 1.24. What is large depends on the work in
+the graph and not on a measured time, because two threads may round a matrix product differently
+from one.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from mirror.compiler.lowering.programs import CallableProgram
 from mirror.device.host import release_thread_pool
 from mirror.execution.replicas import Replicas
 
-# Multiplications: about half a millisecond of one core; a thread wakes up in 27 us.
+# In multiplications. One core takes about half a millisecond; a thread wakes up in 27 us.
 MUCH_WORK = 2e7
 
 
@@ -39,7 +44,7 @@ class ParallelLaunch:
         replicas: the replicas; on GPUs one thread launches all programs.
 
     Attributes:
-        is_raw: whether its writes leave the version of a tensor as it is, for every program.
+        is_raw: False: whether writes increment the version of a tensor depends on the program.
     """
 
     is_raw = False
@@ -51,7 +56,7 @@ class ParallelLaunch:
         reinit_after_fork(self)
 
     def after_fork(self) -> None:
-        """Forgets, in a forked process, the threads, which are in the other one."""
+        """Drops the pool in a forked process: its threads exist only in the parent."""
         self._pool = None
 
     def run(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
@@ -69,7 +74,7 @@ class ParallelLaunch:
                 torch.set_num_threads(num_threads)
             return
         if release_thread_pool is not None:
-            release_thread_pool()  # its threads would spin, where the replicas compute now
+            release_thread_pool()  # its threads would spin on the cores that the replicas need
         each = max(1, num_threads // len(own))
         first, *others = own.values()
         device = self._devices[0]
@@ -81,7 +86,7 @@ class ParallelLaunch:
         finally:
             torch.set_num_threads(num_threads)
             for future in begun:
-                _finish(future)  # their values must stay alive until they end
+                _finish(future)  # the values must stay alive until the program ends
         for future in begun:
             future.result()
 

@@ -13,11 +13,11 @@ back. The sum includes the factor of a mean; only NCCL multiplies afterwards.
                     between replicas; every gradient with "host", which packs nothing
     copied back     with a ``wire_dtype``: the cast back writes every byte anyway
 
-For autograd the gradient is no view but a tensor with its own version. Every reduction creates new
-buffers, so a gradient that the program has kept is never overwritten; to an existing ``.grad`` it
-adds. A buffer lives as long as any gradient in it, so a kept gradient keeps at most
-``bytes_per_pack`` alive. Copies and files would contain the whole storage, as torch saves it, so
-``copy_without_bucket`` overrides how such a gradient is copied.
+To autograd the gradient is not a view: it has a version of its own. Every reduction creates new
+buffers, so a gradient that the program has kept is never overwritten; if ``.grad`` is still set,
+the sum is added to it. A buffer lives as long as any gradient in it, so a kept gradient
+keeps at most ``bytes_per_pack`` alive. ``copy.deepcopy`` and pickle would copy the whole storage,
+so ``copy_without_bucket`` makes them copy the gradient alone.
 
 On GPUs a buffer belongs to the compute stream on which it was created. The streams of the backward
 passes are recorded in ``GradTracker.streams`` and reported to the allocator, because passes wrote
@@ -64,7 +64,9 @@ class GradAccess:
         self.unreduced = gradients
         self.exposed: dict[ReplicatedParam, Tensor] = {}
         self._common: dict[ReplicatedParam, Tensor | None] = {}
-        self._assigned: dict[ReplicatedParam, dict[int, weakref.ref[Tensor]]] = {}  # by replicas
+        self._assigned: dict[
+            ReplicatedParam, dict[int, weakref.ref[Tensor]]
+        ] = {}  # what each replica set
         self._num_comparisons = _MAX_GPU_COMPARISONS
 
     def part(self, variables: ReplicatedParams) -> LifecycleHooks:
@@ -113,8 +115,8 @@ class GradAccess:
             return self._read_outside(variable)
         if gradients.deferring:
             return gradients.local_gradient(variable, replica_id)
-        # A compiler that traces a replica's code reads .grad while it holds its lock. The other
-        # replicas would wait for the lock, so this read must not wait for them.
+        # A compiler that traces a replica's code holds a lock while it reads .grad. Other
+        # replicas may wait for that lock, so this read must not wait for them.
         if gradients.must_reduce(replica.replica_id) and compile_context() is None:
             gradients.observe(replica)
         return variable.targets[replica_id].grad
@@ -134,7 +136,7 @@ class GradAccess:
 
     @disable_dynamo
     def write(self, variable: ReplicatedParam, value: Tensor | None) -> None:
-        """Sets the gradient of the current replica; of all in the cross-replica context."""
+        """Sets the current replica's gradient; in the cross-replica context that of all."""
         replica = replica_of(self._replicas)
         if replica is None:
             self._write_outside(variable, value)
@@ -152,9 +154,9 @@ class GradAccess:
     def _record_assigned(
         self, variable: ReplicatedParam, value: Tensor, replica: Replica
     ) -> Tensor:
-        """Records what a replica sets; returns a clone if another replica has that memory.
+        """Records what a replica sets; returns it, or a clone if another replica has its memory.
 
-        Replicas that set one tensor get N tensors, as each adds to its own.
+        Later gradients are added in place, so each replica needs memory of its own.
         """
         r, assigned = replica.replica_id, self._assigned.setdefault(variable, {})
         grads: Iterable[Tensor | None]
@@ -190,7 +192,7 @@ class GradAccess:
     def clear(
         self, variables: Sequence[ReplicatedParam], targets: Sequence[Sequence[nn.Parameter]]
     ) -> bool:
-        """Drops the reduced gradients of the current replica; of all outside ``run``.
+        """Drops the reduced gradients of the current replica; outside ``run`` those of all.
 
         Args:
             targets: per replica, the ordinary parameters of ``variables``.
@@ -296,7 +298,7 @@ class GradAccess:
             copy.on_accumulate(partial(_reduce_after_backward, weakref.ref(self)))
 
     def add_hook(self, variable: ReplicatedParam, hook: GradientHook) -> RemovableHandle:
-        """Registers a hook that gets the reduced gradient of every backward pass from now on."""
+        """Registers a hook that gets the reduced gradient of each later backward pass."""
         self._runner.check_between_runs("a hook of a gradient")
         self.unreduced.flush()
         handle = RemovableHandle(variable.hooks)
@@ -315,7 +317,7 @@ class GradAccess:
             gradients.observe(replica)
 
     def receive(self, variable: ReplicatedParam, parameter: Tensor) -> None:
-        """Moves gradients of the parameter object to a copy. See ``replicated_params.py``."""
+        """Moves gradients that the parameter object gets to a replica's copy, from now on."""
         if "_is_received" in parameter.__dict__:
             return
         parameter.__dict__["_is_received"] = True
@@ -390,7 +392,7 @@ def copy_without_bucket(grad: Tensor) -> Tensor:
 
 
 class _CopyWithoutBucket:
-    """Both methods of a gradient, as one object: bound methods would be a reference cycle."""
+    """Stands for both methods of a gradient; bound methods would create a reference cycle."""
 
     __slots__ = ("_grad",)
 

@@ -12,12 +12,12 @@ The slot says whether there is a gradient; ``pending`` only says where to search
 arrival. An entry without a gradient (the gradient was set, or is in a bucket) does no harm.
 
 [Note: Slots of replicas at once]
-While replicas run at once, a slot (the C++ ``.grad`` of a copy, or ``.grad`` of a target) is read
-and written by its own replica only: the engine writes slots without the GIL, and torch gives the
-GIL away while it frees a gradient that Python has seen, so that another thread may find a tensor
-that is half freed, and crash. The one exception is a bucket that is launched. It reads slots that
-the engine has filled and will not touch again, under ``lock``; a replica empties its slots under
-``lock``, too.
+A slot is the C++ ``.grad`` of a copy, or the ``.grad`` of a target. While replicas run at once,
+only the replica itself reads and writes its slots. The engine writes slots without the GIL. And
+torch releases the GIL while it frees a gradient that has a Python object: another thread that
+reads the slot then gets a half-freed tensor, and Python crashes. There is one exception: the
+launch of a bucket reads slots of all replicas, which the engine has filled and will not touch
+again. It holds ``mutex``, and so does a replica that empties its slots.
 
 Torch has hooks for gradients, but none for the start of a backward pass. So the function through
 which ``backward`` and ``torch.autograd.grad`` start the engine is wrapped, once, when the first
@@ -77,7 +77,7 @@ class GradTracker:
         may_have_arrived: whether a pass outside ``run`` may have brought gradients.
         changes: how often a copy was added, or its ``requires_grad`` has changed.
         streams: on GPUs, the streams on which passes have brought unreduced gradients.
-        lock: held while entries of ``pending`` are removed or changed.
+        mutex: held while entries of ``pending`` are removed or changed.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -95,7 +95,7 @@ class GradTracker:
         reinit_after_fork(self)
 
     def after_fork(self) -> None:
-        """Creates a free lock: a thread that does not exist in the fork may have held the old."""
+        """Creates a free lock: the old one may be held by a thread of the other process."""
         self.mutex = Mutex()
 
     def add(self, copy: ReplicaParameter) -> None:

@@ -5,13 +5,14 @@
     these, attention, Transformer: inputs    the second dimension, the first with batch_first
 
 A split call splits the first dimension. A state for the whole batch,
-``torch.zeros(num_layers, len(x), size)``, therefore reaches a replica's layer whole, and torch
-would reject its shape: the layer gets the replica's examples of it. A state that a layer returns
-is never taken for a batch, even if it has as many layers as examples. Inputs that are split along
-their steps cause a warning, since each replica then computes a part of every sequence.
+``torch.zeros(num_layers, len(x), size)``, therefore reaches every replica's layer whole, and torch
+would reject its shape. So the layer gets only the part for the replica's examples. A state that a
+layer returns is never taken for a batch, even if it has as many layers as examples. Inputs that
+are split along their steps cause a warning, since each replica then computes a part of
+every sequence.
 
-Embeddings with ``max_norm`` write, in forward, the rows of the weight that they look up; so all
-replicas write the rows of the whole batch.
+Embeddings with ``max_norm`` renormalize, in forward, the rows that they look up. So every replica
+renormalizes the rows of the whole batch.
 """
 
 from __future__ import annotations

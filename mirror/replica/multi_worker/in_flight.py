@@ -282,7 +282,7 @@ class InFlight:
         return number, reduction, f"gradients, bucket {index + 1} of {reduction}"
 
     def copies(self, num_replicas: int) -> list[list[ReplicaParameter]]:
-        """Returns each replica's copies whose gradients are in flight."""
+        """Returns the copies with gradients in flight, per replica."""
         buckets = [flight.bucket for flight in self.launched]
         return [[*chain(*(b.copies[r] for b in buckets))] for r in range(num_replicas)]
 

@@ -61,7 +61,7 @@ class PassWeights(dict[int, float]):
 
 
 class Deferred(DeferredGrads):
-    """Deferred gradients; true also for a worker whose deferred passes had no gradients.
+    """Deferred gradients; true even if the worker's deferred passes had no gradients.
 
     Attributes:
         has_passes: whether passes were deferred, which is the same on all workers.
@@ -88,7 +88,7 @@ class Deferred(DeferredGrads):
 
 
 class SeveralCalls:
-    """Detects passes through several calls whose proportions differ between workers.
+    """Detects passes through several calls in proportions that differ between workers.
 
     A worker's pass outside ``run`` has one weight, that of its last call, see
     [Note: Shares of workers]. If the pass contains calls with other numbers of examples, that is

@@ -1,4 +1,4 @@
-"""WorkerBucket: variables whose gradients travel between workers in one buffer, and its layout.
+"""WorkerBucket: variables with gradients that travel between workers in one buffer; its layout.
 
 ``Contributions`` is this worker's part of a reduction, summed over its replicas with their shares.
 ``Trailer`` has the numbers that travel after a bucket's gradients, and are summed with them. Each
@@ -12,7 +12,7 @@ weight       the worker's weight; see [Note: Shares of workers]
 more         1 from a worker that has gradients of a second pass: all workers reduce once more
 non_finite   1 from a worker that has found a gradient that is not finite
 failed       1 from a worker that has failed, and will not take part in the rest
-mixed        1 from a worker whose calls since the last reduction had different weights
+mixed        1 from a worker that has made calls of different weights since the last reduction
 sparse       1 from a worker that has set sparse gradients aside: all agree on an order without
              their variables
 

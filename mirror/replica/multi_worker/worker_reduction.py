@@ -43,7 +43,7 @@ class WorkerReduction:
         non_finite: checks whether gradients are finite.
 
     Attributes:
-        dropped: the variables and replicas whose reduced gradients are thrown away.
+        dropped: pairs of a variable and a replica; their reduced gradients are thrown away.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class WorkerReduction:
     def reduce(self, order: BucketOrder, weights: PassWeights) -> bool:
         """Reduces all buckets, and repeats that until no worker has gradients left.
 
-        Gradients are left if a second pass has filled slots whose bucket was launched.
+        Gradients are left if a second pass has filled slots of a bucket in flight.
 
         Returns:
             Whether a worker has set sparse gradients aside, which need another order.
@@ -133,7 +133,7 @@ class WorkerReduction:
             first: the trailer of the first bucket, if it is unusual.
 
         Returns:
-            The factor for the reduced gradients, and the largest flag of a variable whose
+            The factor for the reduced gradients, and the largest flag at which a variable's
             ``.grad`` stays unchanged.
 
         Raises:

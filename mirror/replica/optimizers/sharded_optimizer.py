@@ -77,7 +77,7 @@ class ShardedOptimizer(MirroredOptimizer):
     sliced: SlicedParams | None = None
     _grads: SlicedGrads | None = None  # of these slices
     _whole: frozenset[ReplicatedParam] = frozenset()  # with gradients that cannot be cut
-    _undivided: ParamGroupsView | None = None  # groups whose state is known not to be sharded
+    _undivided: ParamGroupsView | None = None  # groups that are known to have no sharded state
     _warned_of: str | None = None  # the reason
 
     def step_cross_replica(self, step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

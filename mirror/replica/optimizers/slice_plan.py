@@ -12,8 +12,8 @@ So the shards are balanced for any model, nothing is padded, and at most N - 1 p
 bucket are cut.
 
 An optimizer that is not elementwise needs whole parameters. They go to the replica with the
-fewest elements, largest first (Graham, 1969). The idea is that of ZeRO, stage 1 (Rajbhandari et
-al., 2020).
+fewest elements, largest first (Graham, 1969). Sharding optimizer state is stage 1 of ZeRO
+(Rajbhandari et al., 2020).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ParamSlice(NamedTuple):
     """A part of one parameter, and the replica that holds its optimizer state and updates it.
 
     Attributes:
-        param_index: the position of the parameter in the list that was planned.
+        param_index: the position of the parameter in the ``sizes`` of the plan.
         start, stop: the elements, in the order in which they are in memory.
         replica_id: the replica.
     """
@@ -85,7 +85,7 @@ def plan_whole(
 
 
 def find_uncovered(slices: Sequence[ParamSlice], sizes: Sequence[int]) -> tuple[int, int] | None:
-    """Returns the first parameter and element that not exactly one slice covers, or ``None``."""
+    """Returns the first parameter and element not covered by exactly one slice, or ``None``."""
     reached = [0] * len(sizes)
     for one in sorted(slices):
         if one.start != reached[one.param_index]:

@@ -117,8 +117,8 @@ def refuse_wrappers(optimizer: Optimizer) -> None:
                     raise StrategyError(
                         f"{name}.step wraps a {type(optimizer).__name__}, but {name} is no "
                         "torch.optim.Optimizer: inside strategy.run every replica would run its "
-                        "code, on what all share; call it outside, or derive the class from "
-                        "torch.optim.Optimizer, whose steps are made once"
+                        "code, on tensors that all replicas share; call it outside, or derive "
+                        "the class from torch.optim.Optimizer: then it steps once"
                     )
         frame = frame.f_back
 

@@ -7,13 +7,14 @@ inwards:
     optimizer.step(closure)
     1. ``wrapper``         a step of the same optimizer that is in progress: calls the method
     2. ``_step_in_run``    inside ``run``: one step for all replicas, or a step of each replica
-    3. ``_step``           begins the time of the step; finds the ``MirroredOptimizer``
+    3. ``_step``           starts the step on the timeline; finds the ``MirroredOptimizer``
     4. ``MirroredOptimizer`` swaps in the parameters of one replica: [Note: Lending an optimizer]
     5. torch               the user's hooks, global ones first
     6. the class's step    over the ordinary parameters of one replica
 
-and outwards: the user's hooks, the shared groups return, the time of the step ends. A step that
-raises takes the same way out, so the optimizer is never left with one replica's parameters.
+On the way out the user's hooks run, the shared groups are put back, and the step ends on the
+timeline. A step that raises takes the same way, so the optimizer never keeps one replica's
+parameters.
 """
 
 from __future__ import annotations
@@ -89,7 +90,11 @@ _lock = Mutex()
 
 
 def watch_optimizer_steps(*, are_mirrored: bool) -> None:
-    """Wraps the step of every optimizer class, once; and what else mirrored optimizers need."""
+    """Wraps the step of every optimizer class, once.
+
+    Args:
+        are_mirrored: whether to install the other hooks of mirrored optimizers, too.
+    """
     _lock.call(_watch_steps, are_mirrored)
 
 
@@ -213,8 +218,8 @@ def _wrap_step(step: Step, context: Replica) -> Step:
 
 def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs: Any) -> Any:
     """Makes one step, of one replica or in the cross-replica context, and measures its time."""
-    # Torch's constructor puts hooks around the step. A wrapper of another optimizer that does not
-    # call it steps that one, which is found there.
+    # Torch's constructor puts hooks around the step. An optimizer that wraps another one may not
+    # call the constructor; the record is then found when it steps the inner optimizer.
     has_hooks_around = getattr(step, "__code__", None) is _Installed.hooked_code
     # While a step is traced, the tracer has swapped in the parameters; gradients have no values.
     is_traced = replica is not None and replica.tracing is not None
@@ -266,7 +271,8 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
         mirror.recover()
     if mirror is not None and replica is not None and replica.replicas is mirror.replicas:
         if replica.replica_id in mirror.met:
-            return mirror  # another replica may have its groups swapped in, so they tell nothing
+            # The groups may hold another replica's parameters now, so they are not compared.
+            return mirror
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
         replicas = replicas_in(optimizer)
         if replicas is None:
@@ -284,7 +290,7 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
 def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> MirroredOptimizer:
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is None or mirror.replicas is not replicas:
-        # There it lives as long as the optimizer; copies and pickles leave it out.
+        # In the attributes it lives as long as the optimizer; copies and pickles leave it out.
         kind = ShardedOptimizer if replicas.shards_state else MirroredOptimizer
         mirror = kind(optimizer, optimizers_of(replicas))
         optimizer.__dict__["_mirror"] = mirror

@@ -1,7 +1,7 @@
 """CentralParam: a mirrored parameter on a parameter device, and its gradient there.
 
-``CentralStorageStrategy`` keeps parameters on a parameter device. There every parameter has one
-more tensor, and it is the truth:
+``CentralStorageStrategy`` keeps parameters on a parameter device. There every parameter has two
+more tensors on one storage, which holds the authoritative values:
 
     home         an ordinary parameter on the parameter device. Optimizers step it once, and their
                  state belongs to it. ``p`` shares its storage.
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +59,6 @@ from mirror.replica.params.replicated_param import (
     StorageAliases,
 )
 from mirror.replica.params.replicated_params import ReplicatedParams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class CentralParamCopy(ReplicaParameter):
@@ -301,7 +298,7 @@ class CentralAccess(GradAccess):
     # Between the parameter device and the replicas
 
     def fetch(self, variable: ReplicatedParam, source: int = 0) -> Tensor | None:
-        """Copies a replica's gradient to the parameter device if it is not there; returns it."""
+        """Returns a replica's gradient on the parameter device, copied if it is not there yet."""
         home, grad = variable.home, variable.targets[source].grad
         known = self._seen.get(variable)
         if grad is not None and known is not None and known.source is grad:
@@ -341,7 +338,7 @@ class CentralAccess(GradAccess):
             known.source, known.version = source, source._version
 
     def refresh(self) -> None:
-        """Updates the gradients that the program has read to what the replicas now have."""
+        """Copies the replicas' present gradients to those that the program has read."""
         for variable, known in list(self._seen.items()):
             if variable.targets[0].grad is not known.source:
                 self._forget_shown(variable)

@@ -258,7 +258,7 @@ class Listener:
     Args:
         sock: a listening socket; it stays open.
         credentials: what the processes that connect must prove.
-        deliver: is called with each channel whose handshake succeeded, in any thread.
+        deliver: is called with each channel after a successful handshake, in any thread.
     """
 
     def __init__(

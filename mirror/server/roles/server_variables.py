@@ -318,13 +318,15 @@ class ServerVariables:
         if isinstance(thing, nn.Module):
             index = self._modules.get(id(thing))
             if index is None:
-                self._warn(thing, name_of, "whose weights stay a copy of their own on each worker")
+                self._warn(thing, name_of, "that is not on the servers: each worker has a copy")
                 return None
             return ("module", index)
         if isinstance(thing, Optimizer):
             known = self._known_optimizer(thing)
             if known is None:
-                self._warn(thing, name_of, "of other parameters, whose steps there are lost")
+                self._warn(
+                    thing, name_of, "of other parameters, so its steps on a worker are lost"
+                )
                 return None
             return ("optimizer", known)
         return None
@@ -333,7 +335,7 @@ class ServerVariables:
         if id(thing) not in self._warned:
             self._warned.add(id(thing))
             warnings.warn(
-                f"the step holds {name_of(thing)}, {short_repr(thing)} {what}, which is sent to a "
+                f"the step holds {name_of(thing)}, {short_repr(thing)} {what}; it is sent to a "
                 "worker with every step; create modules under strategy.scope(), and data in the "
                 "function of create_per_worker_dataset",
                 UserWarning,

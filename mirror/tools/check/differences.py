@@ -240,6 +240,6 @@ def find_first_deep(
         if difference.one is not None and is_rounding(difference, difference.one, b):
             continue
         if difference.reason == "shape" and difference.event.depth > 0:
-            continue  # a state whose parts cannot be joined here; what follows tells
+            continue  # the parts of a state cannot be joined here; later events decide
         return difference, some, others
     return None, some, others

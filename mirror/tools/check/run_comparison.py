@@ -172,7 +172,7 @@ class RunComparison:
             replicas=self._replicas,
             step=1,
             cause="no finite loss",
-            why="numbers that are NaN are equal whatever the replicas compute",
+            why="NaN counts as equal to NaN, so an error of the replicas would not be found",
             remedy="find out why on one device; torch.autograd.detect_anomaly() may help",
         )
 

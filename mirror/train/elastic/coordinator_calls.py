@@ -2,7 +2,7 @@
 
 A coordinator that was killed closes its connections, and calls of its store raise RuntimeError. A
 machine that was lost, or a process that was stopped, closes nothing: a call of a ``TCPStore`` then
-waits forever, whatever the store's timeout is.
+waits forever; the store's timeout has no effect.
 """
 
 from __future__ import annotations

@@ -302,9 +302,9 @@ class ElasticAgent:
         self._end_workers()
 
     def _is_lost(self, slot: _Slot) -> bool:
-        """Returns whether a worker stands still after the training.
+        """Returns whether a worker makes no progress after the training.
 
-        Without a coordinator, which detects that, a worker counts as lost that has been stopped
+        A coordinator detects that. Without one, a worker counts as lost once it has been stopped
         for the timeout; the others may still save.
         """
         assert slot.process is not None

@@ -1,6 +1,6 @@
 """``mirror.train.elastic.run``: calls a training function again whenever the workers change.
 
-A strategy whose worker is lost cannot be used any more: a step may have been half done, on some
+A strategy that has lost a worker cannot be used any more: a step may be half done, on some
 replicas, with sums in flight. So a new generation does not repair the strategy. The training
 function is called again: it makes a strategy, a model and an optimizer, as at the start of the
 program, and ``ElasticState.restore`` gives them the newest commit, from memory. The process stays,

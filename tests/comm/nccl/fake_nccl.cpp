@@ -225,7 +225,7 @@ Result deliver(Clique &clique) {
       else in[{op.root, rank}].push_back(&op);
     }
   }
-  if (out.size() != in.size()) return refuse(kUsage, "a message that nobody awaits, or sends");
+  if (out.size() != in.size()) return refuse(kUsage, "a message that no rank receives, or sends");
   for (auto &[way, messages] : out) {
     auto &awaited = in[way];
     if (awaited.size() != messages.size()) return refuse(kUsage, "more messages than are awaited");

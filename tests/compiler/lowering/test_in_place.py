@@ -99,12 +99,12 @@ def test_lists_are_updated_at_once():
     assert names_of(assert_equal_results(graph, values + grads)) == ["aten._foreach_add_.List"]
 
 
-def returned(built, x, y):
+def return_result(built, x, y):
     after = built.call(aten.add.Tensor, x, y)
     return {x: after}, [after]
 
 
-def viewed_and_returned(built, x, y):
+def return_view(built, x, y):
     after = built.call(aten.add.Tensor, x, y)
     return {x: after}, [built.call(aten.view.default, after, [-1])]
 
@@ -124,45 +124,45 @@ def read_twice_at_once(built, x, y):
     return {x: built.call(aten.add.Tensor, x, built.call(aten.t.default, x))}, []
 
 
-def of_another_dtype(built, x, y):
+def compute_in_another_dtype(built, x, y):
     y = built.call(aten.to.dtype, y, torch.float64)
     exact = built.call(aten.mul.Tensor, x, y)
     return {x: built.call(aten.sub.Tensor, exact, y)}, []
 
 
-def read_by_another_of_the_list(built, x, y):
+def read_in_the_same_list(built, x, y):
     first, second = built.each(aten._foreach_add.List, [x, y], [y, x])
     return {x: first, y: second}, []
 
 
-def turned(built, x, y):
+def transpose(built, x, y):
     turned = built.call(aten.t.default, built.call(aten.mul.Tensor, x, 2.0))
     return {x: built.call(aten.add.Tensor, turned, y)}, []
 
 
-def exchanged(built, x, y):
+def exchange(built, x, y):
     after = built.call(aten.mul.Tensor, x, 2.0)
     other = built.call(aten.mul.Tensor, y, 3.0)
     return {x: other, y: after}, []
 
 
-def written_to_two(built, x, y):
+def write_to_two(built, x, y):
     after = built.call(aten.mul.Tensor, x, 2.0)
     return {x: after, y: after}, []
 
 
-def clone_returned(built, x, y):
+def return_clone(built, x, y):
     copied = built.call(aten.clone.default, y)
     return {x: built.call(aten.mul.Tensor, x, copied)}, [copied]
 
 
-def clone_of_the_former_value(built, x, y):
+def clone_old_value(built, x, y):
     former = built.call(aten.clone.default, x)
     after = built.call(aten.mul.Tensor, x, 2.0)
     return {x: after}, [built.call(aten.add.Tensor, former, y)]
 
 
-def one_of_a_list_twice(built, x, y):
+def list_one_input_twice(built, x, y):
     first, second = built.each(aten._foreach_mul.Scalar, [x, x], 2.0)
     return {x: first}, [built.call(aten.add.Tensor, second, y)]
 
@@ -170,19 +170,19 @@ def one_of_a_list_twice(built, x, y):
 @pytest.mark.parametrize(
     "program",
     [
-        returned,
-        viewed_and_returned,
+        return_result,
+        return_view,
         read_later,
         read_later_through_a_view,
         read_twice_at_once,
-        of_another_dtype,
-        read_by_another_of_the_list,
-        turned,
-        exchanged,
-        written_to_two,
-        clone_returned,
-        clone_of_the_former_value,
-        one_of_a_list_twice,
+        compute_in_another_dtype,
+        read_in_the_same_list,
+        transpose,
+        exchange,
+        write_to_two,
+        return_clone,
+        clone_old_value,
+        list_one_input_twice,
     ],
     ids=lambda program: program.__name__,
 )

@@ -39,7 +39,7 @@ class Vectors(nn.Sequential):
 
 
 @pytest.fixture
-def made(monkeypatch):
+def operations(monkeypatch):
     """The names of the operations of all programs, by what runs them; nothing is compiled."""
     found = {"kernels": set(), "compiler": set()}
     interpret = build_program.interpret_piece
@@ -88,9 +88,9 @@ LARGE, SMALL = 256, 4
     mode=["trace", "auto", "inductor"],
     num_replicas=[1, 2],
 )
-def test_a_step_runs_by_kernels_or_a_compiler(make, mode, num_replicas, made):
+def test_a_step_runs_by_kernels_or_a_compiler(make, mode, num_replicas, operations):
     train(make, mode, num_replicas)
-    assert bool(made["kernels"]) != bool(made["compiler"])
+    assert bool(operations["kernels"]) != bool(operations["compiler"])
 
 
 @pytest.mark.parametrize(
@@ -103,15 +103,15 @@ def test_a_step_runs_by_kernels_or_a_compiler(make, mode, num_replicas, made):
         (lambda: Images(SMALL), "trace", "kernels"),
     ],
 )
-def test_auto_takes_kernels_for_large_convolutions(make, mode, expected, made, monkeypatch):
+def test_auto_takes_kernels_for_large_convolutions(make, mode, expected, operations, monkeypatch):
     monkeypatch.setattr(build_program, "_has_compiler", lambda: True)
     train(make, mode)
-    assert {kind for kind, names in made.items() if names} == {expected}
+    assert {kind for kind, names in operations.items() if names} == {expected}
 
 
-def test_kernels_run_whole_operations(made):
+def test_kernels_run_whole_operations(operations):
     train(lambda: Images(SMALL), "trace")
-    names = " ".join(made["kernels"])
+    names = " ".join(operations["kernels"])
     for whole in ("batch_norm", "native_group_norm", "max_pool2d_with_indices", "gelu"):
         assert f"aten.{whole}" in names or f"_{whole}" in names, whole
         assert f"{whole}_backward" in names, whole

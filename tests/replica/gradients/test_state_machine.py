@@ -78,14 +78,14 @@ class World:
 
     def do(self, action, batch=None):
         name, *args = action
-        getattr(self, name)(*args, **({"batch": batch} if name == "here" else {}))
+        getattr(self, name)(*args, **({"batch": batch} if name == "repeat_backward" else {}))
 
     # Passes
 
     def loss(self, batch, use):
         return self.model(batch, use).square().mean()
 
-    def here(self, use, times, batch):
+    def repeat_backward(self, use, times, batch):
         """A backward pass in the current context; its graph may have several."""
         loss = self.loss(batch, use)
         for i in range(times if loss.requires_grad else 0):
@@ -94,11 +94,11 @@ class World:
     def backward(self, way, size, seed, use, times):
         batch = data(size, seed)
         if self.strategy is None or way == 1:
-            self.here(use, times, batch)
+            self.repeat_backward(use, times, batch)
             return
         (part,) = self.strategy.distribute_dataset([batch])
         if way == 3:
-            self.strategy.run(self.here, args=(use, times, part))
+            self.strategy.run(self.repeat_backward, args=(use, times, part))
             return
         losses = self.strategy.run(self.loss, args=(part, use))
         if self.model_requires_grad(losses):
@@ -265,9 +265,13 @@ look = (
     | one("scale", which)
     | one("zero_grad", st.sampled_from(["optimizer", "model"]), st.booleans())
 )
-here = one("here", uses, times)
-inside = one("run", sizes, seeds, st.lists(here | change | look, min_size=1, max_size=5))
-deferred_inside = one("run", sizes, seeds, st.lists(here | change, min_size=1, max_size=3))
+repeat_backward = one("repeat_backward", uses, times)
+inside = one(
+    "run", sizes, seeds, st.lists(repeat_backward | change | look, min_size=1, max_size=5)
+)
+deferred_inside = one(
+    "run", sizes, seeds, st.lists(repeat_backward | change, min_size=1, max_size=3)
+)
 no_sync = one("no_sync", st.lists(backward | deferred_inside | change, min_size=1, max_size=4))
 surgery = (
     one("replace_parameter", which)

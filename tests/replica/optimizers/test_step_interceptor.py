@@ -222,12 +222,12 @@ def test_hooks_of_the_state_see_that_of_one_device(kind, make_strategy):
     pairs = dict(zip(seen, pair(make_strategy(2), kind), strict=True))
     (batch,) = batches(1)
     for name, (model, optimizer) in pairs.items():
-        note = seen[name].append
-        optimizer.register_state_dict_pre_hook(lambda o, note=note: note("before"))
+        record = seen[name].append
+        optimizer.register_state_dict_pre_hook(lambda o, record=record: record("before"))
         optimizer.register_state_dict_post_hook(
-            lambda o, state, note=note: note(copy.deepcopy(state))
+            lambda o, state, record=record: record(copy.deepcopy(state))
         )
-        optimizer.register_load_state_dict_pre_hook(lambda o, state, note=note: note("load"))
+        optimizer.register_load_state_dict_pre_hook(lambda o, state, record=record: record("load"))
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
@@ -285,27 +285,27 @@ def test_hooks_of_optimizers_are_seen():
     assert any(step_hooks(optimizer))
 
 
-# What a hook does, and notes.
+# What a hook does, and records.
 
 
-def note(optimizer, noted):
+def record_grads(optimizer, records):
     for group in optimizer.param_groups:
         for p in group["params"]:
-            noted.append([p.detach().clone(), p.grad.clone(), len(optimizer.state[p])])
+            records.append([p.detach().clone(), p.grad.clone(), len(optimizer.state[p])])
 
 
-def slow_down(optimizer, noted):
+def slow_down(optimizer, records):
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
-        noted.append(group["lr"])
+        records.append(group["lr"])
 
 
-def clip(optimizer, noted):
+def clip(optimizer, records):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    noted.append(torch.nn.utils.clip_grad_norm_(parameters, 0.1))
+    records.append(torch.nn.utils.clip_grad_norm_(parameters, 0.1))
 
 
-def shrink(optimizer, noted):
+def shrink(optimizer, records):
     with torch.no_grad():
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -313,13 +313,13 @@ def shrink(optimizer, noted):
 
 
 @contextmanager
-def hooked(kind, act, noted):
+def hooked(kind, act, records):
     """Has a global hook act; notes what it sees in the cross-replica context, or replica 0."""
 
     def hook(optimizer, args, kwargs):
         replica = mirror.get_replica_context()
         is_first = replica is None or replica.replica_id_in_sync_group == 0
-        act(optimizer, noted if is_first else [])
+        act(optimizer, records if is_first else [])
 
     register = {
         "before": register_optimizer_step_pre_hook,
@@ -333,7 +333,7 @@ def hooked(kind, act, noted):
 
 
 def trained(model, optimizer, strategy, kind, act, late):
-    noted = []
+    records = []
     torch.manual_seed(1)
     batches = torch.randn(4, 6, 3).double()
 
@@ -351,16 +351,16 @@ def trained(model, optimizer, strategy, kind, act, late):
                 strategy.run(step, (part,))
 
     train(batches[:late])
-    with hooked(kind, act, noted):
+    with hooked(kind, act, records):
         train(batches[late:3])
     train(batches[3:])
-    return noted, [p.detach().clone() for p in model.parameters()]
+    return records, [p.detach().clone() for p in model.parameters()]
 
 
 @pairwise(
     way=["lockstep", "staggered", "outside"],
     kind=["before", "after"],
-    act=[note, slow_down, clip, shrink],
+    act=[record_grads, slow_down, clip, shrink],
     late=[0, 1],
     make=[torch.optim.SGD, torch.optim.AdamW],
 )

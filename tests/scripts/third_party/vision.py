@@ -314,7 +314,7 @@ def metric_learning():
     )
 
 
-@case("pytorch-metric-learning", "ArcFaceLoss, whose weights are trained")
+@case("pytorch-metric-learning", "ArcFaceLoss with trained weights")
 def arcface():
     from pytorch_metric_learning import losses
 

@@ -51,7 +51,7 @@ class Echo:
     def nothing(self, header, buffers):
         pass
 
-    def note(self, header, buffers):
+    def record(self, header, buffers):
         self.seen.append(header["n"])
         return header, []
 
@@ -63,9 +63,9 @@ class Echo:
         self.is_inside = False
         return {}, buffers
 
-    def told(self, header, buffers):
-        told = {"init": self.init, "seen": self.seen, "torn": self.torn, "pid": os.getpid()}
-        return told, []
+    def report(self, header, buffers):
+        report = {"init": self.init, "seen": self.seen, "torn": self.torn, "pid": os.getpid()}
+        return report, []
 
     def process(self, header, buffers):
         return {
@@ -132,13 +132,13 @@ class Echo:
     def keep_all(self, header, buffers):
         self.values = buffers
 
-    def kept(self, header, buffers):
+    def fetch(self, header, buffers):
         return {}, self.values[:1]
 
-    def kept_all(self, header, buffers):
+    def fetch_all(self, header, buffers):
         return {}, self.values
 
-    def kept_once(self, header, buffers):
+    def fetch_once(self, header, buffers):
         return {"once": header["number"]}, self.values
 
     def add(self, header, buffers):

@@ -152,15 +152,15 @@ def test_an_agent_serves_one_program_after_another():
         second.start("one", ECHO, {})
     deaths = threading.Semaphore(0)
     actor.on_death(deaths.release)
-    pid = actor.call("told").result()[0]["pid"]
+    pid = actor.call("report").result()[0]["pid"]
     first.close()
     with pytest.raises(ActorDied):
         actor.call("nothing").result()
     later = engine_at(where, timeout_seconds=60)
     actor = later.start("one", ECHO, {"number": 2})
-    told = actor.call("told").result()[0]
-    assert told["init"] == {"number": 2}
-    assert told["pid"] != pid
+    report = actor.call("report").result()[0]
+    assert report["init"] == {"number": 2}
+    assert report["pid"] != pid
     actor.on_death(deaths.release)
     agent.close()
     assert deaths.acquire(timeout=60)  # of the second; the first was ended by its engine
@@ -169,7 +169,7 @@ def test_an_agent_serves_one_program_after_another():
         socket.create_connection(where)
     agent = NodeAgent(*where, KEY, [ECHO])
     actor.restart()
-    assert actor.call("told").result()[0]["init"] == {"number": 2}
+    assert actor.call("report").result()[0]["init"] == {"number": 2}
     later.close()
     agent.close()
     assert not deaths.acquire(blocking=False)

@@ -49,14 +49,14 @@ def test_what_a_method_gets_is_its_own(actor):
     values = np.ones(4, np.float32)
     actor.call("keep", {}, [values]).result()
     actor.call("add", {"by": 2}).result()
-    assert actor.call("kept").result()[1][0].tolist() == [3] * 4
+    assert actor.call("fetch").result()[1][0].tolist() == [3] * 4
     assert values.tolist() == [1] * 4
 
 
 def test_an_answer_is_received_where_it_is_to_be(actor):
     into = [np.zeros((2, 3), np.float32), np.zeros(100_000)]
     actor.call("keep_all", {}, [array + 1 for array in into]).result()
-    _, got = actor.call("kept_all", into=into).result()
+    _, got = actor.call("fetch_all", into=into).result()
     assert all(a is b or np.shares_memory(a, b) for a, b in zip(got, into, strict=True))
     assert all((array == 1).all() for array in into)
 
@@ -66,7 +66,7 @@ def test_an_answer_is_received_where_it_is_to_be(actor):
 )
 def test_what_does_not_fit_there_comes_in_arrays_of_its_own(actor, into):
     actor.call("keep", {}, [np.ones(3, np.float32)]).result()
-    _, (got,) = actor.call("kept", into=into).result()
+    _, (got,) = actor.call("fetch", into=into).result()
     assert got.tolist() == [1, 1, 1]
     assert all((array == 0).all() for array in into)
 
@@ -76,9 +76,9 @@ def test_none_is_an_empty_answer(actor):
 
 
 def test_calls_of_a_thread_run_in_their_order(actor):
-    futures = [actor.call("note", {"n": n}) for n in range(100)]
+    futures = [actor.call("record", {"n": n}) for n in range(100)]
     assert [future.result()[0]["n"] for future in futures[::-1]] == list(range(100))[::-1]
-    assert actor.call("told").result()[0]["seen"] == list(range(100))
+    assert actor.call("report").result()[0]["seen"] == list(range(100))
 
 
 def test_methods_run_one_at_a_time_for_all_clients(actor):
@@ -89,7 +89,7 @@ def test_methods_run_one_at_a_time_for_all_clients(actor):
             client.call("tear", {}, [np.ones(50)]).result(60)
 
     _together([lambda c=client: many(c, 30) for client in clients * 2])
-    assert actor.call("told").result()[0]["torn"] == 0
+    assert actor.call("report").result()[0]["torn"] == 0
     for client in clients[1:]:
         client.close()
 
@@ -212,7 +212,7 @@ def test_death_in_a_call_is_told_to_all_who_wait(actor):
 
 
 def test_a_killed_actor_is_told_at_once_and_comes_back(actor):
-    pid = actor.call("told").result()[0]["pid"]
+    pid = actor.call("report").result()[0]["pid"]
     deaths = threading.Semaphore(0)
     actor.on_death(deaths.release)
     future = actor.call("wait", {"seconds": 600})
@@ -225,9 +225,9 @@ def test_a_killed_actor_is_told_at_once_and_comes_back(actor):
     actor.restart()
     assert actor.alive
     assert actor.address == before
-    told = actor.call("told").result()[0]
-    assert told["init"] == {"number": 3}
-    assert told["pid"] != pid
+    report = actor.call("report").result()[0]
+    assert report["init"] == {"number": 3}
+    assert report["pid"] != pid
     actor.kill()
     assert not actor.alive
     assert deaths.acquire(timeout=60)
@@ -248,12 +248,12 @@ def test_an_actor_may_be_restarted_where_its_death_is_told(engine):
 
 
 def test_restart_ends_an_actor_that_lives(actor):
-    first = actor.call("told").result()[0]["pid"]
+    first = actor.call("report").result()[0]["pid"]
     future = actor.call("wait", {"seconds": 600})
     actor.restart()
     with pytest.raises(ActorDied):
         future.result(60)
-    assert actor.call("told").result()[0]["pid"] != first
+    assert actor.call("report").result()[0]["pid"] != first
 
 
 def test_a_client_finds_the_restarted_actor(actor):

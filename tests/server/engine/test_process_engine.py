@@ -56,11 +56,11 @@ def test_actors_run_in_processes_of_this_environment(echo, process_engine, monke
     )
     actor = process_engine.start("new", "of_the_user:Role", {})
     assert actor.call("there").result() == ({"is": True}, [])
-    told = process_engine.start("newer", ECHO, {}).call("process").result()[0]
-    assert (told["environ"]["MIRROR_TEST"], told["folder"]) == ("3", str(tmp_path))
-    assert str(tmp_path) in told["path"]
-    assert told["is_main"]
-    assert told["random"] != echo.call("process").result()[0]["random"]
+    answer = process_engine.start("newer", ECHO, {}).call("process").result()[0]
+    assert (answer["environ"]["MIRROR_TEST"], answer["folder"]) == ("3", str(tmp_path))
+    assert str(tmp_path) in answer["path"]
+    assert answer["is_main"]
+    assert answer["random"] != echo.call("process").result()[0]["random"]
 
 
 def test_the_key_is_seen_nowhere(echo):
@@ -137,7 +137,7 @@ def test_what_is_no_address_is_refused(address):
 
 
 def test_a_forked_process_has_a_connection_of_its_own(echo):
-    echo.call("note", {"n": 1}).result()
+    echo.call("record", {"n": 1}).result()
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -199,7 +199,7 @@ def test_an_engine_that_nobody_holds_ends_its_actors():
 def test_why_an_actor_does_not_stand_is_heard_after_its_end(process_engine, monkeypatch):
     children, fork = [], ForkServer.fork
 
-    def noted(self, name, port):
+    def record_fork(self, name, port):
         children.append(fork(self, name, port))
         return children[-1]
 
@@ -207,7 +207,7 @@ def test_why_an_actor_does_not_stand_is_heard_after_its_end(process_engine, monk
         assert children[-1].ended.wait(60)
         return receive_message(sock, seconds)
 
-    monkeypatch.setattr(ForkServer, "fork", noted)
+    monkeypatch.setattr(ForkServer, "fork", record_fork)
     monkeypatch.setattr(processes, "receive_message", late)
     with pytest.raises(RemoteError, match="Missing"):
         process_engine.start("new", "tests.server.engine.roles:Missing", {})

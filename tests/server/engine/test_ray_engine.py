@@ -12,22 +12,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("engine", ["ray"], indir
 
 def test_what_many_will_ask_for_is_put_there_once(actor):
     actor.call("keep", {}, [np.ones(100_000)]).result()
-    answers = [actor.call("kept_once", {"number": 1}).result()[1][0] for _ in range(2)]
+    answers = [actor.call("fetch_once", {"number": 1}).result()[1][0] for _ in range(2)]
     actor.call("add", {"by": 1}).result()
-    answers.append(actor.call("kept_once", {"number": 1}).result()[1][0])
+    answers.append(actor.call("fetch_once", {"number": 1}).result()[1][0])
     assert len({answer.__array_interface__["data"][0] for answer in answers}) == 1
     assert (answers[-1] == 1).all()
-    assert (actor.call("kept_once", {"number": 2}).result()[1][0] == 2).all()
+    assert (actor.call("fetch_once", {"number": 2}).result()[1][0] == 2).all()
 
 
 def test_a_small_answer_comes_as_it_is(actor):
     for number in range(2):
         actor.call("keep", {}, [np.full(10, number)]).result()
-        assert (actor.call("kept_once", {"number": 1}).result()[1][0] == number).all()
+        assert (actor.call("fetch_once", {"number": 1}).result()[1][0] == number).all()
 
 
 def test_actors_of_a_local_cluster_are_as_nice_as_this_process(actor):
-    pid = actor.call("told").result()[0]["pid"]
+    pid = actor.call("report").result()[0]["pid"]
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
 
 

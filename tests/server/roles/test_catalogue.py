@@ -215,7 +215,7 @@ def test_a_coordinators_things_are_no_others(coordinator):
         foreign = coordinator.strategy
         with foreign.scope():
             model = nn.Linear(1, 1)
-        with pytest.warns(UserWarning, match="holds 'model', a Linear whose weights stay a copy"):
+        with pytest.warns(UserWarning, match="holds 'model', a Linear that is not on the servers"):
             value = other.schedule(lambda: model.weight.item())
         other.join()
         assert value.fetch() == model.weight.item()
@@ -231,7 +231,7 @@ def test_an_optimizer_whose_steps_are_lost_is_warned_of(coordinator):
         own(torch.ones(1, 1)).sum().backward()
         optimizer.step()
 
-    lost = "'optimizer', a SGD of other parameters, whose steps there are lost"
+    lost = "'optimizer', a SGD of other parameters, so its steps on a worker are lost"
     with pytest.warns(UserWarning, match="'own', a Linear"), pytest.warns(UserWarning, match=lost):
         coordinator.schedule(step)
     coordinator.join()

@@ -412,7 +412,7 @@ def rnn_state():
 
 
 def rnn_state_between():
-    """A decoder gets the encoder's state, whose examples are not first, before other arguments."""
+    """A decoder gets the encoder's state, with examples in dimension 1, before other arguments."""
 
     class Decoder(nn.Module):
         def __init__(self):

@@ -87,7 +87,7 @@ def fork(variables, function, *args):
 
 
 @contextmanager
-def joined(program, number=None):
+def agent_with_coordinator(program, number=None):
     """Gives an agent with one worker that joins a coordinator, and both processes."""
     processes = []
 
@@ -121,7 +121,7 @@ def stops_while_it_trains():
 )
 def test_an_agent_ends_if_its_coordinator_is_gone_or_silent(monkeypatch, program, number, text):
     monkeypatch.setattr(coordinator_calls, "SILENCE_SECONDS", 0.5)
-    with joined(program, number) as (agent, processes):
+    with agent_with_coordinator(program, number) as (agent, processes):
         with pytest.raises(ClusterError, match=f"the coordinator at .* is gone: .*{text}"):
             agent.run()
         assert processes[1].wait() in (1, -signal.SIGKILL)  # it may have noticed, too
@@ -129,7 +129,7 @@ def test_an_agent_ends_if_its_coordinator_is_gone_or_silent(monkeypatch, program
 
 def test_a_signal_ends_an_agent_whose_coordinator_is_silent(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    with joined(trains_forever, signal.SIGSTOP) as (agent, _):
+    with agent_with_coordinator(trains_forever, signal.SIGSTOP) as (agent, _):
         is_over = coordinator_calls.SilenceTimer.is_over
 
         def interrupt(timer):
@@ -168,7 +168,7 @@ def test_a_worker_that_stops_after_the_training_is_killed_without_a_coordinator(
     monkeypatch, number
 ):
     monkeypatch.setattr(coordinator_calls, "SILENCE_SECONDS", 0.5)
-    with joined(stops_after_the_training) as (agent, (coordinator, *_)):
+    with agent_with_coordinator(stops_after_the_training) as (agent, (coordinator, *_)):
         wait_for_workers = agent._wait_after_success
 
         def lose_coordinator(view):

@@ -221,7 +221,7 @@ def test_workers_that_diverge_are_not_started_again():
 
 
 def stops(kills, when):
-    """Trains two steps, and stands still then, or, as a worker that comes later, before that."""
+    """Trains two steps, and is stopped after them; a worker that comes later is stopped before."""
     if when == "before" and kills == "late":
         os.kill(os.getpid(), signal.SIGSTOP)
     plan(kills)
