@@ -24,8 +24,11 @@ def order_writes(graph: fx.Graph) -> bool:
         Whether there is such an order; if not, the graph stays as it is.
     """
     writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
-    constant: dict[fx.Node, bool] = {}
-    sources = {write: _copied_input(write.args[1], constant) for write in writes}
+    constants: set[fx.Node] = set()  # the values that depend on no input
+    for node in graph.nodes:
+        if node.op != "placeholder" and constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+    sources = {write: _copied_input(write.args[1], constants) for write in writes}
     ordered: list[fx.Node] = []
     waiting = list(writes)
     while waiting:
@@ -41,10 +44,10 @@ def order_writes(graph: fx.Graph) -> bool:
     return True
 
 
-def _copied_input(value: Any, constant: dict[fx.Node, bool]) -> fx.Node | None:
+def _copied_input(value: Any, constants: set[fx.Node]) -> fx.Node | None:
     """Returns the input that a value may be a copy of once inductor has simplified the graph."""
     while value.op != "placeholder":
-        before = [node for node in _inputs(value) if not _is_constant(node, constant)]
+        before = [node for node in _inputs(value) if node not in constants]
         if len(before) != 1:
             return None
         (value,) = before
@@ -64,11 +67,3 @@ def _inputs(node: fx.Node) -> Sequence[fx.Node]:
     for argument in several.args:
         found.append(argument[node.args[1]] if isinstance(argument, list) else argument)  # type: ignore[index]
     return [one for one in dict.fromkeys(found) if isinstance(one, fx.Node)]
-
-
-def _is_constant(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    """Whether a value depends on no input."""
-    if node not in known:
-        inputs = node.all_input_nodes
-        known[node] = node.op != "placeholder" and all(_is_constant(n, known) for n in inputs)
-    return known[node]

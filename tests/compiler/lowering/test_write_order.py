@@ -147,3 +147,17 @@ def test_an_input_is_written_after_those_that_get_its_former_value(moves, target
     if targets is not None:
         written = [node.args[0].name for node in graph.nodes if node.target is aten.copy_.default]
         assert written == [f"in_{i}" for i in targets]
+
+
+def test_a_long_program_has_an_order():
+    graph = fx.Graph()
+    first, second = graph.placeholder("a"), graph.placeholder("b")
+    value = graph.call_function(aten.add.Tensor, (first, second))
+    for _ in range(5000):
+        value = graph.call_function(aten.relu.default, (value,))
+    graph.call_function(aten.copy_.default, (first, value))
+    graph.call_function(aten.copy_.default, (second, first))
+    graph.output([])
+    assert order_writes(graph)
+    copies = [node for node in graph.nodes if node.target is aten.copy_.default]
+    assert [copy.args[0] for copy in copies] == [second, first]
