@@ -124,10 +124,14 @@ def functional(
 
 def base_of_view(node: fx.Node) -> fx.Node:
     """Returns the base of a view, or the node itself."""
-    while node.all_input_nodes:
-        schema = getattr(node.target, "_schema", None)
-        is_view = schema is not None and any(r.alias_info is not None for r in schema.returns)
-        if not is_view and node.target is not operator.getitem:
-            break
+    while node.all_input_nodes and is_view(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a value may share memory with an input of its node; an element of a list may."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.target is operator.getitem
+    return any(result.alias_info is not None for result in schema.returns)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mirror.compiler.capture.functional_graph import is_view
 from mirror.compiler.torch_internals import in_place_overload
 
 _AT_THE_END = 1 << 60  # the position of the output and of the copies
@@ -34,7 +35,7 @@ def update_in_place(graph: fx.Graph) -> None:
     Args:
         graph: a graph that ends with copies to inputs, as in ``ProgramPiece``.
     """
-    copies = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     if any(copy.users for copy in copies):
         return  # an input is written in the middle of the graph
     # Maps each input that changes, and its detached views, to the input. These nodes also replace
@@ -50,7 +51,7 @@ def update_in_place(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue
-        found = None if _is_view(node) else in_place_overload(node.target)
+        found = None if is_view(node) else in_place_overload(node.target)
         if found is not None and _may_write(node, stored_in, positions):
             _replace(graph, node, found, stored_in, positions)
     for copy in copies:
@@ -135,16 +136,8 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
         if user.target is torch.ops.aten.copy_.default and user.args[1] is not node:
             continue
         yield user
-        if _is_view(user):
+        if is_view(user) or str(user.target) in _VIEWS_WITHOUT_ALIAS:
             yield from _uses(user)
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return node.op == "call_function"  # operator.getitem, perhaps on a list of views
-    has_alias = any(result.alias_info is not None for result in schema.returns)
-    return has_alias or str(node.target) in _VIEWS_WITHOUT_ALIAS
 
 
 def _replace(
@@ -156,7 +149,6 @@ def _replace(
 ) -> None:
     with graph.inserting_before(node):
         written = graph.call_function(in_place, node.args, dict(node.kwargs))
-    written.meta["val"] = node.meta.get("val")
     positions[written] = positions[node]
     for before, after in _pairs(node):
         assert after is not None

@@ -23,7 +23,7 @@ def order_writes(graph: fx.Graph) -> bool:
     Returns:
         Whether there is such an order; if not, the graph stays as it is.
     """
-    writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     constants: set[fx.Node] = set()  # the values that depend on no input
     for node in graph.nodes:
         if node.op != "placeholder" and constants.issuperset(node.all_input_nodes):

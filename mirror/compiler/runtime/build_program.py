@@ -182,7 +182,6 @@ class ProgramBuilder:
         assert piece.graph is not None
         if not order_writes(piece.graph.graph):
             return self._interpret(piece, trace_step)
-        piece.graph.recompile()
         # TraceGuards compares the strides of parameters once; own programs run on every replica.
         inputs = enumerate(trace_step.inputs if piece.is_own else ())
         guarded = {i for i, one in inputs if one.kind is InputKind.PARAMETER}
