@@ -215,6 +215,13 @@ DEVICE constexpr int in_flight(int loads) {
   return loads <= 4 ? 4 : loads <= 8 ? 2 : 1;
 }
 
+// How many packs a thread reduces at once. Of bytes one: each lane is a register of its own while
+// it is compared or multiplied, and 16 of them in several packs are more than a thread has.
+template <class T, class K>
+DEVICE constexpr int reduced_at_once(int loads) {
+  return sizeof(T) == 1 ? 1 : in_flight<K>(loads);
+}
+
 // Deals a range out to the threads of the block: whole packs, kPacks at once while there are so
 // many, then one; at last the elements around them, or all if tensors are not aligned.
 template <class T, int kPacks, class Work>

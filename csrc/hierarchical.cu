@@ -78,13 +78,6 @@ DEVICE void copy_to_island(const Arguments& a, const IslandStation& at, int from
   copy_to_group<T, K>(a, at, from, range, at.island * at.g, 1, at.g);
 }
 
-// How many packs a thread reduces at once. Of bytes one: each lane is a register of its own while
-// it is compared or multiplied, and 16 of them in several packs are more than a thread has.
-template <class T, class K>
-DEVICE constexpr int reduced_at_once(int loads) {
-  return sizeof(T) == 1 ? 1 : in_flight<K>(loads);
-}
-
 // Reduces one segment inside the own island, once for each island that has a chunk of it, and
 // puts the partial sums into the scratch of the replica that finishes the chunk.
 template <class T, class K>
