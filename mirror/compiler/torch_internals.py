@@ -46,12 +46,6 @@ _FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _aten = torch.ops.aten
 ITEM = _aten._local_scalar_dense.default
 UNIQUE = _aten._unique2.default
-# Where attention has the probability of its dropout.
-ATTENTION_DROPOUTS: dict[Any, int] = {
-    _aten._scaled_dot_product_flash_attention.default: 3,
-    _aten._scaled_dot_product_efficient_attention.default: 5,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
-}
 
 
 def schema_of(operation: Any) -> Any:
@@ -322,8 +316,10 @@ def _omitting_assertions(graph: fx.GraphModule, positions: Collection[int]) -> I
 
     def add(wrapper: Any) -> None:
         add_all(wrapper)
+        # Torch 2.11 and older: they are written already, and stay.
+        pending = getattr(wrapper, "_pending_input_asserts", {})
         for position in positions:
-            wrapper._pending_input_asserts.pop(holders[position].target, None)
+            pending.pop(holders[position].target, None)
 
     kind.codegen_input_size_asserts = add
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.compiler.torch_internals import ATTENTION_DROPOUTS
+from mirror.compiler.torch_internals import schema_of
 from mirror.errors import CompileError
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ class FunctionalRng:
         draw = _DRAWS.get(func)
         if draw is not None:
             return draw(self, *args, **kwargs)
-        if func in _MAY_DRAW and not any(args[_MAY_DRAW[func] :][:1]):
+        if _draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         raise self._refusal(
             f"{func.overloadpacket.__name__}",
@@ -220,5 +220,21 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
 }
 
-# Functions that draw in some calls only: the position of the argument that says so.
-_MAY_DRAW: dict[Any, int] = {**ATTENTION_DROPOUTS, aten.rrelu_with_noise.default: 4}
+# Arguments of functions that draw in some calls only: attention, recurrent layers, rrelu.
+_PROBABILITIES, _SWITCHES = ("dropout_p", "dropout"), ("train", "training")
+
+
+def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws nothing, as its probability of dropout says, or its mode.
+
+    By the names in the schema: there are eight kinds of attention, and their backward passes,
+    which torch marks as random, too.
+    """
+    given = {
+        argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(schema_of(func).arguments)
+    }
+    if any(given.get(name) is False for name in _SWITCHES):
+        return True
+    found = [given[name] for name in _PROBABILITIES if name in given]
+    return bool(found) and not any(found)
