@@ -12,7 +12,9 @@ Inside ``run``, GradSend merges the replicas and computes the result. Outside, o
 through all replicas and must not wait: GradSend stores its gradient, and GradReduce needs those of
 all replicas. The engine takes ready nodes by descending sequence number. So GradReduce gets a
 number below every other node's, ascending from collective to collective: when it runs, a GradSend
-that has not run is not part of the pass, and its gradient is zero.
+that has not run is not part of the pass, and its gradient is zero. That holds in one thread only:
+autograd's threads, one for each GPU, have an order each. So ``grad_tracker.py`` runs such a pass
+in the calling thread.
 
 With several workers, each makes that pass from its own loss. The first GradReduce of a collective
 exchanges the workers' weighted sums. The order of collectives is the same on all workers.
@@ -86,6 +88,10 @@ class SequenceNumbers:
                 node: Any = anchor.view_as(anchor).grad_fn
                 if sequence_number(node) > self._latest:
                     return
+
+    def are_in_use(self) -> bool:
+        """Whether a backward pass may go through a collective."""
+        return self._is_in_use and self._lock.call(self._has_live)
 
     def _has_live(self) -> bool:
         self._is_in_use = len(self._live) > 0

@@ -45,6 +45,7 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current, renaming
 from mirror.execution.runner import runner_of
+from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
 from mirror.replica.gradients.unmirrored import check_pass, leaves_of
@@ -340,6 +341,10 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if accumulates:
                 _begin_in_trackers(this, begun)
+            if replica is None and order.are_in_use():
+                # [Note: Gradients of collectives]: not in a thread for each GPU.
+                with torch.autograd.set_multithreading_enabled(False):
+                    return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
             if replica is None:
                 return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
             if not replica.run.lockstep.takes_turns:
