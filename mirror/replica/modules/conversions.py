@@ -62,6 +62,8 @@ class _Staying:
             self._check_place(tensor, converted)
             return converted
         devices = self.replicas.devices
+        if not isinstance(tensor, MirroredTensor):
+            return converted  # not mirrored yet: it moves to the first replica's device then
         if converted.device not in devices and not converted.is_meta:
             names = ", ".join(map(str, devices))
             raise StrategyError(
