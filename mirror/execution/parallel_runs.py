@@ -34,6 +34,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.backends import cudnn
+from torch.nn import attention
 from torch.nn.utils import parametrize
 
 from mirror.base.dynamo import disable_dynamo, num_compiled_frames
@@ -65,10 +67,10 @@ class ProcessState(NamedTuple):
 class ParallelRuns:
     """Decides before each outermost run whether its replicas may run at once."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        # Simulated devices share the CPU's generator.
-        own = (_TORCH,) if replicas.are_simulated else ()
-        self._shared = [_COMPILER, *own, _PYTHON, _NUMPY]
+    def __init__(self, replicas: Replicas, schedule: str = "parallel") -> None:
+        self._schedule = schedule
+        # All share the CPU's generator: GPUs have one each, and programs draw from both.
+        self._shared = [_COMPILER, _TORCH, _PYTHON, _NUMPY]
         _parallel_runs.put(replicas, self)
         self._num_runs = 0
         self._takes_turns = False  # for good
@@ -94,6 +96,10 @@ class ParallelRuns:
         """Makes the next run take turns."""
         self._takes_turns_once = True
 
+    def allow_draws(self) -> None:
+        """Lets a merge draw from the CPU's generator, in the first replica's stream."""
+        self._before = [(s, s.read() if s is _TORCH else value) for s, value in self._before]
+
     def keep_turns(self, reason: str) -> None:
         """Makes later runs take turns, as a replica has found out; ``end`` warns of it."""
         if not self._takes_turns:
@@ -109,8 +115,8 @@ class ParallelRuns:
         if reasons:
             self._takes_turns = True
             warn_user(
-                'schedule="parallel": from now on the replicas take turns, as in "lockstep": '
-                + "; ".join(reasons)
+                f'schedule="{self._schedule}": from now on the replicas take turns, as in '
+                '"lockstep": ' + "; ".join(reasons)
             )
 
 
@@ -160,6 +166,10 @@ def watch_process_wide_calls() -> None:
     for module in (torch, torch.random):  # under both of its names
         wrap_once(module, "get_rng_state", _wrap_get_rng_state)
     wrap_once(parametrize, "cached", _wrap_cached)
+    # Contexts that set flags of the whole process, and restore what they have found.
+    for module, name in ((attention, "_sdpa_kernel"), (getattr(cudnn, "m", cudnn), "flags")):
+        if hasattr(module, name):
+            wrap_once(module, name, _wrap_flags)
 
 
 def _wrap_get_rng_state(original: Function) -> Function:
@@ -168,23 +178,35 @@ def _wrap_get_rng_state(original: Function) -> Function:
     def get_rng_state() -> torch.Tensor:
         replica = current.replica
         if replica is not None and not _compiles(sys._getframe(1)):
-            if replica.replicas.are_simulated:  # GPUs have a generator each
-                _have_turns(
-                    replica,
-                    "saved the state of the CPU's random generator, which they share, as "
-                    "activation checkpointing does",
-                )
+            have_turns(
+                replica,
+                "saved the state of the CPU's random generator, which they share, as "
+                "activation checkpointing does",
+            )
         state: torch.Tensor = original()
         return state
 
     return get_rng_state
 
 
+def _wrap_flags(original: Function) -> Function:
+    @functools.wraps(original)
+    def flags(*args: Any, **kwargs: Any) -> Any:
+        if current.replica is not None:
+            have_turns(
+                current.replica,
+                f"set flags of the whole process, by {original.__module__}.{original.__name__}",
+            )
+        return original(*args, **kwargs)
+
+    return flags
+
+
 def _wrap_cached(original: Function) -> Function:
     @functools.wraps(original)
     def cached() -> Any:
         if current.replica is not None:
-            _have_turns(
+            have_turns(
                 current.replica,
                 "entered parametrize.cached(), which has one cache for all replicas",
             )
@@ -198,7 +220,7 @@ def _compiles(caller: FrameType) -> bool:
     return str(caller.f_globals.get("__name__")).startswith("torch._")
 
 
-def _have_turns(replica: Replica, act: str) -> None:
+def have_turns(replica: Replica, act: str) -> None:
     """Makes the replicas take turns from the next run on, since one uses what they share.
 
     Args:
@@ -207,6 +229,8 @@ def _have_turns(replica: Replica, act: str) -> None:
     Raises:
         StrategyError: the replicas run at once in this run.
     """
+    if len(replica.run.active) < 2:
+        return
     lockstep = replica.run.lockstep
     is_at_once = not lockstep.takes_turns
     lockstep.pace.keep_turns()

@@ -20,7 +20,7 @@ Python's and numpy's generators stay shared: reading their states takes 20 and 8
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -32,80 +32,138 @@ from torch import Tensor
 
 from mirror.base.mutex import call_without_collection
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.devices import stream_seed
+from mirror.devices import generators_of, state_of, stream_seed
 
 T = TypeVar("T")
 
-_generator = torch.default_generator
+_generator, _CPU = torch.default_generator, torch.device("cpu")
 # As ``devices.state_of``, one call less in every run.
 _get_state = partial(call_without_collection, _generator.get_state)
 
 
 class SeededStates:
-    """The initial states of the replicas' streams for one state of the generator.
+    """The initial states of the replicas' streams for one state of a generator.
 
     If a program draws nothing, the generator's state, and so these states, serve the next run.
     """
 
-    __slots__ = ("base", "known", "states")
+    __slots__ = ("base", "generator", "known", "states")
 
-    def __init__(self, base: bytes) -> None:
-        self.base = base
+    def __init__(self, generator: torch.Generator, base: bytes) -> None:
+        self.generator, self.base = generator, base
         self.states: dict[int, Tensor] = {}
         self.known: dict[int, bytes] = {}  # the same states as bytes
 
     def put(self, replica_id: int) -> None:
         """Puts the initial state of the replica's stream into the generator."""
         if replica_id in self.states:
-            _generator.set_state(self.states[replica_id])
+            self.generator.set_state(self.states[replica_id])
             return
-        _generator.manual_seed(stream_seed(zlib.crc32(self.base), replica_id))
-        state = self.states[replica_id] = _get_state()
+        self.generator.manual_seed(stream_seed(zlib.crc32(self.base), replica_id))
+        state = self.states[replica_id] = call_without_collection(self.generator.get_state)
         self.known[replica_id] = state.numpy().tobytes()
 
 
 class RngPool:
-    """The random streams of a group's runs, for replicas that take turns on the CPU."""
+    """The random streams of a group's runs, for replicas that take turns.
 
-    def __init__(self) -> None:
-        self._seeded = SeededStates(b"")  # the states of the last run
+    Args:
+        devices: the replicas' devices. A GPU's generator has streams if replicas share it; the
+            CPU's has, since all of them may draw from it.
+    """
 
-    def begin(self, first: int) -> ReplicaRng:
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        everyone = range(len(devices))
+        self._of_cpu = SeededStates(_generator, b"")
+        self._shared: list[tuple[torch.Generator, torch.device, Sequence[int]]] = []
+        for gpu in dict.fromkeys(devices):
+            sharers = [r for r in everyone if devices[r] == gpu]
+            if gpu.type == "cuda" and len(sharers) > 1:
+                self._shared.append((generators_of([gpu])[0], gpu, sharers))
+        self._seeded: dict[int, SeededStates] = {}  # the states of the last run
+
+    def begin(self, active: Sequence[int]) -> ReplicaRng | ReplicaRngs:
         """Returns the streams for a new run of several replicas."""
         base = _get_state().numpy().tobytes()
-        if self._seeded.base != base:
-            self._seeded = SeededStates(base)
-        return ReplicaRng(self._seeded, first)
+        if self._of_cpu.base != base:
+            self._of_cpu = SeededStates(_generator, base)
+        streams = ReplicaRng(self._of_cpu, _CPU, active)
+        if not self._shared:
+            return streams
+        found = [streams]
+        for k, (generator, device, sharers) in enumerate(self._shared):
+            mine = [r for r in active if r in sharers]
+            if len(mine) > 1:
+                base = state_of(generator).numpy().tobytes()
+                if k not in self._seeded or self._seeded[k].base != base:
+                    self._seeded[k] = SeededStates(generator, base)
+                found.append(ReplicaRng(self._seeded[k], device, mine))
+        return ReplicaRngs(found, active[0])
+
+
+class ReplicaRngs:
+    """The streams of the replicas of one run, of all generators that they share.
+
+    Attributes:
+        inside: the replica that has its streams in the generators.
+    """
+
+    __slots__ = ("_first", "_of_generators", "inside")
+
+    def __init__(self, of_generators: Sequence[ReplicaRng], first: int) -> None:
+        self._of_generators, self._first = of_generators, first
+        self.inside = first
+
+    def enter(self, replica_id: int) -> None:
+        """Replaces the streams in the generators by a replica's streams."""
+        for streams in self._of_generators:
+            streams.enter(replica_id)
+        self.inside = replica_id
+
+    def enter_first(self) -> None:
+        """Puts the first replica's stream into each generator."""
+        for streams in self._of_generators:
+            streams.enter_first()
+        self.inside = self._first
+
+    def end(self) -> None:
+        """Restores the first replica's stream to each generator."""
+        for streams in self._of_generators:
+            streams.end()
+        self.inside = self._first
 
 
 class ReplicaRng:
-    """The streams of the replicas of one run.
+    """The streams of the replicas that share one generator, in one run.
 
     Attributes:
         inside: the replica that has its stream in the generator.
     """
 
-    __slots__ = ("_first", "_seeded", "_states", "inside")
+    __slots__ = ("_device", "_first", "_seeded", "_sharers", "_states", "inside")
 
-    def __init__(self, seeded: SeededStates, first: int) -> None:
-        self._first = self.inside = first
-        self._seeded = seeded
+    def __init__(
+        self, seeded: SeededStates, device: torch.device, sharers: Sequence[int]
+    ) -> None:
+        self._first = self.inside = sharers[0]
+        self._seeded, self._device, self._sharers = seeded, device, sharers
         self._states: dict[int, Tensor] = {}  # the streams that were in the generator
 
     def enter(self, replica_id: int) -> None:
-        """Replaces the stream in the generator by a replica's stream."""
-        states = self._states
-        states[self.inside] = _get_state()
+        """Replaces the stream in the generator by a replica's stream, if that shares it."""
+        if replica_id == self.inside or replica_id not in self._sharers:
+            return
+        states, seeded = self._states, self._seeded
+        states[self.inside] = call_without_collection(seeded.generator.get_state)
         self.inside = replica_id
         if replica_id in states:
-            _generator.set_state(states[replica_id])
+            seeded.generator.set_state(states[replica_id])
         else:
             self._seeded.put(replica_id)
 
     def enter_first(self) -> None:
         """Puts the first replica's stream into the generator."""
-        if self.inside != self._first:
-            self.enter(self._first)
+        self.enter(self._first)
 
     def end(self) -> None:
         """Restores the first replica's stream to the generator."""
@@ -115,8 +173,9 @@ class ReplicaRng:
         for replica_id, begun in self._seeded.known.items():
             if replica_id in states and states[replica_id].numpy().tobytes() != begun:
                 # Another replica has drawn.
-                if _get_state().numpy().tobytes() == self._seeded.base:
-                    torch.empty((), device="cpu").random_()
+                now = call_without_collection(self._seeded.generator.get_state)
+                if now.numpy().tobytes() == self._seeded.base:
+                    torch.empty((), device=self._device).random_(generator=self._seeded.generator)
                 break
 
 

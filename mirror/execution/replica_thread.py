@@ -65,12 +65,16 @@ class ThreadState:
     _caller: int = field(default_factory=threading.get_ident)
 
     @classmethod
-    def capture(cls, replicas: Replicas, sharers: int) -> ThreadState:
+    def capture(
+        cls, replicas: Replicas, sharers: int, *, may_overlap: bool = False
+    ) -> ThreadState:
         """Returns the state of the calling thread.
 
         Args:
             sharers: the number of replicas that compute at once and share the caller's threads.
+            may_overlap: whether replicas may also compute while others stall.
         """
+        is_shared = may_overlap or sharers > 1
         num_threads, autocast = torch.get_num_threads(), list[tuple[str, torch.dtype]]()
         for kind in replicas.device_types:
             if torch.is_autocast_enabled(kind):
@@ -79,13 +83,13 @@ class ThreadState:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(autocast),
-            autocast_cache=torch.is_autocast_cache_enabled() and sharers == 1,
+            autocast_cache=torch.is_autocast_cache_enabled() and not is_shared,
             # A default device is a function mode; torch.get_default_device() takes 10 us.
             default_device=torch.get_default_device() if num_function_modes() else _CPU,
             saved_tensors_hooks=top_saved_tensors_hooks(),
             num_threads=num_threads,
             num_threads_each=max(1, num_threads // sharers),
-            is_shared=sharers > 1,
+            is_shared=is_shared,
             streams=None if replicas.are_simulated else CallerStreams(replicas.places.devices),
             places=replicas.places if replicas.places.is_model_parallel else None,
         )
@@ -132,11 +136,11 @@ class ThreadState:
         with ExitStack() as stack:
             if default_device != (self.default_device if is_caller else _CPU):
                 stack.enter_context(default_device)
+            if self.streams is not None:  # also what a replica in the caller's thread sets ends
+                stack.enter_context(self.streams.entering(device))
             if is_caller:
                 yield
                 return
-            if self.streams is not None:
-                stack.enter_context(self.streams.entering(device))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
                 torch.set_grad_enabled(self.grad)

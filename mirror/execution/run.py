@@ -39,7 +39,7 @@ from mirror.data.split_batch import ExampleCounts, GivenWeights
 from mirror.device.device_mesh import DeviceRemap
 from mirror.device.streams import ReplicaStreams, Stopwatch
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.replica_rng import ReplicaRng
+from mirror.execution.replica_rng import ReplicaRngs
 from mirror.execution.replicas import Replicas
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Action, MergePoint, NullLockstep, Payloads
@@ -183,7 +183,7 @@ class Run:
         outer: Run | None = None,
         *,
         stopwatches: Sequence[Stopwatch] = (),
-        streams: ReplicaRng | None = None,
+        streams: ReplicaRngs | None = None,
         checks: Sequence[Callable[[Run], None]] = (),
         is_default: bool = False,
     ) -> None:

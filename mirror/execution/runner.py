@@ -25,7 +25,7 @@ from mirror.execution.lifecycle import (
     step_ends,
 )
 from mirror.execution.parallel_runs import ParallelRuns
-from mirror.execution.replica_rng import ReplicaRng, RngPool, call_with_worker_rng
+from mirror.execution.replica_rng import ReplicaRngs, RngPool, call_with_worker_rng
 from mirror.execution.replica_thread import ThreadState, replica_tasks
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import (
@@ -86,10 +86,11 @@ class Runner:
         self.set_hooks(())
         self._claim, positions = ExclusiveRun(), replicas.places.positions
         self._generators = [own for p in positions if len(own := generators_of(p)) > 1]
-        self._streams = RngPool()
+        self._streams = RngPool(replicas.devices)
         self.parallel_runs: ParallelRuns | None = None
-        if schedule == PARALLEL:
-            self.parallel_runs = ParallelRuns(replicas)
+        # Replicas on GPUs also overlap while one of them stalls: they share the same state.
+        if schedule == PARALLEL or (schedule == "staggered" and not replicas.are_simulated):
+            self.parallel_runs = ParallelRuns(replicas, schedule)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
         self.is_closed = self._is_forked = False
         self.is_usable = True
@@ -204,7 +205,7 @@ class Runner:
         may_move_at_once = True
         if self.parallel_runs is not None and active[1:]:
             may_move_at_once = (
-                self.parallel_runs.begin() if outer is None else outer.lockstep.is_eager
+                self.parallel_runs.begin() if outer is None else not outer.lockstep.takes_turns
             )
         run = Run(
             self.replicas,
@@ -221,7 +222,8 @@ class Runner:
         state = None  # a single simulated replica runs in the caller's thread, with its state
         if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
             sharers = len(active) if may_move_at_once and lockstep.starts_at_once else 1
-            state = ThreadState.capture(self.replicas, sharers)
+            may_overlap = bool(active[1:]) and may_move_at_once and not self.schedule.keeps_order
+            state = ThreadState.capture(self.replicas, sharers, may_overlap=may_overlap)
             lockstep.ends_teams = state.num_threads > 1 and release_thread_pool is not None
         tasks = replica_tasks(run, fn, state)
         try:
@@ -323,13 +325,15 @@ class Runner:
         run = Run(self.replicas, self.locksteps.get_lockstep(0), (0,), is_default=True)
         return run.members[0]
 
-    def _begin_streams(self, active: tuple[int, ...], may_move_at_once: bool) -> ReplicaRng | None:
-        if len(active) < 2 or not self.replicas.are_simulated:
+    def _begin_streams(
+        self, active: tuple[int, ...], may_move_at_once: bool
+    ) -> ReplicaRngs | None:
+        if len(active) < 2:
             return None
         takes_turns = self.schedule.keeps_order or (
             self.parallel_runs is not None and not may_move_at_once
         )
-        return self._streams.begin(active[0]) if takes_turns else None
+        return self._streams.begin(active) if takes_turns else None
 
     # Measuring how long each replica computes, to split batches over devices of unequal speed.
 

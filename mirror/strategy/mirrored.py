@@ -20,7 +20,7 @@ from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.input_options import resolve_options
 from mirror.device.device_mesh import DeviceMesh
-from mirror.devices import is_simulated, resolve, resolve_places
+from mirror.devices import are_distinct, is_simulated, resolve, resolve_places
 from mirror.errors import DeviceError, StrategyError, short_repr
 from mirror.execution.parallel_runs import is_gil_enabled
 from mirror.execution.run import current
@@ -132,6 +132,8 @@ class MirroredStrategy(Strategy):
         simulated = is_simulated(resolved)
         if len(resolved) == 1 and simulated:
             schedule_name = "lockstep"
+        elif schedule == "auto" and not (simulated or are_distinct(resolved)):
+            schedule_name = "lockstep"  # replicas of one GPU draw from its only generator
         elif schedule == "auto" and not simulated:
             schedule_name = "staggered" if is_gil_enabled() else "parallel"
         elif schedule == "staggered" and simulated:

@@ -191,6 +191,8 @@ class ModuleRegistry:
         self._watch_dicts(module)
         self.pending.retry(module)
         self.route(module)
+        if isinstance(module, nn.RNNBase):  # cuDNN: the copies of other replicas, too
+            module.flatten_parameters()
 
     def _first_path(self, module: nn.Module, path: str) -> str:
         """Returns the path where a module was found first."""
@@ -222,6 +224,8 @@ class ModuleRegistry:
                     self._move(module)
                 else:
                     self.mirror_own(module, type(module).__name__)
+            if self.runner.parallel_runs is not None:
+                self.runner.parallel_runs.allow_draws()
             return dict.fromkeys(payloads)
 
         what = f"the first call of a {name}"

@@ -41,8 +41,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.base.dynamo import disable_dynamo, forget_compiled
 from mirror.base.mutex import Mutex
-from mirror.base.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
-from mirror.execution.parallel_runs import ProcessState
+from mirror.base.torch_private import HAVE_CHANGED, SPLIT_CALL, WEIGHT_LISTS, wrap_once
+from mirror.execution.parallel_runs import ProcessState, have_turns
 from mirror.execution.run import Replica, current
 from mirror.replica.modules.conversions import IGNORED, warn_of_ignored
 from mirror.replica.modules.module_owner import interceptor_of, owner_of
@@ -124,6 +124,8 @@ def watch_attributes() -> None:
     """Makes attributes that replicas set on mirrored modules theirs; once, permanently."""
     wrap_once(nn.Module, "__setattr__", _wrap_setattr)
     wrap_once(nn.Module, "__delattr__", _wrap_delattr)
+    if hasattr(nn.RNNBase, HAVE_CHANGED):
+        wrap_once(nn.RNNBase, HAVE_CHANGED, _wrap_have_changed)
 
 
 def _wrap_setattr(original: Callable[..., None]) -> Callable[..., None]:
@@ -167,8 +169,28 @@ def _record_mode(module: nn.Module, mode: bool) -> None:
     if replica is None or owner_of(module) is not replica.replicas:
         return
     if replica.replicas.num_replicas > 1:
+        if module.__dict__.get("training") is not mode:
+            have_turns(replica, "changed the mode of a module, which they share, inside run")
         of_replicas = replica.run.modes.setdefault(id(module), (module, {}))[1]
         of_replicas[replica.replica_id] = mode
+
+
+def _wrap_have_changed(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Replicas see their copies where the layer has noted the mirrored parameters.
+
+    Else each forward would flatten the weights again, into another buffer.
+    """
+
+    def weights_have_changed(self: Any) -> bool:
+        if current.replica is None or SPLIT_CALL not in self.__dict__:
+            return original(self)
+        for reference, name in zip(self._flat_weight_refs, self._flat_weights_names, strict=False):
+            weight = _find_owner(getattr(self, name, None))
+            if weight is not None and reference is not None and reference() is not weight:
+                return True
+        return False
+
+    return weights_have_changed
 
 
 def _find_owner(weight: Any) -> Any:

@@ -138,9 +138,11 @@ def step_without_draws(step: Callable[[], Any], device: torch.device) -> Any:
     Raises:
         StrategyError: it has drawn random numbers. Torch's own optimizers draw none.
     """
-    before = random_state(device)
+    # It may draw from the generator of its device, and from that of the CPU.
+    devices = {device, torch.device("cpu")}
+    before = [random_state(each) for each in devices]
     result = step()
-    if not torch.equal(before, random_state(device)):
+    if not all(map(torch.equal, before, map(random_state, devices))):
         raise StrategyError(
             "this optimizer's step draws random numbers, which inside strategy.run come from "
             "streams that every replica has of its own; call step outside strategy.run"
