@@ -341,6 +341,8 @@ class MirroredOptimizer:
         context.lent.append(loan)
         result = step(optimizer, *args, **kwargs)
         loan.is_begun = False
+        if has_hooks or not is_torchs_own(type(optimizer)):
+            loan.parameters.follow_targets(context.replica_id)
         context.lent.remove(loan)
         # 3. All replicas meet again, if one could see what another one's step leaves.
         left = None
@@ -403,6 +405,8 @@ class MirroredOptimizer:
     def _meet(self, optimizer: Optimizer, context: Replica, seen: dict[int, Options]) -> None:
         refuse_different(optimizer, seen, _BEFORE)
         context.run.stepped.setdefault(self, {})
+        for variable in self.loan.parameters.follow_copies(context.run.active):
+            context.run.assigned[variable] = True
         self._optimizers.reduce(context.run)
 
     def _merge(

@@ -138,7 +138,8 @@ class ShardedOptimizer(MirroredOptimizer):
         """Returns an optimizer of the same class over the slices of one replica."""
         groups: Sequence[dict[str, Any]] = optimizer.param_groups
         if replica_id:
-            groups = [own_options(options) for options in groups]
+            device = self.replicas.devices[replica_id]
+            groups = [own_options(options, device) for options in groups]
         clone: Any = object.__new__(type(optimizer))
         vars(clone).update(vars(optimizer))
         clone.param_groups = [

@@ -104,7 +104,7 @@ class CentralParam(ReplicatedParam):
     __slots__ = ("exposed_in_run", "known")
     copy_kind = CentralParamCopy
 
-    def _first_values(self, value: Tensor) -> list[Tensor]:
+    def _first_values(self, value: Tensor, twin: ReplicatedParam | None) -> list[Tensor]:
         return [value_on(value, device) for device in self.replicas.devices]
 
     def _find_home(self, parameter: nn.Parameter) -> None:
@@ -189,6 +189,15 @@ class CentralParam(ReplicatedParam):
             value = value_on(data, device)
         self.targets[replica_id].data = value
         DATA.__set__(self.copies[replica_id], value)
+
+    def follow_leaf(self, leaf: ReplicaParameter) -> bool:
+        """Has ``home``, or a target, follow a leaf that C++ has given other memory."""
+        if leaf is not self.shown:
+            return super().follow_leaf(leaf)
+        if leaf.data_ptr() == self.home.data_ptr():
+            return False
+        self._set_home_data(DATA.__get__(leaf))
+        return True
 
     def _set_home_data(self, value: Tensor) -> None:
         self.home.data = value

@@ -94,6 +94,7 @@ class ReplicaParameter(nn.Parameter):
         arrival_hook: records that a local gradient has arrived. It exists once the copy has
             required a gradient, and is removed while ``is_silent``: ``grad_tracker.py``.
         ends_passes: whether a backward pass that reaches the copy ends with a reduction.
+        flat_at: where cuDNN's flattening has put it; 0 before.
     """
 
     variable: ReplicatedParam
@@ -101,6 +102,7 @@ class ReplicaParameter(nn.Parameter):
     arrival_hook: RemovableHandle | None = None
     is_silent = False
     ends_passes = False
+    flat_at = 0
 
     @property
     def grad(self) -> Tensor | None:
@@ -234,6 +236,7 @@ class ReplicatedParam:
         parameter: the parameter to mirror; it is on the first replica's device.
         name: the parameter's path, for messages.
         mirror: mirrors another parameter in the same way.
+        twin: the variable in whose memory the parameter lies, if any.
 
     Attributes:
         devices: the device of each replica's copy.
@@ -274,6 +277,7 @@ class ReplicatedParam:
         replicas: Replicas,
         gradients: GradientAccess,
         mirror: Callable[[nn.Parameter, str], ReplicatedParam],
+        twin: ReplicatedParam | None = None,
     ) -> None:
         self.replicas, self.gradients, self.mirror = replicas, gradients, mirror
         self.name, self.devices = name, replicas.places.peers_of(parameter.device)
@@ -282,7 +286,7 @@ class ReplicatedParam:
         self.num_moves = 0
         self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle needs this class
         requires_grad = parameter.requires_grad
-        values = self._first_values(parameter.detach())
+        values = self._first_values(parameter.detach(), twin)
         kind = type(parameter)
         self.targets: tuple[nn.Parameter, ...] = tuple(
             parameter_like(parameter, kind, value, requires_grad) for value in values
@@ -293,9 +297,23 @@ class ReplicatedParam:
         self._find_home(parameter)
         self.version = self.shown._version
 
-    def _first_values(self, value: Tensor) -> list[Tensor]:
-        """Returns the values of the copies; the first is the parameter's own tensor."""
-        return [value, *(value_on(value, device) for device in self.devices[1:])]
+    def _first_values(self, value: Tensor, twin: ReplicatedParam | None) -> list[Tensor]:
+        """Returns the values of the copies; the first is the parameter's own tensor.
+
+        Args:
+            twin: a variable in whose memory the value lies: it does on every replica.
+        """
+        if twin is None:
+            return [value, *(value_on(value, device) for device in self.devices[1:])]
+        offset = value.storage_offset() - twin.targets[0].storage_offset()
+        others = [target.detach() for target in twin.targets[1:]]
+        return [
+            value,
+            *(
+                other.as_strided(value.shape, value.stride(), other.storage_offset() + offset)
+                for other in others
+            ),
+        ]
 
     def _find_home(self, parameter: nn.Parameter) -> None:
         self.home, self.shown, self.leaves = self.targets[0], self.copies[0], self.copies
@@ -357,7 +375,8 @@ class ReplicatedParam:
             self._set_replica_data(r, data)
         if replica_id is None:
             self.version = self.shown._version
-            self.handles.add(data)
+            # A view dies at once; what it is a view of, as one buffer for all, may be written.
+            self.handles.add(data if data._base is None else data._base)
         elif replica is not None:
             replica.run.assigned[self] = True
 
@@ -374,6 +393,33 @@ class ReplicatedParam:
         owner = self.owner()
         if replica_id == 0 and owner is not None:
             raw_set_data(owner, value)
+
+    def follow_leaf(self, leaf: ReplicaParameter) -> bool:
+        """Has the target, and ``p``, follow a leaf that C++ has given other memory.
+
+        Code below Python, such as cuDNN's flattening of weights, sets the data of one tensor.
+
+        Returns:
+            Whether the leaf had other memory than the target.
+        """
+        if leaf.data_ptr() == self.targets[leaf.replica_id].data_ptr():
+            return False
+        self._set_replica_data(leaf.replica_id, DATA.__get__(leaf))
+        return True
+
+    def follow_target(self, replica_id: int) -> bool:
+        """Has the copy, and ``p``, follow a target to which a step has given other data.
+
+        A step or a hook may do ``p.data = ...`` with the ordinary parameters that it has.
+
+        Returns:
+            Whether the target had other memory than the copy.
+        """
+        target = self.targets[replica_id]
+        if target.data_ptr() == self.copies[replica_id].data_ptr():
+            return False
+        self._set_replica_data(replica_id, target.data)
+        return True
 
     # requires_grad
 
