@@ -227,4 +227,4 @@ def test_what_the_budget_has_no_time_for_is_skipped(supervise):
     outcomes = supervise(["hangs", "passes"], deadline_seconds=100, budget_seconds=1)
     assert [outcome.state for outcome in outcomes] == ["failed", "skipped"]
     assert outcomes[0].seconds == 1
-    assert outcomes[1].detail == "the budget of 1 s is spent"
+    assert outcomes[1].detail == "left out: no time in 1 s"
