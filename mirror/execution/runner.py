@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from mirror.base.process_bound import reinit_after_fork
 from mirror.base.timeline import BACKWARD, CROSS, last_used
 from mirror.device.host import release_thread_pool
-from mirror.device.streams import CopyStreams, Stopwatch
+from mirror.device.streams import CopyStreams, Stopwatch, has_failed
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import (
@@ -433,6 +435,7 @@ class LockstepStack(list[Lockstep]):
 
     def __init__(self, replicas: Replicas, schedule: str, timeout_seconds: float | None) -> None:
         self._names, self._abort = replicas.names, replicas.communicator.abort
+        self._on_error = partial(_abort_if_one_failed, replicas.places.devices, self._abort)
         self.schedule, self._timeout_seconds = schedule, timeout_seconds
 
     def get_lockstep(self, depth: int) -> Lockstep:
@@ -460,8 +463,17 @@ class LockstepStack(list[Lockstep]):
     def _make(self) -> Lockstep:
         limit = self._timeout_seconds
         lockstep = Lockstep(self._names, schedule=self.schedule, timeout_seconds=limit)
-        lockstep.abort = self._abort
+        lockstep.abort, lockstep.on_error = self._abort, self._on_error
         return lockstep
+
+
+def _abort_if_one_failed(devices: Sequence[torch.device], abort: Callable[[], object]) -> None:
+    """Aborts collectives if a GPU has failed: its peers' kernels would wait until their timeout.
+
+    So would the replicas that wait for these peers, and the run, which waits for the replicas.
+    """
+    if any(map(has_failed, devices)):
+        abort()
 
 
 def close_threads(locksteps: Sequence[Lockstep]) -> None:

@@ -92,7 +92,10 @@ class Lockstep:
     ) -> None:
         self.names, self._schedule = names, schedule
         self._limit = math.inf if timeout_seconds is None else timeout_seconds
-        self.abort: Callable[[], object] = bool  # ends waits for devices; set by the owner
+        # Set by the owner: ``abort`` ends waits for devices; ``on_error`` is called when a replica
+        # has raised an error, before the run waits for the other replicas.
+        self.abort: Callable[[], object] = bool
+        self.on_error: Callable[[], object] = bool
         self.pace, self.ends_teams = TurnTimer(), False
         # _is_broken: an exception has hit our own code, so the state of the turns is unknown.
         self.usable, self._is_broken = True, False
@@ -366,6 +369,7 @@ class Lockstep:
         except BaseException as error:
             release_if_owned(self._mutex)
             self._failure.record(error, replica_id)
+            self.on_error()
 
     def _end_team(self) -> None:
         if self.takes_turns and release_thread_pool is not None:
