@@ -22,9 +22,8 @@ if "device_count()))))" in asked:
     print("0 1 2 3")
 elif "device_count" in asked:
     print(os.environ["GPUS"])
-elif "parents[1]" in asked:
-    print(os.getcwd())
 elif "--json" in asked:
+    assert os.environ["PYTHONPATH"] == os.getcwd()
     print("visible", os.environ.get("CUDA_VISIBLE_DEVICES"), "asked", asked)
     if "one_gpu.json" in asked:
         sys.exit("out of memory")
@@ -70,6 +69,7 @@ elif "--json" in asked:
             "train_resnet50",
             "one_gpu_read_loss",
         }
+        assert "first_run.py --quick --json" in result.stdout.splitlines()[0]
         assert "out of memory" in (folder / "one_gpu.txt").read_text()
         assert (folder / "doctor.txt").exists()
         assert "smi topo -m" in (folder / "environment.txt").read_text()
