@@ -111,7 +111,7 @@ def synchronized_norms_outside_run(devices: Devices) -> str:
             layers += [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()]
         return mirror.nn.convert_sync_batchnorm(nn.Sequential(*layers, nn.Linear(6, 4)).double())
 
-    training = Training(make, rows(8, 6), rows(8, 4))
+    training = Training(make, rows(24, 6), rows(24, 4))
     for _ in range(ROUNDS):
         training.check(devices, "SyncBatchNorm", ways=(1, 2, 3))
     return f"{ROUNDS} times in ways 1, 2 and 3"
@@ -120,7 +120,7 @@ def synchronized_norms_outside_run(devices: Devices) -> str:
 def buckets_of_several_threads(devices: Devices) -> str:
     """Hooks of several autograd threads launch many buckets."""
     options = mirror.CommunicationOptions(bytes_per_pack=4000)
-    training = Training(_deep, rows(8, 32), rows(8, 32))
+    training = Training(_deep, rows(24, 32), rows(24, 32))
     for _ in range(ROUNDS):
         training.check(devices, "buckets", communication_options=options)
     return f"{ROUNDS} times in ways 1 and 3"
@@ -129,7 +129,7 @@ def buckets_of_several_threads(devices: Devices) -> str:
 def two_losses_of_one_forward(devices: Devices) -> str:
     """A second backward pass adds to gradients that the first one has begun to reduce."""
     options = mirror.CommunicationOptions(bytes_per_pack=4000)
-    training = Training(_deep, rows(8, 32), rows(8, 32), num_losses=2)
+    training = Training(_deep, rows(24, 32), rows(24, 32), num_losses=2)
     for _ in range(ROUNDS):
         training.check(devices, "two losses", ways=(1, 2, 3), communication_options=options)
     return f"{ROUNDS} times in ways 1, 2 and 3"
@@ -160,8 +160,8 @@ def recurrent_layers(devices: Devices) -> str:
             for state in ("replicated", "sharded"):
                 Training(
                     lambda kind=kind: kind(2, 4, batch_first=True).double(),
-                    rows(6, 3, 2),
-                    rows(6, 3, 4),
+                    rows(24, 3, 2),
+                    rows(24, 3, 4),
                     optimizer,
                 ).check(devices, f"{kind.__name__}, {state}", optimizer_state=state)
     return "LSTM, GRU, RNN, and flattening in forward; SGD and Adam; ways 1 and 3"
@@ -192,7 +192,7 @@ def memory_that_steps_replace(devices: Devices) -> str:
         return optimizer
 
     for optimizer in (subclass, hooked):
-        Training(_small, rows(8, 6), rows(8, 4), optimizer).check(devices, optimizer.__name__)
+        Training(_small, rows(24, 6), rows(24, 4), optimizer).check(devices, optimizer.__name__)
     return "a subclass of SGD, a hook; ways 1 and 3"
 
 
@@ -216,7 +216,7 @@ def own_steps(devices: Devices) -> str:
     for name, kind in kinds.items():
         # A step count on a GPU is a float32.
         rtol = 1e-4 if name == "rate on a GPU" else 1e-7
-        Training(_small, rows(8, 6), rows(8, 4), kind).check(devices, name, rtol=rtol)
+        Training(_small, rows(24, 6), rows(24, 4), kind).check(devices, name, rtol=rtol)
 
     def tie(model: nn.Module) -> None:  # on its device: a move would give each its own memory
         first, second = model.get_submodule("0"), model.get_submodule("2")
@@ -225,7 +225,7 @@ def own_steps(devices: Devices) -> str:
     def one_by_one(parameters: Parameters) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, 0.01, foreach=False)
 
-    Training(_small, rows(8, 6), rows(8, 4), one_by_one, tie).check(devices, "tied memory")
+    Training(_small, rows(24, 6), rows(24, 4), one_by_one, tie).check(devices, "tied memory")
     return ", ".join((*kinds, "tied memory"))
 
 
@@ -372,7 +372,7 @@ def conversions_in_a_scope(devices: Devices) -> str:
 def two_strategies_at_once(devices: Devices) -> str:
     """Two threads, each with a strategy over the same devices, launch collectives at once."""
     model = _deep()  # made once: two threads would draw its values from one generator
-    training = Training(partial(copy.deepcopy, model), rows(8, 32), rows(8, 32))
+    training = Training(partial(copy.deepcopy, model), rows(24, 32), rows(24, 32))
     options = mirror.CommunicationOptions(bytes_per_pack=4000, timeout_seconds=30)
     errors: list[BaseException] = []
 

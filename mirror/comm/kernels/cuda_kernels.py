@@ -1,7 +1,8 @@
 """CudaDevices: GPUs that run the kernels of csrc/, through CuPy.
 
-This has not been run on a GPU yet. tests/comm/kernels/test_cuda_kernels.py has the tests for GPUs,
-and skips them with the reason; without a GPU, only the compiler is tested, on the same source.
+It has run on one GPU with several replicas, and not yet on several GPUs. Where there is no GPU,
+tests/comm/kernels/test_cuda_kernels.py skips its tests for GPUs with the reason; then only the
+compiler is tested, on the same source.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Launches the kernels of one collective on all GPUs, by one call of a C++ library.
 
-csrc/host/launch.cpp explains why Python does not launch them in turn. This has not yet been run on
-a GPU; the tests run the same library with a driver of their own.
+csrc/host/launch.cpp explains why Python does not launch them in turn. This has run on one GPU, and
+not yet on several; the tests run the same library with a driver of their own.
 
 It also packs the arguments of the kernels in csrc/, and computes the sizes of their workspaces.
 """

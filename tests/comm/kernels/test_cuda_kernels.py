@@ -264,7 +264,7 @@ def test_blocking_launches_are_a_reason(monkeypatch):
     assert cuda_kernels.missing_reason([]) == "no driver"
 
 
-# ------------------------------------------------------------------ with a GPU; never run so far
+# ------------------------------------------------------------------ with a GPU
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
