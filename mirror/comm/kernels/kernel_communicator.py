@@ -67,8 +67,8 @@ class KernelCommunicator(Communicator):
     share one launch. A wait ends at its deadline. On simulated devices the same collective then
     raises ``CollectiveTimeoutError``, on GPUs the next one.
 
-    **It has run with several replicas on one GPU, and not yet on several GPUs**; a self-test on the
-    same devices, which moves data, must pass before its first use on GPUs.
+    **It has run with several replicas on one GPU, and not yet on several GPUs**; there a self-test
+    on the same devices, which moves data, must pass before its first use.
 
     Attributes:
         source: the file in csrc/ with the kernels.

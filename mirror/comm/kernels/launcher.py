@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from mirror.comm.collective_lock import launch_order
 from mirror.comm.registry import unusable_reason
 from mirror.errors import BackendError
 
@@ -85,7 +86,7 @@ class Launch(ctypes.Structure):
 
 
 def launch(launches: Sequence[Launch], what: str) -> None:
-    """Launches kernels in order; releases the GIL.
+    """Launches kernels in order, before those of another collective; releases the GIL.
 
     Args:
         what: the name of the kernels, for messages.
@@ -95,7 +96,9 @@ def launch(launches: Sequence[Launch], what: str) -> None:
     """
     failed = ctypes.c_int()
     array = (Launch * len(launches))(*launches)
-    result = library().mirror_launch(array, len(launches), ctypes.byref(failed))
+    result: int = launch_order.mutex.call(
+        library().mirror_launch, array, len(launches), ctypes.byref(failed)
+    )
     if result != 0:
         text = library().mirror_driver_error(result).decode()
         raise BackendError(

@@ -11,6 +11,7 @@ import pytest
 from mirror.comm.kernels import launcher
 from mirror.comm.kernels.launcher import KernelArguments, Launch, launch
 from mirror.errors import BackendError
+from tests.comm.backends import can_launch_elsewhere
 from tests.pairs import each_once
 
 SOURCE = Path(__file__).with_name("fake_driver.cpp")
@@ -122,6 +123,21 @@ def test_a_device_that_is_not_there_stops_all_before_the_first_launch(driver):
     with pytest.raises(BackendError, match="cuda:40: invalid device"):
         launch(four, "x")
     assert driver.fake_launches() == 0
+
+
+def test_no_other_collective_is_launched_meanwhile(monkeypatch):
+    others = []
+
+    class Library:
+        def mirror_launch(self, array, count, failed):
+            others.append(can_launch_elsewhere())
+            return 0
+
+    monkeypatch.setattr(launcher, "library", Library)
+    assert can_launch_elsewhere()
+    launch(launches(2), "x")
+    assert others == [False]
+    assert can_launch_elsewhere()
 
 
 def test_threads_launch_at_once(driver):
