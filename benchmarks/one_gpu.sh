@@ -26,8 +26,8 @@ else
     python=python3
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-((count > 0)) || { echo "one_gpu.sh: torch sees no GPU" >&2; exit 2; }
+count=$("$python" -c 'import torch; print(torch.cuda.device_count())') || count=0
+((count > 0)) || { echo "one_gpu.sh: the torch of $python sees no GPU" >&2; exit 2; }
 mkdir -p "$folder"
 
 failed=()
