@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def several_checks(devices: Devices, where: str) -> Iterator[tuple[str, Check]]:
-    """Yields names and checks: first those whose faults are silent.
+    """Yields names and checks: first those whose faults are silent, last those that take long.
 
     Args:
         where: the end of the names.
@@ -93,7 +93,7 @@ def several_checks(devices: Devices, where: str) -> Iterator[tuple[str, Check]]:
         two_strategies_at_once,
         one_replica_fails,
         attention_compiled,
-        a_device_that_fails,  # last: it spoils a GPU that is shared with this process for a while
+        a_device_that_fails,
     )
     for check in checks:
         yield check.__name__.replace("_", " ") + where, partial(check, devices)
@@ -357,9 +357,8 @@ def conversions_in_a_scope(devices: Devices) -> str:
         strategy.mirror(nn.Linear(2, 2).to(devices[0]))  # from now on conversions are watched
         for name, convert in conversions.items():
             with strategy.scope():
-                module = nn.Conv2d(2, 2, 1)
-                dtype = convert(nn.Conv2d(2, 2, 1)).weight.dtype
-                module = convert(module)
+                module = convert(nn.Conv2d(2, 2, 1))
+                dtype = module.weight.dtype
                 images = torch.ones(4, 2, 3, 3, dtype=dtype, device=devices[0])
                 outputs = module(images)
             assert mirror.is_mirrored(module.weight), f"{name}: not mirrored"
