@@ -19,7 +19,14 @@ from typing import Any
 import torch
 
 from mirror.comm.kernels import launcher
-from mirror.comm.kernels.binaries import Unit, binary, compile_all, source_folder, unit_of
+from mirror.comm.kernels.binaries import (
+    MAX_THREADS,
+    Unit,
+    binary,
+    compile_all,
+    source_folder,
+    unit_of,
+)
 from mirror.comm.kernels.launcher import (
     ABORTED,
     FLAG_BYTES,
@@ -31,8 +38,6 @@ from mirror.comm.kernels.launcher import (
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
 
-# kMaxThreads in csrc/collective.h.
-_THREADS_PER_BLOCK = 512
 # Other libraries that copy through registers use as many (NCCL's rings 16 to 32, vLLM 36). It is
 # not measured yet: benchmarks/gpu_blocks.py finds the best number for a machine.
 _DEFAULT_BLOCKS = 32
@@ -71,7 +76,7 @@ class CudaDevices:
 
     # One pack per thread. With more, a thread waits for memory several times while other
     # multiprocessors are free; with less, threads are idle.
-    bytes_per_block = 16 * _THREADS_PER_BLOCK
+    bytes_per_block = 16 * MAX_THREADS
 
     def __init__(
         self,
@@ -130,7 +135,8 @@ class CudaDevices:
         arguments.errors = self._errors.data_ptr()
         arguments.scratch_bytes = self._scratch_bytes
         arguments.state_blocks = self.max_blocks
-        compiled = _load(unit_of(kernel, dtype, arguments), tuple(self._rows))
+        unit = unit_of(kernel, dtype, arguments)
+        compiled = _load(unit, tuple(self._rows))
         launches = []
         for device, rows in self._rows.items():
             arguments.rows[: len(rows)] = rows
@@ -142,7 +148,7 @@ class CudaDevices:
                     device=device.index,
                     blocks=blocks,
                     rows=len(rows),
-                    threads=_THREADS_PER_BLOCK,
+                    threads=unit.num_threads,
                     is_cooperative=len(rows) > 1,
                 )
             )

@@ -13,7 +13,7 @@ import torch
 from mirror import comm
 from mirror.comm import collective_lock
 from mirror.comm.kernels import cuda_kernels, kernel_communicator
-from mirror.comm.kernels.binaries import Unit
+from mirror.comm.kernels.binaries import Unit, unit_of, unit_source
 from mirror.comm.kernels.launcher import ABORTED, KernelArguments
 
 NAMES = ("direct", "ring", "hierarchical")
@@ -28,7 +28,7 @@ class FakeGpus:
 
     def __init__(self, monkeypatch, processors=100):
         self.peers, self.launches, self.loaded, self.synchronized = [], [], [], []
-        self.here, self.kept, self.functions = None, [], []
+        self.here, self.kept, self.functions, self.threads = None, [], [], []
         properties = SimpleNamespace(multi_processor_count=processors)
         for name, value in {
             "get_device_properties": lambda device: properties,
@@ -89,6 +89,7 @@ class FakeGpus:
             place = torch.device("cuda", one.device), self.functions[one.function or 0]
             grid = one.blocks, one.rows
             self.launches.append((*place, grid, told, bool(one.is_cooperative)))
+            self.threads.append(one.threads)
 
     def create(self, name, indices, **options):
         kind = comm.registry.check_name(name)
@@ -173,6 +174,20 @@ def test_every_gpu_loads_the_binary_of_its_kind_before_the_first_launch(gpus):
     assert gpus.loaded == [str((Unit("ring"), capability)) for capability in (90, 91)]
     run(both, "ring_all_reduce", torch.uint8)
     assert gpus.loaded[2] == str((Unit("ring", "unsigned char"), 90))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "threads"),
+    [(torch.float32, 8, 512), (torch.uint8, 2, 256), (torch.float32, 9, 256)],
+    ids=str,
+)
+def test_a_block_has_the_threads_that_its_kernel_is_compiled_for(gpus, dtype, n, threads):
+    call = KernelArguments(num_replicas=n, island_size=n)
+    machine(gpus, "direct", range(n)).run("direct_two_shot", dtype, call, 2)
+    assert gpus.threads == n * [threads]
+    assert f"#define MIRROR_THREADS {threads}\n" in unit_source(
+        unit_of("direct_two_shot", dtype, call)
+    )
 
 
 def test_only_what_is_used_is_loaded_and_once(gpus):
