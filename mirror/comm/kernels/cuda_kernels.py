@@ -228,11 +228,15 @@ def _capability(device: torch.device) -> int:
 
 def _enable_peer_access(pairs: Sequence[tuple[torch.device, torch.device]]) -> None:
     """Enables access of the first device of each pair to the second one's memory."""
+    one_way = [(one, other) for one, other in pairs if (other, one) not in pairs]
+    assert not one_way, f"peers must access each other's memory; one way alone: {one_way}"
     runtime: ModuleType = import_module("cupy").cuda.runtime
     for one, other in dict.fromkeys(pairs):
         if one == other or not torch.cuda.can_device_access_peer(one, other):
             continue
-        # A copy makes torch enable access to memory that its allocator maps (expandable segments).
+        # A copy makes torch enable access to memory that its allocator maps (expandable segments):
+        # of the device that has the source to the other's memory. That is the opposite direction,
+        # and of use because the opposite pair is there as well.
         torch.ones(1, device=other).to(one)
         with torch.cuda.device(one):
             try:

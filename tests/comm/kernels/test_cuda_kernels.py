@@ -224,6 +224,17 @@ def test_all_blocks_of_a_gpu_fit_on_its_multiprocessors(gpus, indices, most):
             gpus.create("ring", indices, max_blocks=max_blocks)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs_of_peers_are_those_of_both_directions(gpus, name):
+    kind = comm.registry.check_name(name)
+    for n in range(1, 17):
+        pairs = kind.linked_pairs(n)
+        assert {(j, i) for i, j in pairs} == set(pairs)
+    devices = [torch.device("cuda", index) for index in (0, 1)]
+    with pytest.raises(AssertionError, match=r"one way alone: .*index=0.*index=1"):
+        cuda_kernels._enable_peer_access([(devices[0], devices[1])])
+
+
 def test_default_device_and_inference_mode_are_not_its_own(gpus):
     with torch.device("meta"), torch.inference_mode():
         made = machine(gpus, "direct", (0, 1))
