@@ -4,7 +4,9 @@
 // launched. From Python each launch takes some 12 us, and in between another thread may get the
 // GIL and make the driver wait for the GPU that spins: then nothing continues before the deadline.
 // Here all kernels are launched within some microseconds, and a caller by ctypes does not hold the
-// GIL.
+// GIL. Calls of several threads take turns: every kernel that runs has all its peers launched, so
+// it ends by itself, and a launch may wait for it. Nor do two communicators on the same streams
+// launch in opposite orders on two GPUs, where each would wait for the other.
 //
 // The caller passes the addresses of the driver's C API at run time, so that building and
 // importing this need no CUDA; dlopen() here would need glibc 2.34. Its types and values are
@@ -51,7 +53,7 @@ struct Driver {
 constexpr int kMaxDevices = 64;
 constexpr Result kNotLoaded = -1, kBadDevice = -2;
 
-std::mutex loading;
+std::mutex loading, launching;
 Driver driver;
 bool is_loaded = false;
 void* contexts[kMaxDevices];
@@ -109,6 +111,7 @@ Result mirror_launch(const Launch* launches, int count, int* failed) {
   for (; *failed < count; ++*failed)  // all before the first launch: it may take long
     if (const Result result = context_of(launches[*failed].device, &targets[*failed]))
       return result;
+  const std::lock_guard<std::mutex> whole(launching);
   void* before = nullptr;
   if (const Result result = driver.get_current(&before)) return result;
   Result result = 0;
