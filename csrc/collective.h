@@ -381,10 +381,14 @@ DEVICE Elements<Partial<T, K>, At> partial(const Totals<T, At>& totals) {
 // divided among them: one block always fits on a multiprocessor, so a grid of at most as many
 // blocks as there are multiprocessors is resident as a whole. mirror/comm/kernels/binaries.py
 // defines the macros; simulate.cpp instantiates the templates itself.
+//
+// A launch without elements ends at once, in any grid: it accesses no memory, signals to no replica
+// and waits for none, and no epoch or counter moves. No collective is launched so; _warm_up in
+// mirror/comm/kernels/cuda_kernels.py does it.
 #define MIRROR_KERNEL_OF(name, Element, Given)                     \
   extern "C" __global__ void __launch_bounds__(MIRROR_THREADS, 1)  \
       name##_kernel(const __grid_constant__ Arguments arguments) { \
-    name<Element, Given>(arguments);                               \
+    if (arguments.count != 0) name<Element, Given>(arguments);     \
   }
 #ifdef MIRROR_ELEMENT
 using Given = Known<MIRROR_REPLICAS, MIRROR_ISLAND, MIRROR_OP, MIRROR_ROUNDS>;

@@ -7,8 +7,9 @@ and skips them with the reason; without a GPU, only the compiler is tested, on t
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -43,6 +44,8 @@ from mirror.errors import BackendError
 _DEFAULT_BLOCKS = 32
 _PEER_ACCESS_ALREADY_ENABLED = 704
 
+_logger = logging.getLogger("mirror")
+
 _KernelKey = tuple[str, torch.device]
 """The name of a kernel, and its device."""
 
@@ -54,10 +57,12 @@ class _Loaded:
     Attributes:
         kernel: CuPy's object, which keeps the module loaded.
         function: the driver's handle, a CUfunction.
+        local_bytes: the local memory of each of its threads.
     """
 
     kernel: Any
     function: int
+    local_bytes: int
 
 
 class CudaDevices:
@@ -71,7 +76,8 @@ class CudaDevices:
     the order of their numbers.
 
     Kernels wait for each other, so nothing may wait for one of them before all are launched. So
-    modules are loaded on every device, and all memory is allocated, before the first launch.
+    modules are loaded on every device, and all memory is allocated, before the first launch;
+    local memory, too: see ``_warm_up``.
     """
 
     # One pack per thread. With more, a thread waits for memory several times while other
@@ -209,11 +215,53 @@ def _load(unit: Unit, devices: tuple[torch.device, ...]) -> dict[_KernelKey, _Lo
             with torch.cuda.device(device):
                 # Reading an attribute loads the kernel now. At the launch, the device might be
                 # busy with a kernel that waits for this one.
-                if kernel.local_size_bytes > 0:
-                    raise BackendError(f"the compiler gave {name} local memory; report this")
+                local_bytes = kernel.local_size_bytes
                 # `.kernel` is the function on the current device.
-                kernels[name, device] = _Loaded(kernel, kernel.kernel.ptr)
+                kernels[name, device] = _Loaded(kernel, kernel.kernel.ptr, local_bytes)
+    _warm_up(unit, {key: kernel for key, kernel in kernels.items() if kernel.local_bytes > 0})
     return kernels
+
+
+def _warm_up(unit: Unit, kernels: Mapping[_KernelKey, _Loaded]) -> None:
+    """Launches kernels of a unit that have local memory, once, without elements; warns of them.
+
+    [Note: Local memory]
+    Problem: a GPU has one pool of local memory. The first launch that needs more per thread than
+    any before it makes the pool larger, and waits until the GPU is idle. If a kernel spins there
+    whose peer this thread launches later, neither continues before the deadline.
+    Rule: the first launch of such a kernel is not part of a collective. Without elements it ends
+    at once, and moves no flag or counter (MIRROR_KERNEL_OF in csrc/collective.h). All that was
+    enqueued before, by any library, is done: the GPUs are synchronized. What another thread has
+    enqueued since ends by itself if it is ours: launches take turns (csrc/host/launch.cpp), so a
+    collective is on all its GPUs. Kernels of another library that another thread launches in
+    between, and whose peers wait for this launch, are not excluded.
+    """
+    if not kernels:
+        return
+    for device in dict.fromkeys(device for _, device in kernels):
+        torch.cuda.synchronize(device)
+    no_elements = KernelArguments()
+    launches = [
+        Launch(
+            function=kernel.function,
+            stream=torch.cuda.current_stream(device).cuda_stream,
+            arguments=ctypes.pointer(no_elements),
+            device=device.index,
+            blocks=_processors(device),  # as many as a collective has at most
+            rows=1,
+            threads=unit.num_threads,
+        )
+        for (_, device), kernel in kernels.items()
+    ]
+    launch(launches, "kernels with local memory")
+    _logger.warning(
+        "the CUDA compiler gave kernels local memory, which may make them slower: %s bytes per "
+        "thread. They were launched once without data, so that the driver reserves this memory "
+        "while no collective waits. Another version of NVRTC may need none: pip install --upgrade "
+        "nvidia-cuda-nvrtc, or nvidia-cuda-nvrtc-cu12; report this with its version and %s",
+        ", ".join(f"{name} on {d} {one.local_bytes}" for (name, d), one in kernels.items()),
+        unit,
+    )
 
 
 def _processors(device: torch.device) -> int:

@@ -329,6 +329,24 @@ def test_every_kernel_is_in_one_unit():
             call.rounds = False
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_a_launch_without_elements_touches_no_memory_and_no_peer(tmp_path):
+    # Compiled for the CPU. All addresses are null, and there is no grid whose threads could meet.
+    defined = ["ELEMENT int", "OP kSum", "REPLICAS 4", "ISLAND 2", "ROUNDS 0", "COPIES"]
+    lines = [f"#define MIRROR_{what}" for what in defined]
+    lines += [f"#define {what}" for what in ("__global__", "__launch_bounds__(...)")]
+    lines += ["#define __grid_constant__", *(f'#include "{source}.cu"' for source in SOURCES)]
+    units = [Unit(source, element) for source in SOURCES for element in ("int", "")]
+    calls = [f"{kernel}_kernel(Arguments{{}});" for unit in units for kernel in unit.kernels]
+    lines += ["int main() {", *calls, "}"]
+    program = tmp_path / "kernels.cpp"
+    program.write_text("\n".join(lines))
+    include = f"-I{binaries.source_folder()}"
+    command = ["g++", "-std=c++20", "-pthread", include, str(program), "-o", str(tmp_path / "run")]
+    subprocess.run(command, check=True)
+    subprocess.run([str(tmp_path / "run")], check=True)
+
+
 def test_operations_are_numbered_as_in_the_kernels():
     assert [name.removeprefix("k").lower() for name in binaries._OPS] == list(OPS)
     assert f"enum Op : int {{ {', '.join(binaries._OPS)} }};" in unit_source(Unit("ring"))

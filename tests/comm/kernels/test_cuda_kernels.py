@@ -29,6 +29,7 @@ class FakeGpus:
     def __init__(self, monkeypatch, processors=100):
         self.peers, self.launches, self.loaded, self.synchronized = [], [], [], []
         self.here, self.kept, self.functions, self.threads = None, [], [], []
+        self.local_bytes = {}
         properties = SimpleNamespace(multi_processor_count=processors)
         for name, value in {
             "get_device_properties": lambda device: properties,
@@ -79,7 +80,7 @@ class FakeGpus:
         def function(name):
             self.functions.append(name)
             handle = SimpleNamespace(ptr=len(self.functions) - 1)
-            return SimpleNamespace(local_size_bytes=0, kernel=handle)
+            return SimpleNamespace(local_size_bytes=self.local_bytes.get(name, 0), kernel=handle)
 
         return SimpleNamespace(get_function=function)
 
@@ -211,6 +212,22 @@ def test_what_a_trial_needs_is_compiled_at_once(gpus):
         Unit("hierarchical", "long long", 2, num_replicas=4, island_size=2),
     ]
     assert capabilities == {90, 91, 92, 93}
+
+
+def test_local_memory_is_reserved_by_a_launch_of_its_own_on_an_idle_gpu(gpus, caplog):
+    both = machine(gpus, "direct", (0, 1))
+    gpus.local_bytes = {"direct_two_shot_kernel": 40}
+    gpus.synchronized.clear()
+    for _ in range(2):
+        run(both, "direct_two_shot", torch.uint8, count=5)
+    assert [device.index for device in gpus.synchronized] == [0, 1]
+    launches = [(device.index, grid, told.count) for device, _, grid, told, _ in gpus.launches]
+    collective = [(0, (2, 1), 5), (1, (2, 1), 5)]
+    assert launches == [(0, (100, 1), 0), (1, (100, 1), 0), *collective, *collective]
+    assert {name for _, name, *_ in gpus.launches} == {"direct_two_shot_kernel"}
+    (message,) = caplog.messages
+    assert "direct_two_shot on cuda:0 40, direct_two_shot on cuda:1 40 bytes per thread" in message
+    assert "pip install" in message
 
 
 @pytest.mark.parametrize(("indices", "most"), [((0, 1), 100), ((0, 0, 1), 50)], ids=str)
