@@ -134,7 +134,10 @@ class KernelCommunicator(Communicator):
     @classmethod
     @abstractmethod
     def linked_pairs(cls, num_replicas: int) -> list[tuple[int, int]]:
-        """Returns the pairs of replicas where the first must access the second's memory."""
+        """Returns the pairs of replicas where the first must access the second's memory.
+
+        With a pair, its reverse is among them: flags go both ways.
+        """
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:

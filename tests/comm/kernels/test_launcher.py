@@ -140,16 +140,18 @@ def test_no_other_collective_is_launched_meanwhile(monkeypatch):
     assert can_launch_elsewhere()
 
 
-def test_threads_launch_at_once(driver):
+def test_launches_of_threads_take_turns(driver):
+    driver.fake_pause_after_launches(1)
     threads = [threading.Thread(target=launch, args=(launches(2), "x")) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert driver.fake_launches() == 16
-    for i in range(16):
-        seen = driver.fake_seen(i).contents
-        assert seen.context == (100 + seen.function - 0x10) * 16
+    driver.fake_pause_after_launches(0)
+    seen = [driver.fake_seen(i).contents for i in range(driver.fake_launches())]
+    assert [(one.function, one.context) for one in seen] == 8 * [
+        (0x10 + i, (100 + i) * 16) for i in range(2)
+    ]
 
 
 def test_without_a_driver_the_reason_says_so(libraries, monkeypatch):
