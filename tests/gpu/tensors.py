@@ -161,9 +161,11 @@ class Mode(TorchDispatchMode):
             kwargs["device"] = _CPU
         is_pinned = bool(kwargs.pop("pin_memory", None))
         with self._streams.lock:
-            touched = self._touched(func, args, kwargs)
+            # With a device, as in empty_like, a tensor gives its shape alone.
+            is_copy = func is aten._to_copy.default
+            touched = [] if wanted and not is_copy else self._touched(func, args, kwargs)
             gpus = {p.device for _, _, p in touched if p is not None and p.device.type == "cuda"}
-            if func is aten._to_copy.default and wanted is not None:
+            if is_copy and wanted is not None:
                 return self.copied(args[0], wanted, func, kwargs)
             if func is aten.copy_.default and gpus:
                 self.copy(args[0], args[1], bool(args[2] if len(args) > 2 else False))
