@@ -48,6 +48,11 @@ _COPIES = {
     torch.ops.prims.convert_element_type.default: "dtype",
 }
 _TAKES_CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
+# The lengths of packed sequences, and the sizes of their batches, are on the CPU.
+_PACK = aten._pack_padded_sequence.default
+_TAKES_CPU_SIZES = {
+    _PACK, aten._pack_padded_sequence_backward.default, aten._pad_packed_sequence.default,
+}  # fmt: skip
 _HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
 
@@ -239,7 +244,8 @@ class Mode(TorchDispatchMode):
         uses = [(t, w) for t, w, p in touched if p is not None and p.device == device]
         self._access(stream, uses, what)
         out = func(*args, **kwargs)
-        fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        made = out[:1] if func is _PACK else out
+        fresh = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
         if fresh and _makes_new(func):
             known = {_storage(t)._cdata for t, _, _ in touched if t.layout is torch.strided}
             for tensor in fresh:
@@ -271,7 +277,7 @@ class Mode(TorchDispatchMode):
 
     def _refuse_strangers(self, func, touched, gpus) -> None:
         """Raises what torch raises for tensors of several devices; the CPU's scalars may be."""
-        if not gpus:
+        if not gpus or func in _TAKES_CPU_SIZES:
             return
         found = set(gpus)
         if len(gpus) == 1 and torch._C._current_graph_task_id() != -1:
