@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, rnn
 
 import mirror
+from tests.gpu.compiling import Training, compiling_gpus
 from tests.gpu.cudnn import are_flat
 from tests.gpu.fake import FakeGpus
 from tests.gpu.programs import split
@@ -340,6 +341,31 @@ def train_worker(counts):
                 strategy.run(step, args=parts)
             state = {name: value.cpu() for name, value in model.state_dict().items()}
             return [state] * counts[0]
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.GRU(8, 6, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, x):
+        self.layer.flatten_parameters()
+        return self.out(self.layer(x[:, None].expand(-1, 3, -1))[0][:, -1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["shared", "distinct"])
+def test_a_compiled_step_leaves_weights_where_they_are(devices):
+    options = {"mode": "trace", "make_model": Tagger}
+    on_cpu = Training(["cpu", "cpu"], **options)
+    losses, expected = on_cpu.train([16, 16, 15, 16])
+    on_cpu.close()
+    with compiling_gpus(2) as gpus:
+        training = Training(DEVICES[devices], **options)
+        found, state = training.train([16, 16, 15, 16])
+        training.close()
+        assert gpus.cudnn.num_flattenings == 2
+    assert_same([found, state], [losses, expected])
 
 
 @pytest.mark.slow

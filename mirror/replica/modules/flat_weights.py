@@ -90,7 +90,8 @@ def _wrap_flatten(original: Callable[[Any], None]) -> Callable[[Any], None]:
             return
         weights = getattr(self, WEIGHTS)
         if replica is not None and replica.replicas is owner:
-            _flatten(original, self, weights)
+            if replica.tracing is None:  # a trace has no addresses, and calls no cuDNN
+                _flatten(original, self, weights)
         elif all(isinstance(weight, MirroredParameter) for weight in weights):
             # Else forward computes some of them, and flattens them itself.
             for row in zip(*(weight._mirrored.leaves for weight in weights), strict=True):
