@@ -345,10 +345,8 @@ WHOLE_CALL = "_call_impl"
 CONVERT = "_apply"
 INFER = "_infer_parameters"
 INITIALIZING = "_initialize_hook"  # in a lazy module's __dict__ before its first call
-WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
-HAVE_CHANGED = "_weights_have_changed"  # of recurrent layers
-# Gives the weights of a recurrent layer one buffer, below Python: cuDNN.
-FLATTEN_WEIGHTS: Any = getattr(torch, "_cudnn_rnn_flatten_weight", None)
+# Lists in a recurrent layer: its weights, and weak references to them.
+WEIGHTS, WEIGHT_REFERENCES = WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 METADATA = "_metadata"  # of a state_dict: the versions of its modules
 
 # Optimizers

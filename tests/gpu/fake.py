@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from tests.gpu.cudnn import Cudnn
 from tests.gpu.order import Order
 from tests.gpu.streams import FakeEvent, FakeStream, Streams
 from tests.gpu.tensors import Mode, Table
@@ -44,12 +45,14 @@ class FakeGpus:
         devices: all of them.
         order: what was done on which stream, and ``violations``.
         streams: which there are; ``capture`` begins a capture.
+        cudnn: moves the weights of recurrent layers.
     """
 
     def __init__(self, num_devices: int, *, peers: bool = True) -> None:
         self.order = Order()
         self.streams = Streams(num_devices, self.order)
         self.table = Table(self.streams)
+        self.cudnn = Cudnn()
         self.devices = [torch.device("cuda", i) for i in range(num_devices)]
         self._peers = peers
         self._patches: list[Any] = []
@@ -61,7 +64,8 @@ class FakeGpus:
         return self.order.violations
 
     def __enter__(self) -> FakeGpus:
-        for where, name, value in [*self._of_cuda(), *self._of_tensors(), *self._of_threads()]:
+        fakes = *self._of_cuda(), *self._of_tensors(), *self._of_threads(), *self.cudnn.patches()
+        for where, name, value in fakes:
             patch = mock.patch.object(where, name, value, create=True)
             patch.start()
             self._patches.append(patch)
@@ -107,6 +111,7 @@ class FakeGpus:
             "default_stream": streams.default_stream,
             "device": streams.using_device,
             "device_count": lambda: n,
+            "device_of": lambda tensor: streams.using_device(tensor.device),
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_name": lambda device=None: properties.name,
             "get_device_properties": lambda device=None: properties,

@@ -48,6 +48,11 @@ _COPIES = {
     torch.ops.prims.convert_element_type.default: "dtype",
 }
 _TAKES_CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
+# The lengths of packed sequences, and the sizes of their batches, are on the CPU.
+_PACK = aten._pack_padded_sequence.default
+_TAKES_CPU_SIZES = {
+    _PACK, aten._pack_padded_sequence_backward.default, aten._pad_packed_sequence.default,
+}  # fmt: skip
 _HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
 
@@ -161,9 +166,11 @@ class Mode(TorchDispatchMode):
             kwargs["device"] = _CPU
         is_pinned = bool(kwargs.pop("pin_memory", None))
         with self._streams.lock:
-            touched = self._touched(func, args, kwargs)
+            # With a device, as in empty_like, a tensor gives its shape alone.
+            is_copy = func is aten._to_copy.default
+            touched = [] if wanted and not is_copy else self._touched(func, args, kwargs)
             gpus = {p.device for _, _, p in touched if p is not None and p.device.type == "cuda"}
-            if func is aten._to_copy.default and wanted is not None:
+            if is_copy and wanted is not None:
                 return self.copied(args[0], wanted, func, kwargs)
             if func is aten.copy_.default and gpus:
                 self.copy(args[0], args[1], bool(args[2] if len(args) > 2 else False))
@@ -237,7 +244,8 @@ class Mode(TorchDispatchMode):
         uses = [(t, w) for t, w, p in touched if p is not None and p.device == device]
         self._access(stream, uses, what)
         out = func(*args, **kwargs)
-        fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        made = out[:1] if func is _PACK else out
+        fresh = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
         if fresh and _makes_new(func):
             known = {_storage(t)._cdata for t, _, _ in touched if t.layout is torch.strided}
             for tensor in fresh:
@@ -269,7 +277,7 @@ class Mode(TorchDispatchMode):
 
     def _refuse_strangers(self, func, touched, gpus) -> None:
         """Raises what torch raises for tensors of several devices; the CPU's scalars may be."""
-        if not gpus:
+        if not gpus or func in _TAKES_CPU_SIZES:
             return
         found = set(gpus)
         if len(gpus) == 1 and torch._C._current_graph_task_id() != -1:

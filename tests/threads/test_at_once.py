@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import mirror
@@ -24,8 +25,8 @@ N = 3
 def test_recurrent_layers_of_replicas_that_run_at_once_use_their_own_weights(
     make_strategy, monkeypatch, kind
 ):
-    # In every call an RNN makes a list of its weights, an attribute of the module that replicas
-    # share, and reads it a moment later: what another replica had put there in between.
+    # Where forward computes a weight, an RNN makes a list of its weights in every call, and reads
+    # it a moment later: if it were one for all, what another replica had put there in between.
     monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", -1.0)  # all start at once
     monkeypatch.setattr(schedule, "NUM_TURNS", 1)
     both_have_made_theirs = threading.Barrier(2, timeout=60)
@@ -36,7 +37,7 @@ def test_recurrent_layers_of_replicas_that_run_at_once_use_their_own_weights(
             if mirror.has_strategy():
                 both_have_made_theirs.wait()
 
-    plain = Met(3, 2, batch_first=True)
+    plain = weight_norm(Met(3, 2, batch_first=True), "weight_hh_l0")
     strategy = make_strategy(2, schedule="staggered")
     strategy.run(lambda: None)
     layer = strategy.mirror(copy.deepcopy(plain))

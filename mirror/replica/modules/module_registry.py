@@ -46,6 +46,7 @@ from mirror.replica.modules.conversions import (
     watch_conversions,
     watch_wrappers,
 )
+from mirror.replica.modules.flat_weights import watch_recurrent_layers
 from mirror.replica.modules.metric_calls import (
     is_metric,
     unwatched_libraries,
@@ -156,6 +157,7 @@ class ModuleRegistry:
             return
         watch_functions()
         watch_conversions()
+        watch_recurrent_layers()
         # The mirrored tensors outlive the caller's inference mode.
         with torch.inference_mode(False):
             for name, submodule in module.named_modules():
@@ -191,7 +193,7 @@ class ModuleRegistry:
         self._watch_dicts(module)
         self.pending.retry(module)
         self.route(module)
-        if isinstance(module, nn.RNNBase):  # cuDNN: the copies of other replicas, too
+        if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
     def _first_path(self, module: nn.Module, path: str) -> str:
@@ -256,6 +258,7 @@ class ModuleRegistry:
 
     def _move(self, module: nn.Module) -> None:
         """Moves a module to the only replica's device."""
+        moved: set[Tensor] = set()
         for submodule in module.modules():
             if not isinstance(submodule, torch.jit.ScriptModule):
                 self._watch_dicts(submodule)
@@ -266,7 +269,11 @@ class ModuleRegistry:
                 home = self.replicas.places.home_of(tensor.device, name)
                 if tensor.device != home:
                     tensor.data = tensor.data.to(home)
+                    moved.add(tensor)
                 self._registry.register(tensor)
+        for submodule in module.modules():
+            if isinstance(submodule, nn.RNNBase) and not moved.isdisjoint(submodule.parameters()):
+                submodule.flatten_parameters()  # as .to(device) does
 
     def _refuse_script(self, module: torch.jit.ScriptModule, name: str) -> None:
         # A module that was traced from a mirrored one, inside the scope, shares its tensors.

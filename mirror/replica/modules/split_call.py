@@ -102,6 +102,7 @@ class CallInterceptor(Interceptor):
         own: the replicas' values of the module's attributes. See [Note: Own attributes].
         is_checkpointed: whether a whole call may be recomputed in backward.
         is_checked: whether the outputs of a call were checked for a forward that mixes examples.
+        weight_lists: of a recurrent layer, by replica. See [Note: Flat weights].
     """
 
     __slots__ = (
@@ -114,6 +115,7 @@ class CallInterceptor(Interceptor):
         "is_plain",
         "own",
         "renormalizes",
+        "weight_lists",
     )
 
     def __init__(
@@ -130,6 +132,7 @@ class CallInterceptor(Interceptor):
         is_special = self.renormalizes or self.has_sequences or self.is_metric
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, PerReplicaAttribute] = {}
+        self.weight_lists: dict[int, dict[str, list[Any]]] = {}
         self.is_checkpointed = self.is_checked = self.has_warned_of_lists = False
 
     @skip_frame

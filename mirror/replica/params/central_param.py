@@ -188,7 +188,9 @@ class CentralParam(ReplicatedParam):
         if any(share_storage(value, target) for target in (self.home, *others)):
             value = value_on(data, device)
         self.targets[replica_id].data = value
-        DATA.__set__(self.copies[replica_id], value)
+        copy = self.copies[replica_id]
+        DATA.__set__(copy, value)
+        copy.flat_at = 0
 
     def follow_leaf(self, leaf: ReplicaParameter) -> bool:
         """Has ``home``, or a target, follow a leaf that C++ has given other memory."""
@@ -202,6 +204,7 @@ class CentralParam(ReplicatedParam):
     def _set_home_data(self, value: Tensor) -> None:
         self.home.data = value
         DATA.__set__(self.shown, value)
+        self.shown.flat_at = 0
         owner = self.owner()
         if owner is not None:
             raw_set_data(owner, value)

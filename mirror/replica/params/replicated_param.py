@@ -94,7 +94,7 @@ class ReplicaParameter(nn.Parameter):
         arrival_hook: records that a local gradient has arrived. It exists once the copy has
             required a gradient, and is removed while ``is_silent``: ``grad_tracker.py``.
         ends_passes: whether a backward pass that reaches the copy ends with a reduction.
-        flat_at: where cuDNN's flattening has put it; 0 before.
+        flat_at: the address that cuDNN's flattening has given it; 0 before, and once it has moved.
     """
 
     variable: ReplicatedParam
@@ -389,7 +389,9 @@ class ReplicatedParam:
             value = value_on(data, device)
         self.num_moves += 1
         self.targets[replica_id].data = value
-        DATA.__set__(self.copies[replica_id], value)
+        copy = self.copies[replica_id]
+        DATA.__set__(copy, value)
+        copy.flat_at = 0
         owner = self.owner()
         if replica_id == 0 and owner is not None:
             raw_set_data(owner, value)
