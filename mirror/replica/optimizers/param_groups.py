@@ -21,7 +21,6 @@ from mirror.base.torch_private import WithoutSubclass
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
-from mirror.replica.params.replicated_params import follow_moved_leaves
 from mirror.replica.params.shared_memory import lie_apart
 from mirror.replica.params.torch_function import MirroredParameter
 from mirror.threads.schedule import count_own_hooks
@@ -74,8 +73,12 @@ class ParamGroupsView:
         Looks at those of the first active replica: the others run the same code. Returns the
         variables that have followed.
         """
-        has_moved = self._lie_apart(active[0])
-        return follow_moved_leaves(self.variables, active) if has_moved else []
+        found = []
+        for variable in self.variables if self._lie_apart(active[0]) else ():
+            moved = [variable.follow_leaf(variable.copies[r]) for r in active]
+            if any(moved):
+                found.append(variable)
+        return found
 
     def follow_targets(self, replica_id: int) -> None:
         """Has the copies follow targets to which a step has given other data."""

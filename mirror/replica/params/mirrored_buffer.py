@@ -36,7 +36,7 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import replica_of
 from mirror.replica.collectives.reduce_ops import reduce_tensors, weighted_mean
-from mirror.replica.params.buffer_differences import num_checked_runs
+from mirror.replica.params.buffer_differences import NORMS, num_checked_runs
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
     raw_set_data,
@@ -240,6 +240,9 @@ class ReplicatedBuffer:
             self._stale = False
             return False
         if self._is_truth_written:
+            if not self.has_new_versions() and not isinstance(self.module(), NORMS):
+                self._stale = False  # the run has written nothing
+                return False
             raise StrategyError(
                 f"buffer {self.name!r} was written by a run, and then through a tensor that "
                 "detach(), or a state_dict, had returned before that run: it had the value of "

@@ -424,6 +424,19 @@ class ReplicatedParam:
         self._set_replica_data(leaf.replica_id, DATA.__get__(leaf))
         return True
 
+    def follow_leaves(self) -> None:
+        """Has all tensors follow leaves that have other memory or strides, outside ``run``.
+
+        If only ``shown`` has, it is as if the program had assigned ``p.data``.
+        """
+        pairs = zip(self.copies, self.targets, strict=True)
+        is_shown_alone = all(c is self.shown or lie_alike(c, target) for c, target in pairs)
+        if not is_shown_alone:
+            for leaf in self.leaves:
+                self.follow_leaf(leaf)
+        elif not lie_alike(self.shown, self.home):
+            self.set_data(DATA.__get__(self.shown))
+
     def follow_target(self, replica_id: int) -> bool:
         """Has the copy, and ``p``, follow a target to which a step has given other data.
 

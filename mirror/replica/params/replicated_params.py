@@ -51,7 +51,7 @@ from mirror.replica.params.replicated_param import (
     ReplicatedParam,
     refuse_post_accumulate_hook,
 )
-from mirror.replica.params.shared_memory import ParamMemory, address_of
+from mirror.replica.params.shared_memory import ParamMemory, address_of, lie_alike
 from mirror.replica.params.torch_function import MirroredParameter
 
 T = TypeVar("T")
@@ -244,13 +244,15 @@ class ReplicatedParams:
         variables, shown, homes = self.memory.rows or self.memory.make_rows()
         with WithoutSubclass():  # halves the time of what is read for each variable
             if list(map(address_of, shown)) != list(map(address_of, homes)):
-                follow_moved_leaves(variables)
+                for variable in variables:
+                    variable.follow_leaves()
             for variable in variables:
                 if variable.handles or variable.shown._version != variable.version:
                     changed.append(variable)
         if changed:
             for variable in changed:
-                variable.follow_leaf(variable.shown)  # it was transposed in place, say
+                if not lie_alike(variable.shown, variable.home):  # transposed in place, say
+                    variable.follow_leaves()
                 variable.broadcast()
             self._exposed = [(v, v.handles.versions()) for v in changed if v.handles]
 
@@ -270,29 +272,6 @@ class ReplicatedParams:
             for r in idle:
                 if variable.copies[r].requires_grad != requires_grad:
                     variable.require_grad_of(r, requires_grad)
-
-
-def follow_moved_leaves(
-    variables: Iterable[ReplicatedParam], replicas: Sequence[int] | None = None
-) -> list[ReplicatedParam]:
-    """Has targets follow leaves that code below Python has given other memory.
-
-    Args:
-        replicas: whose copies are looked at; those of all outside ``run``, if ``None``. Of a
-            variable of which only ``shown`` has moved, the other replicas get the values.
-
-    Returns:
-        The variables of which one had moved.
-    """
-    found = []
-    for variable in variables:
-        leaves = variable.leaves if replicas is None else [variable.copies[r] for r in replicas]
-        moved = [leaf for leaf in leaves if variable.follow_leaf(leaf)]
-        if moved:
-            found.append(variable)
-        if replicas is None and len(moved) == 1 and moved[0] is variable.shown:
-            variable.handles.add(None)
-    return found
 
 
 def mark_synced(variables: Iterable[ReplicatedParam]) -> None:

@@ -143,9 +143,9 @@ def _is_view(value: Tensor, variable: Placed) -> bool:
     if lie_alike(value, home):
         return True
     (begin, end), (first, last) = _extent(value), _extent(home)
-    is_dense = last - first == home.numel()
-    is_inside = first <= begin and end <= last
-    return is_inside and is_dense and all(t.stride() == home.stride() for t in variable.targets)
+    if begin < first or last < end or not is_dense(home):
+        return False
+    return all(target.stride() == home.stride() for target in variable.targets)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -155,13 +155,19 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + 1 + sum((size - 1) * stride for size, stride in steps)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has no gaps in memory."""
+    begin, end = _extent(tensor)
+    return end - begin == tensor.numel()
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one storage share elements; two columns of a matrix share none."""
     (begin, end), (first, last) = _extent(a), _extent(b)
     size, other = a.element_size(), b.element_size()
     if end * size <= first * other or last * other <= begin * size:
         return False
-    if size != other or (end - begin == a.numel() and last - first == b.numel()):
+    if size != other or (is_dense(a) and is_dense(b)):
         return True
     origin = min(begin, first)
     marks = torch.zeros(max(end, last) - origin, dtype=torch.bool, device="cpu")
