@@ -84,10 +84,10 @@ class ReplicatedBuffer:
         "_aggregation",
         "_combined_version",
         "_copy_versions",
-        "_is_in_parameter",
         "_may_differ",
         "_ran",
         "_stale",
+        "_variable",
         "combined",
         "copies",
         "devices",
@@ -121,7 +121,7 @@ class ReplicatedBuffer:
             self.copies = [buffer.detach().to(d, copy=True) for d in self.devices]
         else:
             self.copies = [view_in(variable, buffer, target) for target in variable.targets]
-        self._is_in_parameter = variable is not None
+        self._variable = variable
         self.handles, self.views = StorageAliases(), StorageAliases()
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
         self._combined_version = self.combined._version
@@ -168,15 +168,28 @@ class ReplicatedBuffer:
 
     def replace(self, data: Tensor) -> None:
         """Sets the data of all replicas: ``module.buffer.data = data`` outside ``run``."""
-        self._leave_parameter()
+        if self._is_in_parameter():
+            self.copies = [copy.detach().clone() for copy in self.copies]
+            self._leave_parameter()
         self._stale = False  # what replicas have written is replaced
         self._set_combined(data)
         self.handles.add(data)
 
+    def _is_in_parameter(self) -> bool:
+        """Whether the buffer still lies in the memory of a mirrored parameter."""
+        variable = self._variable
+        if variable is None:
+            return False
+        if variable.owner() is not None and share_storage(self.copies[0], variable.targets[0]):
+            if share_storage(self.combined, variable.home):
+                return True
+        self._leave_parameter()
+        return False
+
     def _leave_parameter(self) -> None:
-        """Gives the combined value memory of its own, before copies get other memory."""
-        if self._is_in_parameter:
-            self._is_in_parameter = False
+        """Gives the combined value memory of its own, once the buffer has other memory."""
+        if self._variable is not None:
+            self._variable = None
             self._move_combined(self.combined.detach().clone())
 
     def is_written(self) -> bool:
@@ -236,7 +249,7 @@ class ReplicatedBuffer:
         """
         if not self._stale or self._aggregation == "none":
             return False
-        if self._is_in_parameter:  # which is kept equal, and combined lies in it
+        if self._is_in_parameter():  # which is kept equal
             self._stale = False
             return False
         if self._is_truth_written:

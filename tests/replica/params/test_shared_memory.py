@@ -132,6 +132,51 @@ def test_parameters_without_an_address(value, make_strategy):
     strategy.check_replicas()
 
 
+def with_buffer():
+    model = nn.Linear(2, 2)
+    model.register_buffer("kept", model.weight.detach())
+    return model
+
+
+def test_a_buffer_in_a_parameters_memory_is_there_on_every_replica(make_strategy):
+    strategy = make_strategy(3)
+    model = strategy.mirror(with_buffer())
+    assert all(map(lie_alike, model.kept._mirrored.copies, model.weight._mirrored.targets))
+
+    def write():
+        with torch.no_grad():
+            model.kept.fill_(2.0)
+        return model.weight.sum().item()
+
+    assert strategy.run(write).values == (8.0,) * 3
+    assert torch.equal(model.weight, model.kept)
+
+
+def in_run_by_data(strategy, model):
+    strategy.run(lambda: setattr(model.kept, "data", torch.zeros(2, 2)))
+
+
+def in_run_by_name(strategy, model):
+    strategy.run(lambda: setattr(model, "kept", torch.zeros(2, 2)))
+
+
+def outside_by_data(strategy, model):
+    model.kept.data = torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize("assign", [in_run_by_data, in_run_by_name, outside_by_data])
+def test_a_buffer_that_gets_other_memory_leaves_the_parameter_as_it_is(assign, make_strategy):
+    strategy = make_strategy(2)
+    model = strategy.mirror(with_buffer())
+    weight = model.weight.detach().clone()
+    assign(strategy, model)
+    assert torch.equal(model.kept, torch.zeros(2, 2))
+    assert torch.equal(model.weight, weight)
+    kept, weights = strategy.run(lambda: (model.kept.sum().item(), model.weight.detach().clone()))
+    assert kept.values == (0.0, 0.0)
+    assert all(torch.equal(one, weight) for one in weights.values)
+
+
 # One memory for all tensors of a parameter
 
 
@@ -185,6 +230,30 @@ def test_values_that_code_below_python_sets_reach_all_replicas(make_strategy):
     DATA.__set__(weight._mirrored.shown, torch.full((2, 2), 5.0))
     assert set(strategy.run(lambda: model["a"].weight.sum().item()).values) == {20.0}
     assert torch.equal(weight, torch.full((2, 2), 5.0))
+    strategy.check_replicas()
+
+
+@pytest.mark.parametrize("way", [1, 3])
+def test_what_a_step_assigns_before_it_raises_stays(way, make_strategy):
+    strategy = make_strategy(2, own_steps=True)
+    model = strategy.mirror(nn.Linear(2, 2))
+
+    class Raising(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                p.data = torch.full_like(p, 7.0)
+            raise ArithmeticError
+
+    optimizer = Raising(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(ArithmeticError):
+        step(X) if way == 1 else in_run(strategy, step, X)
+    assert set(strategy.run(lambda: model.weight.sum().item()).values) == {28.0}
     strategy.check_replicas()
 
 
