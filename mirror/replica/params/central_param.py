@@ -184,8 +184,8 @@ class CentralParam(ReplicatedParam):
         twin = self.memory.find(data, self.name, but=self)
         self._set_home_data(data)
         for r in range(len(self.copies)):
-            is_view = twin is not None
-            self._set_replica_data(r, view_in(twin, data, twin.targets[r]) if is_view else data)
+            own = data if twin is None else view_in(twin, data, twin.targets[r])
+            self._set_replica_data(r, own)
         self.mark_equal()
         self.handles.add(data)
 

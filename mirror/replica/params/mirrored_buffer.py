@@ -252,19 +252,20 @@ class ReplicatedBuffer:
         if self._is_in_parameter():  # which is kept equal
             self._stale = False
             return False
-        if self._is_truth_written:
-            if not self.has_new_versions() and not isinstance(self.module(), NORMS):
-                self._stale = False  # the run has written nothing
-                return False
-            raise StrategyError(
-                f"buffer {self.name!r} was written by a run, and then through a tensor that "
-                "detach(), or a state_dict, had returned before that run: it had the value of "
-                "before, which would be lost or undo the run; read the buffer after the run, and "
-                "write that"
-            )
         self._stale = False
+        is_lost = self._is_truth_written
+        if is_lost and not self.has_new_versions() and not isinstance(self.module(), NORMS):
+            return False  # the run has written nothing
         self._set_combined(self._aggregate())
         self._copy_versions = self._versions()
+        if is_lost:
+            self._combined_version = self.combined._version
+            raise StrategyError(
+                f"buffer {self.name!r} was written by a run, and then through a tensor that "
+                "detach(), or a state_dict, had returned before that run; that tensor had the "
+                "value of before, so the second write is dropped; read the buffer again after a "
+                "run, and write that"
+            )
         return True
 
     def must_distribute(self) -> bool:
@@ -476,7 +477,7 @@ class MirroredBuffer(MirroredTensor):
         result = super().__torch_function__(func, types, args, kwargs)
         first = result[0] if type(result) in (tuple, list) and result else result
         base = first._base if isinstance(first, Tensor) else None
-        if isinstance(base, CombinedBuffer) and isinstance(args[0], MirroredBuffer):
+        if isinstance(base, CombinedBuffer) and args and isinstance(args[0], MirroredBuffer):
             buffer = args[0]._mirrored
             if base is buffer.combined:
                 return buffer.view(lambda base: func(base, *args[1:], **(kwargs or {})))

@@ -390,8 +390,8 @@ class ReplicatedParam:
             return
         twin = self.memory.find(data, self.name, but=self)
         for r in range(len(self.copies)):
-            is_view = r > 0 and twin is not None
-            self._set_replica_data(r, view_in(twin, data, twin.targets[r]) if is_view else data)
+            own = data if twin is None or r == 0 else view_in(twin, data, twin.targets[r])
+            self._set_replica_data(r, own)
         self.version = self.shown._version
         self.handles.add(data)
 
@@ -453,7 +453,7 @@ class ReplicatedParam:
 
     def explain_apart(self) -> str | None:
         """Returns which of its tensors are not one memory, as they must be; else ``None``."""
-        pairs = [
+        pairs: list[tuple[Tensor, Tensor, str]] = [
             (self.targets[r], copy, f"copies[{r}] and targets[{r}]")
             for r, copy in enumerate(self.copies)
         ]

@@ -151,7 +151,7 @@ def _is_view(value: Tensor, variable: Placed) -> bool:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Returns where a tensor begins and ends in its storage, in elements."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    begin = tensor.storage_offset()
+    begin = int(tensor.storage_offset())
     return begin, begin + 1 + sum((size - 1) * stride for size, stride in steps)
 
 

@@ -177,6 +177,21 @@ def test_a_buffer_that_gets_other_memory_leaves_the_parameter_as_it_is(assign, m
     assert all(torch.equal(one, weight) for one in weights.values)
 
 
+def test_after_a_write_that_is_dropped_training_goes_on(make_strategy):
+    strategy = make_strategy(2)
+    model = with_buffer()
+    model.kept = torch.zeros(2, 2)
+    strategy.mirror(model)
+    state = model.state_dict()
+    strategy.run(lambda: model.kept.add_(1.0))
+    state["kept"].fill_(5.0)
+    with pytest.raises(mirror.StrategyError, match=r"buffer 'kept'.*is dropped"):
+        strategy.run(lambda: None)
+    assert torch.equal(model.kept, torch.ones(2, 2))
+    strategy.run(lambda: model.kept.add_(1.0))
+    assert torch.equal(model.kept, torch.full((2, 2), 2.0))
+
+
 # One memory for all tensors of a parameter
 
 
