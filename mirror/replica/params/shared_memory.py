@@ -73,10 +73,12 @@ class ParamMemory(Generic[PlacedT]):
 
     def make_rows(self) -> tuple[tuple[PlacedT, ...], list[Tensor], list[Tensor]]:
         """Returns all parameters; and ``shown`` and ``home`` of those that have a storage."""
-        variables = tuple(self._storages)
-        placed = [variable for variable in variables if self._storages[variable]]
-        self.rows = variables, [v.shown for v in placed], [v.home for v in placed]
-        return self.rows
+        known = tuple(self._storages.items())
+        placed = [variable for variable, storage in known if storage]
+        rows = tuple(v for v, _ in known), [v.shown for v in placed], [v.home for v in placed]
+        if len(known) == len(self._storages):  # a garbage collection has removed none meanwhile
+            self.rows = rows
+        return rows
 
     def find(self, value: Tensor, name: str, but: PlacedT | None = None) -> PlacedT | None:
         """Returns the parameter in whose memory a tensor lies, and the name is the tensor's.

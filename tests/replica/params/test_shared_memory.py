@@ -132,6 +132,27 @@ def test_parameters_without_an_address(value, make_strategy):
     strategy.check_replicas()
 
 
+@each_once(kind=["make_strategy", "central"])
+def test_a_tensor_that_replicas_write_in_run_is_named_by_its_parameter(kind, request, caplog):
+    strategy = request.getfixturevalue(kind)(2)
+    model = strategy.mirror(nn.Linear(2, 2))
+    flat = torch.zeros(6)
+    model.weight.data = flat[:4].view(2, 2)
+
+    def write(*_):
+        flat.add_(1.0)
+
+    strategy.run(lambda: mirror.get_replica_context().merge_call(write))
+    write()
+    assert set(strategy.run(lambda: model.weight.sum().item()).values) == {8.0}
+    assert not caplog.records
+    for _ in range(2):
+        strategy.run(write)
+    (record,) = caplog.records
+    assert "shares the memory of parameter 'weight'" in record.getMessage()
+    assert "made 2 times" in record.getMessage()
+
+
 def with_buffer():
     model = nn.Linear(2, 2)
     model.register_buffer("kept", model.weight.detach())
