@@ -67,7 +67,7 @@ class ReplicatedBuffer:
     """The copies of one mirrored buffer.
 
     Args:
-        variable: the mirrored parameter in whose memory it lies, if any.
+        twin: the mirrored parameter, or buffer, in whose memory it lies, if any.
 
     Attributes:
         aggregation: how the copies combine, one of ``AGGREGATIONS``.
@@ -87,6 +87,7 @@ class ReplicatedBuffer:
         "_may_differ",
         "_ran",
         "_stale",
+        "_tied",
         "_variable",
         "combined",
         "copies",
@@ -106,7 +107,7 @@ class ReplicatedBuffer:
         name: str,
         module: nn.Module,
         replicas: Replicas,
-        variable: ReplicatedParam | None = None,
+        twin: ReplicatedParam | ReplicatedBuffer | None = None,
     ) -> None:
         self.replicas = replicas
         self.name = name
@@ -117,11 +118,13 @@ class ReplicatedBuffer:
         self.devices = replicas.places.peers_of(buffer.device)
         self.combined = buffer.detach()
         self.combined.__class__ = CombinedBuffer
-        if variable is None:
+        if twin is None:
             self.copies = [buffer.detach().to(d, copy=True) for d in self.devices]
         else:
-            self.copies = [view_in(variable, buffer, target) for target in variable.targets]
-        self._variable = variable
+            self.copies = [view_in(twin, buffer, target) for target in twin.targets]
+        self._variable = twin if isinstance(twin, ReplicatedParam) else None
+        self._tied = twin._tied if isinstance(twin, ReplicatedBuffer) else []
+        self._tied.append(self)
         self.handles, self.views = StorageAliases(), StorageAliases()
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
         self._combined_version = self.combined._version
@@ -130,6 +133,18 @@ class ReplicatedBuffer:
         self.num_checks = num_checked_runs(module, name)
         self._stale = False  # whether the copies may have changed since they were combined
         self._may_differ = False  # whether they may differ from the combined value
+
+    @property
+    def home(self) -> Tensor:
+        return self.combined
+
+    @property
+    def shown(self) -> Tensor:
+        return self.combined
+
+    @property
+    def targets(self) -> Sequence[Tensor]:
+        return self.copies
 
     @property
     def aggregation(self) -> str:
@@ -152,8 +167,9 @@ class ReplicatedBuffer:
 
     def assign(self, replica_id: int, value: Tensor) -> None:
         """Replaces a replica's copy: ``module.buffer = value`` inside ``run``."""
-        self._leave_parameter()
         value = resolve(value)  # conversions assign the mirrored buffer itself
+        if value is not self.copies[replica_id]:  # which ``self.count += 1`` assigns
+            self.leave_shared()
         others = (copy for r, copy in enumerate(self.copies) if r != replica_id)
         # Replicas that assign one tensor must not share its memory.
         shared = any(share_storage(value, copy) for copy in others)
@@ -162,15 +178,15 @@ class ReplicatedBuffer:
 
     def set_data(self, replica_id: int, data: Tensor) -> None:
         """Sets a replica's data: ``module.buffer.data = data``, which keeps the version."""
-        self._leave_parameter()
+        self.leave_shared()
         self.copies[replica_id].data = data
         self._stale = self._may_differ = True
 
     def replace(self, data: Tensor) -> None:
         """Sets the data of all replicas: ``module.buffer.data = data`` outside ``run``."""
-        if self._is_in_parameter():
+        if self._is_in_parameter() or self._is_tied():
             self.copies = [copy.detach().clone() for copy in self.copies]
-            self._leave_parameter()
+            self.leave_shared()
         self._stale = False  # what replicas have written is replaced
         self._set_combined(data)
         self.handles.add(data)
@@ -183,13 +199,25 @@ class ReplicatedBuffer:
         if variable.owner() is not None and share_storage(self.copies[0], variable.targets[0]):
             if share_storage(self.combined, variable.home):
                 return True
-        self._leave_parameter()
+        self.leave_shared()
         return False
 
-    def _leave_parameter(self) -> None:
+    def _is_tied(self) -> bool:
+        """Whether the buffer still lies in the memory of other buffers."""
+        others = [other for other in self._tied if other is not self]
+        if not others:
+            return False
+        if any(share_storage(self.copies[0], other.copies[0]) for other in others):
+            return True
+        self.leave_shared()
+        return False
+
+    def leave_shared(self) -> None:
         """Gives the combined value memory of its own, once the buffer has other memory."""
-        if self._variable is not None:
+        if self._variable is not None or len(self._tied) > 1:
             self._variable = None
+            self._tied.remove(self)
+            self._tied = [self]
             self._move_combined(self.combined.detach().clone())
 
     def is_written(self) -> bool:
@@ -256,8 +284,11 @@ class ReplicatedBuffer:
         is_lost = self._is_truth_written
         if is_lost and not self.has_new_versions() and not isinstance(self.module(), NORMS):
             return False  # the run has written nothing
+        is_tied = len(self._tied) > 1 and self._is_tied()
         self._set_combined(self._aggregate())
         self._copy_versions = self._versions()
+        for other in tuple(self._tied) if is_tied else ():
+            other.combine()  # the same memory: later it would undo what is written from now on
         if is_lost:
             self._combined_version = self.combined._version
             raise StrategyError(

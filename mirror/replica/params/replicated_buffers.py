@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from mirror.replica.params.buffer_differences import (
 from mirror.replica.params.mirrored_buffer import MirroredBuffer, ReplicatedBuffer
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import MirroredTensors, put_in_order
-from mirror.replica.params.shared_memory import ParamMemory
+from mirror.replica.params.shared_memory import StorageIndex
 
 
 class Buffers:
@@ -36,9 +37,10 @@ class Buffers:
         self,
         replicas: Replicas,
         registry: MirroredTensors,
-        memory: ParamMemory[ReplicatedParam],
+        memory: StorageIndex[ReplicatedParam],
     ) -> None:
         self._replicas, self._registry, self._memory = replicas, registry, memory
+        self._own_memory: StorageIndex[ReplicatedBuffer] = StorageIndex()
         self._by_id: dict[int, ReplicatedBuffer] = {}
 
     def __iter__(self) -> Iterator[ReplicatedBuffer]:
@@ -77,9 +79,13 @@ class Buffers:
         home = self._replicas.places.home_of(buffer.device, name)
         if buffer.device != home:
             buffer.data = buffer.data.to(home)
-        variable = self._memory.find(buffer, name)
-        record = ReplicatedBuffer(buffer, name, module, self._replicas, variable)
+        twin: ReplicatedParam | ReplicatedBuffer | None = self._memory.find(buffer, name)
+        if twin is None:
+            with suppress(StrategyError):  # parts of one constant, say
+                twin = self._own_memory.find(buffer, name)
+        record = ReplicatedBuffer(buffer, name, module, self._replicas, twin)
         self._by_id[id(buffer)] = record
+        self._own_memory.enter(record)
         self._registry.register(buffer, self._make_forget())
         buffer._mirrored = record  # type: ignore[attr-defined]
         buffer.__class__ = MirroredBuffer
@@ -90,8 +96,10 @@ class Buffers:
 
         def forget(key: int) -> None:
             buffers = reference()
-            if buffers is not None:
-                buffers._by_id.pop(key, None)
+            record = None if buffers is None else buffers._by_id.pop(key, None)
+            if buffers is not None and record is not None:
+                buffers._own_memory.remove(record)
+                record.leave_shared()
 
         return forget
 

@@ -61,7 +61,7 @@ from mirror.replica.params.mirrored_tensor import (
     share_storage,
     value_on,
 )
-from mirror.replica.params.shared_memory import ParamMemory, lie_alike, view_in
+from mirror.replica.params.shared_memory import StorageIndex, lie_alike, view_in
 
 _MAX_ALIASES = 8  # before dead ones are dropped
 
@@ -294,7 +294,7 @@ class ReplicatedParam:
         replicas: Replicas,
         gradients: GradientAccess,
         mirror: Callable[[nn.Parameter, str], ReplicatedParam],
-        memory: ParamMemory[ReplicatedParam],
+        memory: StorageIndex[ReplicatedParam],
     ) -> None:
         self.replicas, self.gradients, self.mirror = replicas, gradients, mirror
         self.name, self.devices = name, replicas.places.peers_of(parameter.device)

@@ -51,7 +51,7 @@ from mirror.replica.params.replicated_param import (
     ReplicatedParam,
     refuse_post_accumulate_hook,
 )
-from mirror.replica.params.shared_memory import ParamMemory, address_of, lie_alike
+from mirror.replica.params.shared_memory import StorageIndex, address_of, lie_alike
 from mirror.replica.params.torch_function import MirroredParameter
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class ReplicatedParams:
     ) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._by_id: dict[int, ReplicatedParam] = {}
-        self.memory: ParamMemory[ReplicatedParam] = ParamMemory()
+        self.memory: StorageIndex[ReplicatedParam] = StorageIndex()
         # Variables with live aliases, and the aliases' versions when all replicas were equal.
         self._exposed: list[tuple[ReplicatedParam, list[int | None]]] = []
         self._has_warned = False

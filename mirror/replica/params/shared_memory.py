@@ -6,7 +6,8 @@ of it, ``nn.Parameter(a.weight)``. A step that writes one of them writes the oth
 Problem: every other replica has memory of its own, where nothing is shared by itself.
 Rule: what lies in the memory of a mirrored parameter on the first replica is a view of that
 parameter's copy on every other one. That needs equal strides on all replicas. If the memory is
-shared in part, or as another dtype, it raises StrategyError.
+shared in part, or as another dtype, it raises StrategyError. The same holds for buffers in the
+memory of a parameter, or of another buffer; of those, which may be constants, no error is raised.
 Consequence: it is looked up where a tensor gets its memory: when it is mirrored, and by
 ``p.data = ...``. Nothing is looked up in a step.
 """
@@ -25,7 +26,7 @@ address_of: Any = Tensor.data_ptr
 
 
 class Placed(Protocol):
-    """A mirrored parameter, as far as its memory is concerned."""
+    """A mirrored parameter or buffer, as far as its memory is concerned."""
 
     name: str
 
@@ -42,8 +43,8 @@ class Placed(Protocol):
 PlacedT = TypeVar("PlacedT", bound=Placed)
 
 
-class ParamMemory(Generic[PlacedT]):
-    """The parameters of a strategy by the storage in which ``home`` lies.
+class StorageIndex(Generic[PlacedT]):
+    """The parameters, or the buffers, of a strategy by the storage in which ``home`` lies.
 
     Attributes:
         rows: what ``make_rows`` has returned, until a parameter comes, moves or goes.

@@ -463,7 +463,7 @@ def tie_in_part(t):
 
 
 def tie_other_dtype(t):
-    t.model.b.weight.data = t.model.a.weight.data.view(torch.int64).view(torch.float32)[:, :9]
+    t.model.b.weight.data = t.model.a.weight.data.view(torch.float32).view(-1)[:81].view(9, 9)
 
 
 def tie_new(read):
@@ -519,6 +519,26 @@ class Counting(nn.Module):
         if self.training:
             self.code += 1
         return self.layer(x.flatten(1)) + self.code.mean(0)
+
+
+class TiedCounts(Counting):
+    """Two more buffers in its memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("flat", self.code.view(-1))
+        self.register_buffer("part", self.code[1:3])
+
+    def forward(self, x):
+        return super().forward(x) + self.flat.sum() * self.part.mean(0)
+
+
+def set_part(t):
+    t.model.part[0] = -float(t.step)
+
+
+def replace_flat(t):
+    t.model.flat.data = torch.full((8,), float(t.step), dtype=DOUBLE)
 
 
 class Constant(Counting):
@@ -769,6 +789,9 @@ PROGRAMS = [
     # buffers
     *_at(("before", "scope", "after"), "buffer of a weight", buffer_of_weight, build=Two,
          loss=use_kept),
+    Program("tied buffers", build=TiedCounts),
+    *_at(("between",), "tied buffers, a part written", set_part, build=TiedCounts),
+    *_at(("between",), "tied buffers, one replaced", replace_flat, build=TiedCounts),
     *_at(("between",), "buffer.data scaled", scale_code_data, build=Counting),
     *_at(("between",), "buffer.data replaced", set_code_data, build=Counting),
     *_at(("between",), "buffer's view written", scale_code_view, build=Counting),
