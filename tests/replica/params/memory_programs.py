@@ -538,7 +538,7 @@ def set_part(t):
 
 
 def replace_flat(t):
-    t.model.flat.data = torch.full((8,), float(t.step), dtype=DOUBLE)
+    t.model.flat.data = torch.full((8,), 5.0 * t.step, dtype=DOUBLE)
 
 
 class Constant(Counting):
@@ -570,7 +570,7 @@ def scale_code_data(t):
 
 
 def set_code_data(t):
-    t.model.code.data = torch.full((4, 2), float(t.step), dtype=DOUBLE)
+    t.model.code.data = torch.full((4, 2), 5.0 * t.step, dtype=DOUBLE)
 
 
 def scale_code_view(t):

@@ -173,6 +173,13 @@ def test_a_buffer_in_a_parameters_memory_is_there_on_every_replica(make_strategy
     assert torch.equal(model.weight, model.kept)
 
 
+def test_a_buffer_may_lie_in_the_memory_of_a_layer_below(make_strategy):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_buffer("kept", model[0].weight.detach())
+    make_strategy(2).mirror(model)
+    assert all(map(lie_alike, model.kept._mirrored.copies, model[0].weight._mirrored.targets))
+
+
 def in_run_by_data(strategy, model):
     strategy.run(lambda: setattr(model.kept, "data", torch.zeros(2, 2)))
 
