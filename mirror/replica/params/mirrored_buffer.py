@@ -123,8 +123,9 @@ class ReplicatedBuffer:
         else:
             self.copies = [view_in(twin, buffer, target) for target in twin.targets]
         self._variable = twin if isinstance(twin, ReplicatedParam) else None
-        self._tied = twin._tied if isinstance(twin, ReplicatedBuffer) else []
-        self._tied.append(self)
+        known: list[ReplicatedBuffer] = twin._tied if isinstance(twin, ReplicatedBuffer) else []
+        self._tied: list[ReplicatedBuffer] = known
+        known.append(self)
         self.handles, self.views = StorageAliases(), StorageAliases()
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
         self._combined_version = self.combined._version
