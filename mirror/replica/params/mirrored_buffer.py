@@ -291,7 +291,6 @@ class ReplicatedBuffer:
         for other in tuple(self._tied) if is_tied else ():
             other.combine()  # the same memory: later it would undo what is written from now on
         if is_lost:
-            self._combined_version = self.combined._version
             raise StrategyError(
                 f"buffer {self.name!r} was written by a run, and then through a tensor that "
                 "detach(), or a state_dict, had returned before that run; that tensor had the "
