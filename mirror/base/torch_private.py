@@ -6,8 +6,9 @@ import them from here, except those of Dynamo (``base/dynamo.py``) and of tracin
 raises StrategyError; the import of mirror always works.
 
 Some names are private only in form and may be used everywhere: ``torch._foreach_*``,
-``Tensor._version``, the dicts ``_parameters``, ``_buffers`` and ``_modules`` of modules, the base
-class ``_BatchNorm``, and ``_saved_*`` and ``_raw_saved_*`` of autograd's nodes.
+``Tensor._version`` and ``Tensor._base``, the dicts ``_parameters``, ``_buffers`` and ``_modules``
+of modules, the base class ``_BatchNorm``, and ``_saved_*`` and ``_raw_saved_*`` of autograd's
+nodes.
 """
 
 from __future__ import annotations

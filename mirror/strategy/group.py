@@ -32,7 +32,7 @@ from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradie
 from mirror.replica.optimizers.mirrored_optimizer import CentralOptimizers, OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.central_param import CentralAccess, CentralGradReducer, CentralParams
-from mirror.replica.params.mirrored_buffer import Buffers
+from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import (
     MirroredTensors,
     ReplicatedParams,
@@ -110,7 +110,7 @@ class Group:
             access = GradAccess(replicas, runner, gradients)
             variables = ReplicatedParams(replicas, registry, access)
             self.optimizers = OptimizerRegistry(replicas, runner, access)
-        buffers = Buffers(replicas, registry)
+        buffers = Buffers(replicas, registry, variables.memory)
         attributes = ModuleAttributes(runner)
         self.replicas, self.runner, self.registry = replicas, runner, registry
         self.gradients, self.variables = gradients, variables

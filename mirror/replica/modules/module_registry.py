@@ -66,8 +66,8 @@ from mirror.replica.modules.module_owner import (
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import is_own, watch_attributes, watch_copies
 from mirror.replica.modules.split_call import CallInterceptor
-from mirror.replica.params.mirrored_buffer import Buffers
 from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
 from mirror.replica.params.torch_function import watch_functions
 from mirror.threads.merge_point import MergePoint
@@ -160,6 +160,7 @@ class ModuleRegistry:
         watch_recurrent_layers()
         # The mirrored tensors outlive the caller's inference mode.
         with torch.inference_mode(False):
+            found = []
             for name, submodule in module.named_modules():
                 if isinstance(submodule, torch.jit.ScriptModule):
                     self._refuse_script(submodule, name or type(module).__name__)
@@ -167,17 +168,23 @@ class ModuleRegistry:
                 refuse_wrapper(submodule, name)
                 if IGNORED in submodule.__dict__:
                     warn_of_ignored(submodule, submodule.__dict__[IGNORED])
+                self._mirror_params(submodule, self._first_path(submodule, name))
+                found.append((submodule, name))
+            for submodule, name in found:  # a buffer may lie in a parameter's memory
                 self.mirror_own(submodule, name)
+
+    def _mirror_params(self, module: nn.Module, path: str) -> None:
+        for name, parameter in module.__dict__["_parameters"].items():
+            # torch.func.functional_call puts plain tensors there, for one call.
+            if isinstance(parameter, nn.Parameter) and self._is_new(parameter, name):
+                self._variables.mirror(parameter, f"{path}.{name}".lstrip("."))
 
     def mirror_own(self, module: nn.Module, path: str) -> None:
         """Mirrors the tensors of a module, without those of its submodules."""
         path = self._first_path(module, path)
         attributes = module.__dict__
-        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-        for name, parameter in parameters.items():
-            # torch.func.functional_call puts plain tensors there, for one call.
-            if isinstance(parameter, nn.Parameter) and self._is_new(parameter, name):
-                self._variables.mirror(parameter, f"{path}.{name}".lstrip("."))
+        buffers = attributes["_buffers"]
+        self._mirror_params(module, path)
         for name, buffer in buffers.items():
             if self._is_new(buffer, name):
                 record = self._buffers.mirror(buffer, f"{path}.{name}".lstrip("."), module)
