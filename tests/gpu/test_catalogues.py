@@ -165,6 +165,31 @@ def test_modules_with_other_inputs(info, where):
                 train_transparently(strategy, plain, given)
 
 
+def lazy_model(device):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(2, 3), torch.nn.LazyLinear(3), torch.nn.LazyConv1d(2, 1)
+    ).to(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])  # where the program has put the model
+@pytest.mark.parametrize("way", [1, 3])
+@pytest.mark.parametrize("devices", [["cuda:0"], *DEVICES.values()], ids=["one", *DEVICES])
+def test_lazy_modules_get_their_parameters_where_the_replicas_are(devices, way, device):
+    x, plain = torch.ones(4, 3, 2), lazy_model("cpu")
+    plain(x).square().mean().backward()
+    with FakeGpus(2), mirror.MirroredStrategy(devices, "naive") as strategy:
+        model = strategy.mirror(lazy_model(device))
+        if way == 1:
+            model(x.to("cuda:0")).square().mean().backward()
+        else:
+            (batch,) = strategy.distribute_dataset([x])
+            strategy.run(lambda x: model(x).square().mean().backward(), (batch,))
+        assert {str(p.device) for p in model.parameters()} == {"cuda:0"}
+        grads = [p.grad for p in model.parameters()]
+        assert_same(grads, [p.grad for p in plain.parameters()], "gradients", TOLERANCE)
+
+
 # Flags that say how to compute, and not what.
 HOW = ("capturable", "foreach", "fused")
 
