@@ -212,15 +212,22 @@ class ModuleRegistry:
         self._mirrored[id(module)] = weakref.ref(module), path
         return path
 
-    def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
+    def initialize(self, module: Any, replica: Replica | None, args: Any, kwargs: Any) -> None:
         """Initializes a lazy module when all replicas have called it, and mirrors it.
 
         The first replica's arguments and random stream determine the parameters.
+
+        Args:
+            replica: the calling replica; ``None`` outside ``run`` of the only one.
 
         Raises:
             DivergenceError: not all active replicas call it first.
         """
         if INITIALIZING not in module.__dict__:  # it has parameters, but kept its class
+            return
+        if replica is None:
+            getattr(module, INFER)(module, args, kwargs)
+            self._move(module)
             return
         name = type(module).__name__
 

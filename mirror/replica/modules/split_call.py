@@ -255,6 +255,8 @@ class CallInterceptor(Interceptor):
         if modules.pending.modules or modules.pending.unmade:
             modules.mirror_recorded()
         if not replicas.mirrors:
+            if isinstance(module, LazyModuleMixin):
+                self.recorder.initialize(module, None, args, kwargs)
             return _call_whole(runner, args, kwargs, partial(_call_held, hold, whole))
         # 1. Plan how the arguments are split.
         sizes = _sizes(replicas.num_replicas, args, kwargs) if self._splits(module) else None
