@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from mirror.base.torch_private import PASS, current_autograd_node
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.recurrent_layers import RECURRENT, call_layers
+from mirror.compiler.capture.seeded_attention import ATTENTION, call_attention
 from mirror.compiler.capture.traced_numbers import TracedNumbers, has_traced
 from mirror.compiler.step_errors import current_line, find_asking_layer, is_called_by
 from mirror.compiler.torch_internals import (
@@ -213,6 +214,8 @@ class Functions(TorchFunctionMode):
                 return None
         if func in RECURRENT:
             return call_layers(func, args, kwargs)
+        if func in ATTENTION:
+            return call_attention(func, args, kwargs)
         if self._numbers.sources and has_traced((args, kwargs)):
             return self._numbers.call(func, args, kwargs)
         return func(*args, **kwargs)
