@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.placeholders import Placeholders
+from mirror.compiler.capture.recurrent_layers import keeping_weights
 from mirror.compiler.capture.trace_modes import Functions, Operations, refusal
 from mirror.compiler.capture.traced_gradients import TracedGradients, zero_grad_unconditionally
 from mirror.compiler.capture.traced_numbers import TracedNumbers
@@ -162,6 +163,7 @@ class Tracer:
                 Operations(self.draws, self._placeholders.get_only(InputKind.WEIGHT))
             )
             stack.enter_context(functions.intercepting(self._is_followed))
+            stack.enter_context(keeping_weights(self._is_followed))
             stack.enter_context(functions)
             try:
                 push_context(self._replicas.strategy, replica)
