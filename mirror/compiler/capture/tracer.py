@@ -163,6 +163,7 @@ class Tracer:
                 Operations(self.draws, self._placeholders.get_only(InputKind.WEIGHT))
             )
             stack.enter_context(functions.intercepting(self._is_followed))
+            stack.enter_context(self.draws.following_states(self._is_followed))
             stack.enter_context(keeping_weights(self._is_followed))
             stack.enter_context(functions)
             try:
