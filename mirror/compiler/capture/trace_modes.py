@@ -99,13 +99,14 @@ class Operations(DispatchMode):
         weight: the placeholder of the replica's weight.
 
     Attributes:
-        captured: the tensors used that are neither inputs nor made in the step, by ``id``.
+        captured: the tensors used that are neither inputs nor made in the step, by ``id``, each
+            with the line of its first use.
     """
 
     def __init__(self, draws: FunctionalRng, weight: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weight = weight
-        self.captured: dict[int, Tensor] = {}
+        self.captured: dict[int, tuple[Tensor, str]] = {}
         self._draws = draws
 
     def __torch_dispatch__(
@@ -145,7 +146,8 @@ class Operations(DispatchMode):
                 "is neither mirrored nor made in the step",
                 "make its module in strategy.scope(), or use it under torch.no_grad()",
             )
-        self.captured[id(tensor)] = tensor
+        if id(tensor) not in self.captured:
+            self.captured[id(tensor)] = tensor, current_line()
 
     def _check_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for i, argument in enumerate(schema_of(func).arguments):

@@ -94,6 +94,7 @@ class Tracer:
         failed_in_optimizer: whether an optimizer's step could not be traced.
         weight: the replica's weight, if the step sets it.
         scalers: the gradient scalers that it uses.
+        captured: see ``Operations``.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Tracer:
         self.weight: Tensor | None = None
         self._share: Tensor | None = None
         self.scalers: list[Any] = []
+        self.captured: dict[int, tuple[Tensor, str]] = {}
         self._skips: dict[int, Tensor] = {}  # by id of the optimizer
         self._before: dict[int, list[Any]] = {}
 
@@ -159,9 +161,8 @@ class Tracer:
             stack.callback(self.swaps.end)
             stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
-            stack.enter_context(
-                Operations(self.draws, self._placeholders.get_only(InputKind.WEIGHT))
-            )
+            weight = self._placeholders.get_only(InputKind.WEIGHT)
+            self.captured = stack.enter_context(Operations(self.draws, weight)).captured
             stack.enter_context(functions.intercepting(self._is_followed))
             stack.enter_context(self.draws.following_states(self._is_followed))
             stack.enter_context(keeping_weights(self._is_followed))
