@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.trace_modes import refusal
+from mirror.compiler.custom_ops import define
 from mirror.errors import CompileError
 from tests.compiler.training import batches
 from tests.pairs import each_once
@@ -184,6 +185,31 @@ def test_a_restored_state_repeats_draws_and_others_go_on():
             assert before is None or not torch.equal(before, drawn)
             before = drawn
     assert compiled.num_traces == 1
+
+
+def test_states_of_gpus_are_followed_too(monkeypatch):
+    def set_rng_state(state, device="cuda"):
+        raise AssertionError("a trace changes no generator")
+
+    for module in (torch.cuda, torch.cuda.random):
+        monkeypatch.setattr(module, "get_rng_state", lambda device="cuda": torch.zeros(16))
+        monkeypatch.setattr(module, "set_rng_state", set_rng_state)
+    define()
+    draws = FunctionalRng(torch.zeros((), dtype=torch.int64), refusal)
+
+    def draw():
+        return draws.draw(aten.rand.default, ([3],), {})
+
+    with draws.following_states(lambda: True):
+        state = torch.cuda.get_rng_state(0)
+        first = draw()
+        torch.cuda.set_rng_state(state, 0)
+        assert torch.equal(draw(), first)
+        assert not torch.equal(draw(), first)
+        with pytest.raises(CompileError, match="sets a generator"):
+            torch.cuda.set_rng_state(state.clone())
+    assert torch.cuda.set_rng_state is set_rng_state
+    assert draws.count == 2
 
 
 OUTSIDE = torch.get_rng_state()
