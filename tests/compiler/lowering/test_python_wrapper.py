@@ -1,5 +1,10 @@
 """Programs whose kernels Python calls, as on GPUs: on the CPU C++ calls them."""
 
+from types import SimpleNamespace
+
+import pytest
+from torch import fx
+
 from mirror.compiler import torch_internals
 from mirror.compiler.runtime import build_program
 from tests.compiler.training import Beside, batches
@@ -20,3 +25,18 @@ def test_a_program_that_python_calls_trains_as_one_device(monkeypatch):
     beside.train(batches([8, 8, 7, 8]))
     assert beside.compiled.num_traces == 1
     assert libraries == [None, None]  # the replicas' program, and the update
+
+
+@pytest.mark.parametrize("has_pending", [True, False])
+def test_assertions_are_left_out_where_this_torch_has_not_written_them_yet(
+    has_pending, monkeypatch
+):
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen as Wrapper
+
+    monkeypatch.setattr(Wrapper, "codegen_input_size_asserts", lambda wrapper: None)
+    wrapper = SimpleNamespace()
+    if has_pending:  # since torch 2.12
+        wrapper._pending_input_asserts = {"x": "of x", "y": "of y"}
+    with torch_internals._omitting_assertions(fx.symbolic_trace(lambda x, y: x + y), [1]):
+        Wrapper.codegen_input_size_asserts(wrapper)
+    assert vars(wrapper) == ({"_pending_input_asserts": {"x": "of x"}} if has_pending else {})
