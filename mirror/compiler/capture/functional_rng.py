@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mirror.compiler.torch_internals import schema_of
+from mirror.devices import RANDOM_MODULES
 from mirror.errors import CompileError
 
 aten = torch.ops.aten
@@ -92,7 +93,7 @@ class FunctionalRng:
         }
         before = [
             (module, name, vars(module)[name])
-            for module in (torch, torch.random, torch.cuda, torch.cuda.random)
+            for module in RANDOM_MODULES
             for name in wrappers
             if name in vars(module)
         ]
