@@ -214,13 +214,13 @@ class _Try:
         """
         changed = set(map(id, written))
         spans = [
-            _Span(tensor, repr(one.of.name), "", i, id(one) in changed)
+            _Span(tensor, one.of, "", i, id(one) in changed)
             for i, one in enumerate(inputs)
             if one.kind in (InputKind.PARAMETER, InputKind.BUFFER)
             for tensor in one.of.tensors()
         ]
         for tensor, line in self.tracer.captured.values():
-            spans.append(_Span(tensor, f"a tensor of shape {tuple(tensor.shape)}", f"{line}: "))
+            spans.append(_Span(tensor, None, f"{line}: "))
         spans.sort(key=lambda span: span.begin)
         widest = None
         for span in spans:
@@ -229,8 +229,8 @@ class _Try:
                 continue
             if (span.is_written or widest.is_written) and span.number != widest.number:
                 raise CompileError(
-                    f"the step cannot be compiled: {span.line or widest.line}{span.name} and "
-                    f"{widest.name} lie in the same memory, which the step writes; use one object "
+                    f"the step cannot be compiled: {span.line or widest.line}{span} and "
+                    f"{widest} lie in the same memory, which the step writes; use one object "
                     "for both (b.weight = a.weight), or pass fallback='eager'"
                 )
             widest = max(widest, span, key=lambda one: one.end)
@@ -307,22 +307,31 @@ class _Span:
 
     Attributes:
         begin, end: the first address, and the one after the last; both 0 if it has no memory.
-        name: how an error names the tensor.
+        place: the parameter or buffer; ``None`` for other tensors.
         line: the line that uses it, with a colon; empty for parameters and buffers.
         number: that of the parameter or buffer; -1 for other tensors.
         is_written: whether the step writes it.
     """
 
     def __init__(
-        self, tensor: Tensor, name: str, line: str, number: int = -1, is_written: bool = False
+        self,
+        tensor: Tensor,
+        place: StateTensor | None,
+        line: str,
+        number: int = -1,
+        is_written: bool = False,
     ) -> None:
-        self.name, self.line, self.number, self.is_written = name, line, number, is_written
+        self.place, self.line, self.number, self.is_written = place, line, number, is_written
+        self._shape = tuple(tensor.shape)
         self.begin = self.end = 0
         if tensor.layout is torch.strided and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((size - 1) * stride for size, stride in steps)
             self.begin = tensor.data_ptr()
             self.end = self.begin + (last + 1) * tensor.element_size()
+
+    def __str__(self) -> str:  # a name takes long to find
+        return f"a tensor of shape {self._shape}" if self.place is None else repr(self.place.name)
 
 
 def layout(tensor: Tensor) -> tuple[bool, bool]:
