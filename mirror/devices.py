@@ -20,6 +20,8 @@ _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
 _NAME = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]+))?", re.IGNORECASE)
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples modulo 2**63 are far apart
+# Modules that seed the default generators, and save and restore their states.
+RANDOM_MODULES = (torch, torch.random, torch.cuda, torch.cuda.random)
 _SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
 
 
