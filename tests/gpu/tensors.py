@@ -12,8 +12,10 @@ the forward operations and orders the two itself.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.gpu.generators import call_drawing, draws
 from tests.gpu.order import Agent, Memory
 from tests.gpu.streams import Streams
 
@@ -50,6 +53,23 @@ _COPIES = {
 _TAKES_CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 _HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
+
+
+class _Thread(threading.local):
+    is_between_devices = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def between_devices():
+    """Copies of this thread go to the device that they name."""
+    before, _thread.is_between_devices = _thread.is_between_devices, True
+    try:
+        yield
+    finally:
+        _thread.is_between_devices = before
 
 
 def as_written(func, args, kwargs):
@@ -162,6 +182,10 @@ class Mode(TorchDispatchMode):
         is_pinned = bool(kwargs.pop("pin_memory", None))
         with self._streams.lock:
             touched = self._touched(func, args, kwargs)
+            if func is aten._to_copy.default and not _thread.is_between_devices:
+                # The backward of a cast names the device that the tensor is physically on.
+                if torch._C._current_graph_task_id() != -1 and self._table.place(args[0]):
+                    wanted = self._table.device(args[0])
             gpus = {p.device for _, _, p in touched if p is not None and p.device.type == "cuda"}
             if func is aten._to_copy.default and wanted is not None:
                 return self.copied(args[0], wanted, func, kwargs)
@@ -223,7 +247,7 @@ class Mode(TorchDispatchMode):
         if any(place is not None for _, _, place in touched) and not _is_view(func):
             what = f"{func._schema.name} in {_where()}"
             self._access(self._order.host, [(t, w) for t, w, _ in touched], what)
-        out = func(*args, **kwargs)
+        out = call_drawing(func, args, kwargs, _CPU) if draws(func) else func(*args, **kwargs)
         if is_pinned:
             self._streams.may_spoil("pinning memory")
             self._table.put(out, _CPU, func._schema.name)
@@ -236,7 +260,7 @@ class Mode(TorchDispatchMode):
             return func(*args, **kwargs)
         uses = [(t, w) for t, w, p in touched if p is not None and p.device == device]
         self._access(stream, uses, what)
-        out = func(*args, **kwargs)
+        out = call_drawing(func, args, kwargs, device) if draws(func) else func(*args, **kwargs)
         fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if fresh and _makes_new(func):
             known = {_storage(t)._cdata for t, _, _ in touched if t.layout is torch.strided}
