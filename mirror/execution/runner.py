@@ -204,18 +204,20 @@ class Runner:
         lockstep = self.locksteps.get_lockstep(depth)
         for generators in self._generators:
             separate_streams(generators)
-        overlaps = may_overlap = bool(active[1:]) and not self.schedule.keeps_order
-        if may_overlap and outer is not None:
-            overlaps = outer.swapped is None
-        elif may_overlap and self.parallel_runs is not None:
-            overlaps = self.parallel_runs.begin()
+        keeps_order, by_schedule = self.schedule.keeps_order, True  # else they take turns
+        if outer is not None:
+            by_schedule = keeps_order or (len(outer.active) > 1 and outer.swapped is None)
+        elif self.parallel_runs is not None and active[1:]:
+            by_schedule = self.parallel_runs.begin()
         state = None  # a single simulated replica runs in the caller's thread, with its state
         if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
-            sharers = len(active) if overlaps and lockstep.starts_at_once else 1
+            sharers = len(active) if by_schedule and lockstep.starts_at_once else 1
+            may_overlap = len(active) > 1 and not keeps_order
             state = ThreadState.capture(self.replicas, sharers, may_overlap=may_overlap)
             lockstep.ends_teams = state.num_threads > 1 and release_thread_pool is not None
             # Activation checkpointing needs tensors to be saved in one order.
-            overlaps = overlaps and state.saved_tensors_hooks is None
+            by_schedule = by_schedule and state.saved_tensors_hooks is None
+        takes_turns = active[1:] and (keeps_order or not by_schedule)
         run = Run(
             self.replicas,
             lockstep,
@@ -223,7 +225,7 @@ class Runner:
             weights,
             outer,
             stopwatches=self.stopwatches,
-            swapped=self._streams.begin(active) if active[1:] and not overlaps else None,
+            swapped=self._streams.begin(active) if takes_turns else None,
             checks=self._parts.at_merging,
         )
         tasks = replica_tasks(run, fn, state)
@@ -231,7 +233,7 @@ class Runner:
             try:
                 self.unfinished, self._unended, self.running = True, (run, state), run
                 last_used.reference = self.replicas.timeline.reference
-                at_once = None if overlaps else False
+                at_once = None if by_schedule else False
                 run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
                 self._parts.finish(run)
             finally:

