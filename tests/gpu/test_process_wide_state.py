@@ -29,6 +29,13 @@ IS_SET = (True, False, True)  # by replica
 KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
+@pytest.fixture(autouse=True)
+def assignable_flags(monkeypatch):
+    """Allows to assign to flags, which torch's own helpers for tests forbid in this process."""
+    backends = getattr(torch.backends, "m", torch.backends)
+    monkeypatch.setitem(vars(backends), "__allow_nonbracketed_mutation_flag", True)
+
+
 def meet():
     mirror.get_replica_context().merge_call(lambda strategy: None)
 
@@ -371,12 +378,13 @@ def test_autocast_has_the_same_bits_however_replicas_overlap():
     assert same(*found)
 
 
-def test_an_ordinary_training_takes_no_turns(caplog):
+@pytest.mark.parametrize("gpus", GPUS)
+def test_an_ordinary_training_takes_no_turns(gpus, caplog):
     """Dropout of GPUs, a mode that does not change, lazy layers, loaders, flags as they were."""
     caplog.set_level(logging.INFO, "mirror")
     data = torch.utils.data.TensorDataset(torch.randn(24, 8))
     loader = torch.utils.data.DataLoader(data, batch_size=12, shuffle=True)
-    with FakeGpus(2), mirror.MirroredStrategy(names(2), "naive") as strategy:
+    with FakeGpus(2), mirror.MirroredStrategy(GPUS[gpus](2), "naive") as strategy:
         with strategy.scope():
             model = nn.Sequential(nn.LazyLinear(8), nn.Dropout(0.5), nn.LazyLinear(4))
             optimizer = torch.optim.AdamW(model.parameters())
@@ -396,8 +404,8 @@ def test_an_ordinary_training_takes_no_turns(caplog):
         for _ in range(3):
             for batch in strategy.distribute_dataset(loader):
                 strategy.run(step, (batch,))
-        barrier = threading.Barrier(2, timeout=30)
-        strategy.run(barrier.wait)
+        if gpus == "distinct":
+            strategy.run(threading.Barrier(2, timeout=30).wait)
     assert "take turns" not in caplog.text
 
 
