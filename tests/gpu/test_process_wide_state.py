@@ -127,6 +127,12 @@ def strategies(gpus, n, schedule):
     return strategy, schedule == "staggered" or (schedule == "auto" and not is_shared)
 
 
+def comes(condition):
+    """Waits until a condition holds; returns False if that takes seconds."""
+    pause = threading.Event()
+    return any(condition() or pause.wait(0.001) for _ in range(5000))
+
+
 def overlapping(strategy, n):
     """Runs until the replicas overlap; returns what makes sure that they do."""
     barrier = threading.Barrier(n, timeout=30)
@@ -357,6 +363,58 @@ def test_dropout_on_gpus_is_reproducible_bit_for_bit(step, schedule, gpus, n):
     assert found[0][0] != found[2][0] or step is seeding
 
 
+@pytest.mark.filterwarnings("ignore:.*take turns", "ignore:.*has a GIL")
+@pairwise(schedule=[*SCHEDULES, "parallel"], gpus=GPUS)
+def test_what_a_replica_draws_depends_on_no_other_one(schedule, gpus):
+    """From its GPU's generator and the CPU's; both are then where one device leaves them."""
+
+    def draw(counts):
+        drawn = {}
+
+        def fn():
+            r, device = replica_id(), mirror.get_replica_context().device
+            drawn[r] = []
+            for _ in range(2):
+                drawn[r] += [torch.rand(counts[r], device=device).cpu(), torch.rand(counts[r])]
+                meet()
+
+        torch.manual_seed(3)
+        with mirror.MirroredStrategy(GPUS[gpus](2), "naive", schedule=schedule) as strategy:
+            strategy.run(fn)
+        return drawn, torch.get_rng_state(), torch.cuda.get_rng_state(0)
+
+    with FakeGpus(2):
+        one, other = draw([2, 2]), draw([4, 2])
+        torch.manual_seed(3)
+        for _ in range(2):
+            torch.rand(2, device="cuda:0"), torch.rand(2)
+        assert all(map(torch.equal, one[0][1], other[0][1]))
+        assert torch.equal(one[1], torch.get_rng_state())
+        assert torch.equal(one[2], torch.cuda.get_rng_state(0))
+        assert not torch.equal(one[0][0][0], one[0][1][0])
+
+
+@pytest.mark.filterwarnings("ignore:.*take turns")
+@pairwise(schedule=SCHEDULES, gpus=GPUS)
+def test_a_fork_of_all_generators_is_each_replicas_own(schedule, gpus):
+    drawn = []
+
+    def fn():
+        device = mirror.get_replica_context().device
+        drawn.append(torch.rand((), device=device).item())
+        with torch.random.fork_rng(range(2)):
+            torch.rand(5, device=device)
+            meet()
+        drawn.append(torch.rand((), device=device).item())
+
+    options = {"backend": "naive", "schedule": schedule}
+    with FakeGpus(2), mirror.MirroredStrategy(GPUS[gpus](2), **options) as strategy:
+        torch.manual_seed(3)
+        for _ in range(3):
+            strategy.run(fn)
+    assert len(set(drawn)) == len(drawn) == 12
+
+
 @pytest.mark.parametrize("schedule", ["staggered", "parallel"])
 def test_replicas_of_one_gpu_that_draw_from_its_generator_take_turns(schedule):
     """Their streams are their own, as under "lockstep"."""
@@ -424,8 +482,7 @@ def test_a_replica_that_sets_a_flag_waits_until_the_others_have_stopped():
                     meet()
                 return
             assert is_waiting.wait(30)
-            while 1 not in lockstep._queue.runnable:  # until it waits for its turn
-                threading.Event().wait(0.001)
+            assert comes(lambda: 1 in lockstep._queue.runnable)  # it waits for its turn
             assert not torch.backends.cudnn.benchmark
             done[replica_id()] = True
             meet()
@@ -444,8 +501,7 @@ def test_a_failing_replica_releases_one_that_waits_for_its_turn():
             if replica_id() == 1:
                 with torch.backends.cudnn.flags(benchmark=True):
                     meet()
-            while 1 not in lockstep._queue.runnable:
-                threading.Event().wait(0.001)
+            assert comes(lambda: 1 in lockstep._queue.runnable)
             raise ValueError("planted")
 
         with pytest.raises(ValueError, match="planted"):
@@ -457,13 +513,16 @@ def test_a_failing_replica_releases_one_that_waits_for_its_turn():
 def test_filters_of_warnings_are_kept_though_replicas_enter_them_at_once():
     before = warnings.filters
     with FakeGpus(2), mirror.MirroredStrategy(names(2), "naive") as strategy:
-        wait = overlapping(strategy, 2)
+        wait, is_within = overlapping(strategy, 2), threading.Event()
 
         def step():
+            wait()
+            if replica_id() == 0:
+                assert is_within.wait(30)
             with warnings.catch_warnings():
-                wait()
+                is_within.set()
                 warnings.simplefilter("error")
-                if replica_id() == 0:
+                if replica_id() == 0:  # the other one, which came first, leaves first
                     meet()
             if replica_id() == 1:
                 meet()
