@@ -121,7 +121,9 @@ FLAGS = {
 
 
 def strategies(gpus, n, schedule):
-    """Returns a strategy on simulated GPUs, and whether its replicas overlap."""
+    """Returns a strategy, and whether its replicas overlap from the second run on."""
+    if gpus == "simulated":
+        return mirror.MirroredStrategy(["cpu"] * n, schedule=schedule), False
     strategy = mirror.MirroredStrategy(GPUS[gpus](n), "naive", schedule=schedule)
     is_shared = gpus == "shared"
     return strategy, schedule == "staggered" or (schedule == "auto" and not is_shared)
@@ -142,7 +144,7 @@ def overlapping(strategy, n):
     return barrier.wait
 
 
-@pairwise(flag=FLAGS, schedule=SCHEDULES, gpus=GPUS, n=N, late=[True, False])
+@pairwise(flag=FLAGS, schedule=SCHEDULES, gpus=[*GPUS, "simulated"], n=N, late=[True, False])
 def test_a_flag_that_replicas_set_is_each_ones_own(flag, schedule, gpus, n, late):
     context, read, values = FLAGS[flag]
     before = read()
@@ -513,18 +515,20 @@ def test_a_failing_replica_releases_one_that_waits_for_its_turn():
 def test_filters_of_warnings_are_kept_though_replicas_enter_them_at_once():
     before = warnings.filters
     with FakeGpus(2), mirror.MirroredStrategy(names(2), "naive") as strategy:
-        wait, is_within = overlapping(strategy, 2), threading.Event()
+        wait, are_within = overlapping(strategy, 2), [threading.Event(), threading.Event()]
 
         def step():
             wait()
-            if replica_id() == 0:
-                assert is_within.wait(30)
+            r = replica_id()
+            if r == 0:
+                assert are_within[1].wait(30)
             with warnings.catch_warnings():
-                is_within.set()
                 warnings.simplefilter("error")
-                if replica_id() == 0:  # the other one, which came first, leaves first
+                are_within[r].set()
+                assert are_within[0].wait(30)
+                if r == 0:  # the other one, which came first, leaves first
                     meet()
-            if replica_id() == 1:
+            if r == 1:
                 meet()
 
         strategy.run(step)
