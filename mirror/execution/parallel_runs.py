@@ -85,7 +85,7 @@ class ParallelRuns:
         _parallel_runs.put(replicas, self)
         self._num_runs = 0
         self._takes_turns = False  # for good
-        self._takes_turns_once = False
+        self._takes_turns_once = self._overlaps = False
         self._before: list[tuple[ProcessState, object]] = []
         self._reasons: list[str] = []  # to be told, for later runs to take turns
         self._restore: Callable[[], object] | None = None
@@ -102,7 +102,8 @@ class ParallelRuns:
         self._before = [(s, s.read()) for s in self._shared if is_look or s.is_cheap]
         self._num_runs += 1
         takes_turns, self._takes_turns_once = self._takes_turns_once, False
-        return self._num_runs > 1 and not takes_turns
+        self._overlaps = self._num_runs > 1 and not takes_turns
+        return self._overlaps
 
     def take_turns_once(self) -> None:
         """Makes the next run take turns."""
@@ -147,7 +148,8 @@ class ParallelRuns:
         for state, value in self._before:
             if value is not None and state.read() != value:
                 self._takes_turns = True
-                self._reasons.append(state.consequence)
+                this_run = "; in this run the clock has decided which of them came first"
+                self._reasons.append(state.consequence + this_run * self._overlaps)
 
 
 _parallel_runs: WeakReplicaMap[ParallelRuns] = WeakReplicaMap()

@@ -2,11 +2,11 @@
 
     call                                          what each replica then has for itself
     torch.get_rng_state, as in checkpointing      the streams of all shared generators
-    manual_seed_all and set_rng_state of GPUs      also the generators of the other replicas' GPUs
+    torch.manual_seed, and fork_rng of all GPUs   also the generators of the other replicas' GPUs
     setters of torch's flags, and contexts of     all flags: the default dtype, deterministic
     them: sdpa_kernel, cudnn.flags, ...           algorithms, matmul precision, backends, ...
     torch.autograd.set_detect_anomaly             anomaly mode
-    warnings.catch_warnings                       the filters
+    warnings.catch_warnings                       the filters, from the next run on
     parametrize.cached                            the cache
     train() and eval() of a mirrored module       its mode: ``replica_attributes.py``
 
