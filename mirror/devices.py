@@ -215,6 +215,15 @@ def separate_streams(generators: Sequence[torch.Generator]) -> None:
             generator.manual_seed(stream_seed(first, k))
 
 
+def seed_functions() -> list[tuple[Any, str]]:
+    """Returns torch's functions that set the generators of GPUs, as modules and names.
+
+    ``torch.manual_seed`` calls ``manual_seed_all``, and ``fork_rng`` calls ``set_rng_state``.
+    """
+    names = ("manual_seed_all", "seed_all", "set_rng_state")
+    return [(module, name) for module in (torch.cuda, torch.cuda.random) for name in names]
+
+
 def stream_seed(seed: int, k: int) -> int:
     """Returns the seed of the ``k``-th random sequence that is derived from one seed."""
     return (seed + k * _GOLDEN) % 2**63

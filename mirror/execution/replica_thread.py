@@ -42,7 +42,7 @@ class ThreadState:
     Attributes:
         num_threads: intra-op threads of the caller.
         num_threads_each: the part of these that each of the replicas at work gets.
-        is_shared: whether several replicas compute at once.
+        may_overlap: whether several replicas may compute at once, in this run or in another one.
         places: the device mesh, if replicas have several devices.
         streams: the current streams of the GPUs, if any. See ``streams.py``.
         is_plain: whether grad mode and number of threads are all that a new thread lacks.
@@ -57,7 +57,7 @@ class ThreadState:
     saved_tensors_hooks: Any
     num_threads: int
     num_threads_each: int
-    is_shared: bool
+    may_overlap: bool
     streams: CallerStreams | None
     places: DeviceMesh | None = None
     is_plain: bool = False
@@ -65,16 +65,13 @@ class ThreadState:
     _caller: int = field(default_factory=threading.get_ident)
 
     @classmethod
-    def capture(
-        cls, replicas: Replicas, sharers: int, *, may_overlap: bool = False
-    ) -> ThreadState:
+    def capture(cls, replicas: Replicas, sharers: int, *, may_overlap: bool) -> ThreadState:
         """Returns the state of the calling thread.
 
         Args:
             sharers: the number of replicas that compute at once and share the caller's threads.
-            may_overlap: whether replicas may also compute while others stall.
+            may_overlap: whether runs of this strategy may overlap, also if this one does not.
         """
-        is_shared = may_overlap or sharers > 1
         num_threads, autocast = torch.get_num_threads(), list[tuple[str, torch.dtype]]()
         for kind in replicas.device_types:
             if torch.is_autocast_enabled(kind):
@@ -83,13 +80,13 @@ class ThreadState:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(autocast),
-            autocast_cache=torch.is_autocast_cache_enabled() and not is_shared,
+            autocast_cache=torch.is_autocast_cache_enabled() and not may_overlap,
             # A default device is a function mode; torch.get_default_device() takes 10 us.
             default_device=torch.get_default_device() if num_function_modes() else _CPU,
             saved_tensors_hooks=top_saved_tensors_hooks(),
             num_threads=num_threads,
             num_threads_each=max(1, num_threads // sharers),
-            is_shared=is_shared,
+            may_overlap=may_overlap,
             streams=None if replicas.are_simulated else CallerStreams(replicas.places.devices),
             places=replicas.places if replicas.places.is_model_parallel else None,
         )
@@ -110,8 +107,9 @@ class ThreadState:
         if before is not self.grad:
             torch.set_grad_enabled(self.grad)
         # All threads share autocast's cache of casts, and each clears it when it leaves autocast.
-        # Whether a replica finds its cast of a weight there would depend on the clock.
-        cached = self.is_shared and torch.is_autocast_cache_enabled()
+        # Whether a replica finds its cast of a weight there would depend on the clock. Also off
+        # in the runs that take turns: the bits of a step do not depend on which of them did.
+        cached = self.may_overlap and torch.is_autocast_cache_enabled()
         if cached:
             torch.set_autocast_cache_enabled(False)
         try:
@@ -165,7 +163,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
     Args:
         state: ``None`` for a single replica on the CPU, which runs in the caller's thread.
     """
-    replicas, streams = run.replicas, run.streams
+    replicas = run.replicas
     strategy, timeline, stopwatches = replicas.strategy, replicas.timeline, run.stopwatches
     function = _remap_devices(run, fn) if replicas.places.is_model_parallel else fn
 
@@ -180,8 +178,9 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             last_used.reference = timeline.reference
             timeline.begin(replica_id, FORWARD)
             replica.has_begun = True
-            if streams is not None and streams.inside != replica_id:
-                streams.enter(replica_id)
+            swapped = run.swapped
+            if swapped is not None and swapped.inside != replica_id:
+                swapped.enter(replica_id)
             result = _measure(run, replica_id, function) if stopwatches else function(replica_id)
             for optimizer, options in run.stepped.items():
                 options[replica_id] = optimizer.options()

@@ -12,7 +12,7 @@ from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
 from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.execution.parallel_runs import watch_process_wide_calls
+from mirror.execution.process_wide_calls import watch_process_wide_calls
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.execution.runner import Runner
@@ -40,7 +40,6 @@ from mirror.replica.params.replicated_params import (
 )
 from mirror.replica.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
-from mirror.threads.schedule import AUTO, LOCKSTEP
 
 _groups: WeakRegistry[Group] = WeakRegistry()
 
@@ -157,7 +156,7 @@ class Group:
             runner.on_outermost_end = buffers.combine_workers
         watch_backward()
         watch_optimizer_steps(are_mirrored=replicas.mirrors)
-        if schedule not in (AUTO, LOCKSTEP):
+        if replicas.mirrors:
             watch_process_wide_calls()
         if runner.parallel_runs is not None:
             runner.parallel_runs.watch(containers_of(self.modules.mirrored_modules))

@@ -45,6 +45,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from tests.gpu.cudnn import Cudnn
+from tests.gpu.generators import FakeGenerator, of_cuda_random
 from tests.gpu.order import Order
 from tests.gpu.streams import FakeEvent, FakeStream, Streams
 from tests.gpu.tensors import Mode, Table, between_devices
@@ -123,7 +124,7 @@ class FakeGpus:
 
     def _of_cuda(self):
         streams, n = self.streams, self.streams.num_devices
-        generators = tuple(torch.Generator() for _ in range(n))
+        generators = tuple(map(FakeGenerator, range(n)))
         properties = SimpleNamespace(
             multi_processor_count=16, name="a simulated GPU", major=9, minor=0
         )
@@ -133,6 +134,7 @@ class FakeGpus:
                 streams.index_of(device), address
             ],
             "Stream": lambda device=None, priority=0: FakeStream(streams, device),
+            "_initialized": True,  # checkpointing asks for it
             "_lazy_init": lambda: None,
             "can_device_access_peer": lambda one, other: self._peers,
             "current_device": streams.current_device,
@@ -154,7 +156,8 @@ class FakeGpus:
             "stream": streams.using_stream,
             "synchronize": streams.synchronize,
         }
-        return [(torch.cuda, name, value) for name, value in fakes.items()]
+        fakes_of_cuda = [(torch.cuda, name, value) for name, value in fakes.items()]
+        return [*fakes_of_cuda, *of_cuda_random(streams)]
 
     def _of_tensors(self):
         def getter(method):
@@ -180,6 +183,7 @@ class FakeGpus:
             "cpu": function(lambda tensor, **kwargs: self._to(tensor, _CPU, **kwargs)),
             "cuda": function(self._cuda),
             "device": getter(self._device),
+            "get_device": function(self._get_device),
             "is_cpu": getter(lambda tensor: self._device(tensor).type == "cpu"),
             "is_cuda": getter(lambda tensor: self._device(tensor).type == "cuda"),
             "is_pinned": function(self._is_pinned),
@@ -276,6 +280,10 @@ class FakeGpus:
             return _REAL_DEVICE.__get__(tensor)
         with self.streams.lock:
             return self.table.device(tensor) or _REAL_DEVICE.__get__(tensor)
+
+    def _get_device(self, tensor):
+        device = self._device(tensor)
+        return -1 if device.index is None else device.index
 
     def _is_pinned(self, tensor, device=None):
         place = self.table.place(tensor)

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.gpu.generators import call_drawing, draws
 from tests.gpu.order import Agent, Memory
 from tests.gpu.streams import Streams
 
@@ -306,7 +307,7 @@ class Mode(TorchDispatchMode):
         if any(place is not None for _, _, place in touched) and not _is_view(func):
             what = f"{func._schema.name} in {_where()}"
             self._access(self._order.host, [(t, w) for t, w, _ in touched], what)
-        out = func(*args, **kwargs)
+        out = call_drawing(func, args, kwargs, _CPU) if draws(func) else func(*args, **kwargs)
         if isinstance(out, Tensor) and _makes_new(func) and _is_called_by_autograd():
             self._table.leave_to_autograd(out)
         if is_pinned:
@@ -322,7 +323,7 @@ class Mode(TorchDispatchMode):
         uses = [(t, w) for t, w, p in touched if p is not None and p.device == device]
         self._access(stream, uses, what)
         known = {_storage(part)._cdata for t, _, _ in touched for part in parts(t)}
-        out = func(*args, **kwargs)
+        out = call_drawing(func, args, kwargs, device) if draws(func) else func(*args, **kwargs)
         made = out[:1] if func is _PACK else out
         fresh = [t for t in tree_leaves(made) if isinstance(t, Tensor)] if _makes_new(func) else []
         # Work in place gives a sparse tensor new memory.

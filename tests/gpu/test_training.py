@@ -331,11 +331,12 @@ def test_a_run_goes_on_with_the_same_losses_and_draws(tmp_path, wait):
             saved.checkpoint.save(tmp_path / "c", wait=wait)
             saved.checkpoint.wait()
             generators = torch.cuda.default_generators
-            draws = [torch.rand(2, generator=generator) for generator in generators]
+            draws = [torch.rand(2, generator=g, device=g.device) for g in generators]
             expected = saved.losses()
             assert other.checkpoint.restore(tmp_path / "c")["value"] is other.value
             assert (other.value.device, other.value.unique().item()) == (saved.value.device, 1)
             for generator, drawn in zip(generators, draws, strict=True):
-                assert torch.equal(torch.rand(2, generator=generator), drawn)
+                again = torch.rand(2, generator=generator, device=generator.device)
+                assert torch.equal(again, drawn)
             other.strategy.check_replicas()
             assert other.losses() == expected

@@ -217,11 +217,13 @@ def test_checkpointing_around_a_split_call_is_the_same_where_replicas_might_run_
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_saving_the_random_state_among_replicas_at_once_fails_once(make_strategy, eager):
+def test_saving_the_random_state_among_replicas_at_once_waits_for_a_turn(make_strategy, eager):
     strategy = make_strategy(N, schedule="staggered")
     for _ in range(3):
         strategy.run(meet)
-    with pytest.raises(mirror.StrategyError, match=r"pass schedule='lockstep'"):
-        strategy.run(torch.get_rng_state)
+    before = torch.get_rng_state()
     states = strategy.run(torch.get_rng_state).values
-    assert all(torch.equal(state, states[0]) for state in states)
+    in_turns = make_strategy(N, schedule="lockstep").run(torch.get_rng_state).values
+    assert all(map(torch.equal, states, in_turns))
+    assert all(map(torch.equal, strategy.run(torch.get_rng_state).values, in_turns))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -329,7 +329,7 @@ class ParallelBackward:
         """Runs each replica's pass in its thread."""
         self._running.update(passes)
         sharers = 1 if self._runner.schedule.keeps_order else len(passes)
-        state = ThreadState.capture(self._replicas, sharers)
+        state = ThreadState.capture(self._replicas, sharers, may_overlap=sharers > 1)
         tasks = {r: self._task(r, passes[r], state) for r in passes}
         timed: AbstractContextManager[None] = nullcontext()
         if self._runner.schedule.keeps_order:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -233,15 +234,15 @@ class ModuleRegistry:
 
         def action(payloads: dict[int, Any]) -> dict[int, None]:
             args, kwargs = payloads[min(payloads)]
-            replica.run.enter_first_stream()
-            with stream_of_caller(self.replicas.workers), disabling_remap():
+            replica.run.swap_in_first()
+            parallel_runs = self.runner.parallel_runs
+            drawing = nullcontext() if parallel_runs is None else parallel_runs.drawing_in_merge()
+            with stream_of_caller(self.replicas.workers), disabling_remap(), drawing:
                 getattr(module, INFER)(module, args, kwargs)
                 if not self.replicas.mirrors:
                     self._move(module)
                 else:
                     self.mirror_own(module, type(module).__name__)
-            if self.runner.parallel_runs is not None:
-                self.runner.parallel_runs.allow_draws()
             return dict.fromkeys(payloads)
 
         what = f"the first call of a {name}"

@@ -32,6 +32,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.base.dynamo import disable_dynamo, forget_compiled
 from mirror.base.mutex import Mutex
 from mirror.base.torch_private import SPLIT_CALL, wrap_once
-from mirror.execution.parallel_runs import ProcessState, have_turns
+from mirror.execution.parallel_runs import ProcessState, take_turns
 from mirror.execution.run import Replica, current
 from mirror.replica.modules.conversions import IGNORED, warn_of_ignored
 from mirror.replica.modules.module_owner import interceptor_of, owner_of
@@ -164,9 +165,22 @@ def _record_mode(module: nn.Module, mode: bool) -> None:
         return
     if replica.replicas.num_replicas > 1:
         if module.__dict__.get("training") is not mode:
-            have_turns(replica, "changed the mode of a module, which they share, inside run")
+            _own_mode(replica, module)
         of_replicas = replica.run.modes.setdefault(id(module), (module, {}))[1]
         of_replicas[replica.replica_id] = mode
+
+
+@disable_dynamo
+def _own_mode(replica: Replica, module: nn.Module) -> None:
+    """Gives each replica a mode of a module for itself, before one changes it."""
+    swapped = take_turns(replica, "changed the mode of a module, by train() or eval(), in run")
+    if swapped is not None:
+        attributes = module.__dict__
+        swapped.add(
+            ("mode", id(module)),
+            partial(attributes.get, "training"),
+            partial(attributes.__setitem__, "training"),
+        )
 
 
 def is_own(module: nn.Module, name: str) -> bool:
