@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from tests.gpu.autograd_queues import AutogradQueues
 from tests.gpu.order import Order
 from tests.gpu.streams import FakeEvent, FakeStream, Streams
 from tests.gpu.tensors import Mode, Table
@@ -44,12 +45,14 @@ class FakeGpus:
         devices: all of them.
         order: what was done on which stream, and ``violations``.
         streams: which there are; ``capture`` begins a capture.
+        queues: autograd's engine, with a queue of ready nodes for each device.
     """
 
     def __init__(self, num_devices: int, *, peers: bool = True) -> None:
         self.order = Order()
         self.streams = Streams(num_devices, self.order)
         self.table = Table(self.streams)
+        self.queues = AutogradQueues(self._device)
         self.devices = [torch.device("cuda", i) for i in range(num_devices)]
         self._peers = peers
         self._patches: list[Any] = []
@@ -61,7 +64,8 @@ class FakeGpus:
         return self.order.violations
 
     def __enter__(self) -> FakeGpus:
-        for where, name, value in [*self._of_cuda(), *self._of_tensors(), *self._of_threads()]:
+        fakes = [*self._of_cuda(), *self._of_tensors(), *self._of_threads(), *self._of_autograd()]
+        for where, name, value in fakes:
             patch = mock.patch.object(where, name, value, create=True)
             patch.start()
             self._patches.append(patch)
@@ -169,6 +173,9 @@ class FakeGpus:
                 real(thread)
 
         return [(threading.Thread, "run", run)]
+
+    def _of_autograd(self):
+        return [(torch.autograd.Variable, "_execution_engine", self.queues)]
 
     # Methods of tensors
 
