@@ -44,6 +44,7 @@ from mirror.devices import state_of
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import Replica, current
+from mirror.execution.serial_graphs import serial_graphs
 from mirror.threads.user_frames import warn_user
 
 LOOK_EVERY = 16  # runs; reading the states of Python and numpy takes 100 us
@@ -184,6 +185,8 @@ def _wrap_get_rng_state(original: Function) -> Function:
                 "activation checkpointing does",
             )
         state: torch.Tensor = original()
+        if replica is not None and len(replica.run.active) > 1:
+            serial_graphs.add(state)  # the graph of a checkpointed layer holds it
         return state
 
     return get_rng_state

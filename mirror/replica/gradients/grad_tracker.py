@@ -45,6 +45,7 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current, renaming
 from mirror.execution.runner import runner_of
+from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
@@ -341,9 +342,9 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if accumulates:
                 _begin_in_trackers(this, begun)
-            if replica is None and order.are_in_use():
-                # [Note: Gradients of collectives]: not in a thread for each GPU.
+            if replica is None and serial_graphs.alive:
                 with torch.autograd.set_multithreading_enabled(False):
+                    order.advance()  # create_graph=True makes nodes
                     return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
             if replica is None:
                 return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
