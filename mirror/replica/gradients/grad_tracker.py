@@ -93,6 +93,7 @@ class GradTracker:
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
+        self._is_second_pass = False  # one outside run, before the reduction of an earlier pass
         self.after_fork()
         reinit_after_fork(self)
 
@@ -115,6 +116,10 @@ class GradTracker:
             within: whether it runs inside another pass of the same thread.
         """
         if replica_id is None:
+            if self.may_have_arrived:
+                self.scan()
+            if not within:
+                self._is_second_pass = any(self._passes) or any(self.pending)
             for unsettled, passes in zip(self.unsettled, self._passes, strict=True):
                 unsettled.append(this)
                 passes.append(this)
@@ -159,7 +164,7 @@ class GradTracker:
 
     def may_be_in_second_pass(self) -> bool:
         """Whether a replica may be adding to its slots in a second pass before the reduction."""
-        return max(self._num_passes) > 1
+        return self._is_second_pass or max(self._num_passes) > 1
 
     # Gradients that have arrived
 
@@ -228,6 +233,7 @@ class GradTracker:
         for copies in self.pending:
             copies.clear()
         self._num_passes = [0] * len(self.pending)
+        self._is_second_pass = False
 
     def _record_streams(self, replica_ids: Iterable[int]) -> None:
         """Records the current streams of replicas to which a pass has brought gradients.
