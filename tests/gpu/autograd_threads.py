@@ -273,6 +273,40 @@ def run(collective, go, late):
     return order
 
 
+def hooked(model, x):
+    """A hook of a parameter, called when the pass ends, which is in either thread."""
+    hook = model.first.weight.register_hook(lambda grad: grad * 2)
+    accumulated = threading.Event()
+    x.register_post_accumulate_grad_hook(lambda leaf: accumulated.set())
+    leaf, kept = on_device_leaf(), []
+
+    def wait(grad):
+        assert not torch._C._is_multithreading_enabled() or accumulated.wait(SECONDS)
+
+    def collective(model, h):
+        if not isinstance(h, OnDevice):
+            return h.sin()
+        h = h.sin() * leaf
+        (_, (node, _)) = h.grad_fn.next_functions
+        node._set_sequence_nr(LAST)  # the last node of the device's queue
+        kept.append(node)
+        return h
+
+    leaf.register_hook(wait)
+    model.collective = collective
+    once(model, x)
+    hook.remove()
+
+
+def on_device_leaf():
+    return OnDevice(torch.ones(3, dtype=torch.float64)).requires_grad_()
+
+
+def with_hooks(late):
+    """The device's thread goes backward through its last node after all nodes of the CPU."""
+    run(None, hooked, late)
+
+
 def in_two_threads(late):
     """Without collectives both threads work, and the one that is ahead does not wait."""
     order = run(lambda model, h: h.sin(), once, late)
@@ -307,7 +341,7 @@ def unnoticed(late):
 
 OTHERS = {
     f"{fn.__name__}-{late} late": (fn, late)
-    for fn in (in_two_threads, unprotected, unnoticed)
+    for fn in (with_hooks, in_two_threads, unprotected, unnoticed)
     for late in LATE
 }
 

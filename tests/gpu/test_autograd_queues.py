@@ -1,6 +1,7 @@
 """Backward passes outside ``run`` over several GPUs, each of which has a queue in autograd."""
 
 import copy
+import os
 import threading
 
 import pytest
@@ -415,6 +416,22 @@ def test_hooks_of_the_caller_are_called_by_one_thread(strategy):
     assert not serial_graphs.alive
 
 
+def test_transforms_and_other_graphs_differentiate_while_a_collective_is_alive(strategy):
+    model = strategy.mirror(Normalized())
+    out = model(torch.ones(4, 4))
+    assert serial_graphs.alive
+    x = torch.arange(3.0)
+    assert torch.equal(torch.func.grad(lambda x: x.pow(3).sum())(x), 3 * x**2)
+    assert torch.equal(torch.func.hessian(lambda x: x.pow(3).sum())(x), torch.diag(6 * x))
+    assert torch.equal(torch.func.vmap(torch.func.grad(torch.sin))(x), x.cos())
+    assert torch.autograd.functional.jacobian(torch.sin, x, vectorize=True).diag().equal(x.cos())
+    with torch.inference_mode(), torch.inference_mode(False):
+        y = torch.ones(1, requires_grad=True)
+        torch.autograd.grad(y * 2, y)
+    assert uses_threads()
+    del out
+
+
 class Own:
     """Hooks without weak references, and hooks that are methods."""
 
@@ -492,3 +509,48 @@ def on_streams(backward, streams):
         return found
 
     return staticmethod(run)
+
+
+def train_worker(make_model):
+    """Returns the gradients of this worker's part of a batch, on its two GPUs."""
+    rank = int(os.environ["RANK"])
+    model, _ = pair(make_model)
+    batch = whole_batch().tensor_split([4])[rank]
+    with FakeGpus(2):
+        strategy = mirror.MultiWorkerMirroredStrategy(DEVICES[0], backend="naive")
+        model = strategy.mirror(model)
+        for _ in range(2):
+            model.zero_grad()
+            mean_loss(model, batch).backward()
+        return {name: p.grad.cpu() for name, p in model.named_parameters()}
+
+
+def whole_batch():
+    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def mean_loss(model, batch):
+    return loss([model(batch)], [batch]) / len(batch)
+
+
+def test_several_workers_exchange_gradients_of_collectives_in_one_order(worker_pool):
+    plain, _ = pair(Normalized)
+    mean_loss(plain, whole_batch()).backward()
+    for found in worker_pool(2).run(train_worker, Normalized):
+        assert_same(found, grads_of(plain))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_inside_run_a_pass_is_in_the_thread_of_its_replica(num_replicas):
+    """A lone replica, too: in another thread it would not be the current one."""
+    seen = []
+
+    def step():
+        out = model(torch.ones(2, 4, device=mirror.get_replica_context().device))
+        out.register_hook(lambda grad: seen.append(uses_threads()))
+        out.sum().backward()
+
+    with FakeGpus(2), mirror.MirroredStrategy(DEVICES[0][:num_replicas], "naive") as strategy:
+        model = strategy.mirror(nn.Linear(4, 4))
+        strategy.run(step)
+    assert seen == [False] * num_replicas
