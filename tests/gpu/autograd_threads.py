@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -57,7 +58,7 @@ def register_device():
 class OnDevice(torch.Tensor):
     """A tensor that claims to be on the device."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner):
