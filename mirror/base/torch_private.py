@@ -222,7 +222,7 @@ class _Lacking:
 
 current_graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_id")
 current_autograd_node: Callable[[], Any] = _find("torch._C._current_autograd_node")
-queue_callback: Callable[[Callable[[], None]], None] = _find(
+queue_callback: Callable[[Callable[[], object]], None] = _find(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
 num_function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 1)

@@ -43,6 +43,7 @@ from mirror.base.torch_private import (
 from mirror.devices import generators_of, seed_functions, state_of
 from mirror.execution.parallel_runs import keep_turns, may_overlap, take_turns
 from mirror.execution.run import Replica, current
+from mirror.execution.serial_graphs import serial_graphs
 
 Function = Callable[..., Any]
 
@@ -78,6 +79,8 @@ def _wrap_get_rng_state(original: Function) -> Function:
                 "activation checkpointing does",
             )
         state: torch.Tensor = original()
+        if replica is not None and len(replica.run.active) > 1:
+            serial_graphs.add(state)  # the graph of a checkpointed layer holds it
         return state
 
     return get_rng_state

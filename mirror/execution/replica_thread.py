@@ -28,6 +28,7 @@ from mirror.device.streams import CallerStreams
 from mirror.devices import backward_in_calling_thread, using
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current, renaming
+from mirror.execution.serial_graphs import serial_graphs
 from mirror.threads.merge_point import Tasks
 
 _CPU = torch.device("cpu")
@@ -72,6 +73,10 @@ class ThreadState:
             sharers: the number of replicas that compute at once and share the caller's threads.
             may_overlap: whether runs of this strategy may overlap, also if this one does not.
         """
+        hooks = top_saved_tensors_hooks()
+        if hooks is not None:
+            unpack = hooks[1]
+            serial_graphs.add(getattr(unpack, "__self__", unpack))  # a bound method dies at once
         num_threads, autocast = torch.get_num_threads(), list[tuple[str, torch.dtype]]()
         for kind in replicas.device_types:
             if torch.is_autocast_enabled(kind):
@@ -83,7 +88,7 @@ class ThreadState:
             autocast_cache=torch.is_autocast_cache_enabled() and not may_overlap,
             # A default device is a function mode; torch.get_default_device() takes 10 us.
             default_device=torch.get_default_device() if num_function_modes() else _CPU,
-            saved_tensors_hooks=top_saved_tensors_hooks(),
+            saved_tensors_hooks=hooks,
             num_threads=num_threads,
             num_threads_each=max(1, num_threads // sharers),
             may_overlap=may_overlap,
@@ -202,15 +207,15 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             tasks[replica_id] = partial(state.call, replica.device, enter, call_as, replica)
         if not replicas.are_simulated:  # the CPU needs no device context
             call = tasks[replica_id]
-            tasks[replica_id] = partial(_call_on_device, replica.device, call, is_lone=is_lone)
+            tasks[replica_id] = partial(_call_on_device, replica.device, call)
     return tasks
 
 
-def _call_on_device(device: torch.device, call: Callable[[], Any], *, is_lone: bool) -> Any:
-    """Makes a replica's call with its GPU as the current device."""
-    if is_lone:
-        with using(device):
-            return call()
+def _call_on_device(device: torch.device, call: Callable[[], Any]) -> Any:
+    """Makes a replica's call with its GPU as the current device.
+
+    Also a lone replica's: in autograd's threads it would not be the current one.
+    """
     with using(device), backward_in_calling_thread((device,)):
         return call()
 

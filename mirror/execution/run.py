@@ -399,6 +399,11 @@ def recomputing(replicas: Replicas, replica_id: int) -> Replica:
     return Run(replicas, NullLockstep(), (replica_id,)).members[replica_id]
 
 
+def is_recomputing(replica: Replica) -> bool:
+    """Whether the replica only recomputes its forward in a backward pass outside ``run``."""
+    return isinstance(replica.run.lockstep, NullLockstep) and replica.tracing is None
+
+
 Context = tuple["Replica | None", Any, Any]  # a replica, a strategy, and the context below
 
 

@@ -44,6 +44,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from tests.gpu.autograd_queues import AutogradQueues
 from tests.gpu.cudnn import Cudnn
 from tests.gpu.generators import FakeGenerator, of_cuda_random
 from tests.gpu.order import Order
@@ -69,6 +70,7 @@ class FakeGpus:
         order: what was done on which stream, and ``violations``.
         streams: which there are; ``capture`` begins a capture.
         cudnn: moves the weights of recurrent layers.
+        queues: autograd's engine, with a queue of ready nodes for each device.
     """
 
     def __init__(self, num_devices: int, *, peers: bool = True) -> None:
@@ -76,6 +78,7 @@ class FakeGpus:
         self.streams = Streams(num_devices, self.order)
         self.table = Table(self.streams)
         self.cudnn = Cudnn()
+        self.queues = AutogradQueues(self._device)
         self.devices = [torch.device("cuda", i) for i in range(num_devices)]
         self._peers = peers
         self._patches: list[Any] = []
@@ -89,6 +92,7 @@ class FakeGpus:
     def __enter__(self) -> FakeGpus:
         fakes = [*self._of_cuda(), *self._of_tensors(), *self._of_threads(), *self._of_torch()]
         fakes += self.cudnn.patches()
+        fakes += self._of_autograd()
         for where, name, value in fakes:
             patch = mock.patch.object(where, name, value, create=True)
             patch.start()
@@ -272,6 +276,9 @@ class FakeGpus:
                 real(thread)
 
         return [(threading.Thread, "run", run)]
+
+    def _of_autograd(self):
+        return [(torch.autograd.Variable, "_execution_engine", self.queues)]
 
     # Methods of tensors
 

@@ -6,7 +6,8 @@ and all. It takes the device from the call, runs the operation on the CPU at onc
 right; the checks find whether they would be with any delay of a GPU.
 
 The streams of a backward pass are those current in the thread that calls it; torch takes those of
-the forward operations and orders the two itself.
+the forward operations and orders the two itself. All its nodes run in that thread, in the order
+that autograd's threads of several GPUs may give them: ``autograd_queues.py``.
 
 A tensor of the CPU in an operation on a GPU is refused as torch does it. C++ makes some there that
 belong on the GPU: those that autograd's engine makes for itself are put on it when they are used.

@@ -59,6 +59,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import (
     Replica,
     current,
+    is_recomputing,
     push_context,
     recomputing,
     refuse_within_another,
@@ -148,6 +149,8 @@ class CallInterceptor(Interceptor):
         replica = current.replica
         if replica is None or replica.replicas is not self.replicas:
             return self._call_outside(module, args, kwargs)
+        if self.is_checkpointed and is_recomputing(replica):
+            return self._recompute_whole(module, args, kwargs)
         if not self.is_plain:
             return self._call_inside(module, replica, args, kwargs)
         if self.compiled is not None:
@@ -182,6 +185,15 @@ class CallInterceptor(Interceptor):
         if self.renormalizes:
             renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
+
+    def _recompute_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Makes the whole call again, in the backward pass of one replica's custom function."""
+        before = save_context()
+        try:
+            push_context(self.replicas.strategy, None)
+            return self._call_outside(module, args, kwargs)
+        finally:
+            current.replica, current.strategy, current.below = before
 
     @disable_and_suspend
     def _call_outside(
