@@ -73,6 +73,8 @@ _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 _MASKS = (torch.bool, torch.uint8)
 # Of torch, the files of calls between an operation and a mode that sees it.
 _BELOW = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
+# What C++ asks of fake tensors: no operations.
+_QUESTIONS = ("prim::", "aten::sym_", "aten::is_", "aten::size", "aten::stride")
 _HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
 
@@ -241,9 +243,11 @@ class Mode(TorchDispatchMode):
             kwargs["device"] = _CPU
         is_pinned = bool(kwargs.pop("pin_memory", None))
         with self._streams.lock:
-            # With a device, as in empty_like, a tensor gives its shape alone.
+            # With a GPU, as in empty_like, a tensor gives its shape alone. C++ code names the device
+            # that the tensor is physically on, and means that of the tensor.
             is_copy = func is aten._to_copy.default
-            touched = [] if wanted and not is_copy else self._touched(func, args, kwargs)
+            is_like = wanted is not None and wanted.type == "cuda" and not is_copy
+            touched = [] if is_like else self._touched(func, args, kwargs)
             if is_copy and not _thread.is_between_devices:
                 # The backward of a cast names the device that the tensor is physically on.
                 if torch._C._current_graph_task_id() != -1 and self._table.place(args[0]):
@@ -429,8 +433,10 @@ def _is_between(file: str) -> bool:
 
 @cache
 def _is_composite(func) -> bool:
-    key = "CompositeImplicitAutograd"
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    name, key = func.name(), "CompositeImplicitAutograd"
+    if name.startswith(_QUESTIONS) or not torch._C._dispatch_has_kernel(name):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def waits(func, args) -> bool:

@@ -147,8 +147,8 @@ def overlapping(strategy, n):
 @pairwise(flag=FLAGS, schedule=SCHEDULES, gpus=[*GPUS, "simulated"], n=N, late=[True, False])
 def test_a_flag_that_replicas_set_is_each_ones_own(flag, schedule, gpus, n, late):
     context, read, values = FLAGS[flag]
-    before = read()
     with FakeGpus(n):
+        before = read()
         strategy, overlaps = strategies(gpus, n, schedule)
         with strategy:
             # Replicas wait for no other one to set filters: see below.
