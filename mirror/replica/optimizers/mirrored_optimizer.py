@@ -405,8 +405,9 @@ class MirroredOptimizer:
     def _meet(self, optimizer: Optimizer, context: Replica, seen: dict[int, Options]) -> None:
         refuse_different(optimizer, seen, _BEFORE)
         context.run.stepped.setdefault(self, {})
-        for variable in self.loan.parameters.follow_copies(context.run.active):
-            context.run.assigned[variable] = True
+        if context.tracing is None:  # the tensors of a trace have no addresses
+            for variable in self.loan.parameters.follow_copies(context.run.active):
+                context.run.assigned[variable] = True
         self._optimizers.reduce(context.run)
 
     def _merge(
