@@ -410,8 +410,8 @@ class ReplicatedParam:
         owner = self.owner()
         if replica_id == 0 and owner is not None:
             raw_set_data(owner, value)
-        if replica_id == 0:
-            self.memory.enter(self)
+        if replica_id == 0 and (current.replica is None or current.replica.tracing is None):
+            self.memory.enter(self)  # the tensors of a trace have no addresses
 
     def follow_leaf(self, leaf: ReplicaParameter) -> bool:
         """Has the target, and ``p``, follow a leaf that C++ has given other memory.
