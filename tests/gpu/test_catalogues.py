@@ -39,7 +39,6 @@ DEVICES = {"shared": ["cuda:0", "cuda:0"], "distinct": ["cuda:0", "cuda:1"]}
 FACTORS = (1.0, 2.0)  # of the replicas' losses, so that their gradients differ
 NUM_STEPS = 3
 TOLERANCE = 1e-4  # of modules: steps amplify rounding
-EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)  # minutes: the product
 
 # Entries that cannot be faked, and why. One that trains fails its test.
 NOT_FAKED = {
@@ -153,7 +152,7 @@ def infos(found):
     return [pytest.param(info, id=info.name) for info in found]
 
 
-@each_once(EXHAUSTIVE, info=infos(module_db), where=DEVICES)
+@each_once(info=infos(module_db), where=DEVICES)
 def test_modules_in_run(info, where):
     (sample, *_) = samples(info, "training")
     plain = build(info, sample, "training")
@@ -161,7 +160,7 @@ def test_modules_in_run(info, where):
         train_in_run(strategy, plain, sample.forward_input)
 
 
-@each_once(EXHAUSTIVE, info=infos(i for i in module_db if i.name not in NOT_SPLIT), where=DEVICES)
+@each_once(info=infos(i for i in module_db if i.name not in NOT_SPLIT), where=DEVICES)
 def test_modules_in_transparent_calls(info, where):
     sample = first_that_can_be_split(info, samples(info, "training"))
     plain = build(info, sample, "training")
@@ -239,7 +238,7 @@ def assert_trains(strategy, way, info, kwargs):
     assert_same(model.state_dict(), plain.state_dict(), f"{kwargs}: state", tolerance)
 
 
-@each_once(EXHAUSTIVE, info=infos(optim_db), **{"where,way": [*itertools.product(DEVICES, (1, 3))]})
+@each_once(info=infos(optim_db), **{"where,way": [*itertools.product(DEVICES, (1, 3))]})
 def test_optimizers(info, where, way):
     with on(where) as strategy:
         for kwargs in hyperparameters(info, "cuda"):
