@@ -464,11 +464,19 @@ def _take_changes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    has_changed = False
     for part in parts:
-        if part.given or part.tensors or part.shared:
-            joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
-            join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
-            return
+        has_changed = has_changed or bool(part.given or part.shared)
+        for tensor, own, version, _ in part.tensors:
+            if own._version != version:
+                has_changed = True
+            if own.__dict__ and own is not tensor:
+                has_changed = True
+                for each in parts:
+                    each.record_attributes(tensor)
+    if has_changed:
+        joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
+        join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
 
 
 def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

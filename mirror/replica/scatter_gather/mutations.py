@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
@@ -74,7 +75,7 @@ def _collect_writes(
     writes: list[Callable[[], object]] = []
     changed: dict[int, Tensor] = {}
     for part in parts:
-        for tensor, own, version in part.tensors:
+        for tensor, own, version, node in part.tensors:
             if own._version == version:
                 continue
             if own is tensor and len(parts) > 1:
@@ -82,7 +83,7 @@ def _collect_writes(
                 _refuse(where(tensor), f"in place a tensor of shape {shape} that all share")
             elif own is not tensor and part.split.is_batched(tensor):
                 rows = part.split.rows(tensor, part.replica_id)
-                writes.append(partial(rows.copy_, own))
+                writes.append(partial(_write_rows, rows, own, own.grad_fn is not node))
             elif own is not tensor:
                 changed[id(tensor)] = tensor
     for tensor in changed.values():
@@ -92,6 +93,17 @@ def _collect_writes(
             _refuse(where(tensor), f"in place a tensor of shape {shape}, differently on each")
         writes.append(partial(tensor.copy_, value))
     return writes
+
+
+def _write_rows(rows: Tensor, own: Tensor, is_in_graph: bool) -> None:
+    """Writes a replica's rows into the caller's tensor, whose version and graph show it.
+
+    Args:
+        own: the rows; they may lie in the same memory.
+        is_in_graph: whether the replica's operations were recorded by autograd.
+    """
+    with torch.set_grad_enabled(is_in_graph and torch.is_grad_enabled()):
+        rows.copy_(own)
 
 
 def _merge_contents(

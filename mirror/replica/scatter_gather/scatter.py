@@ -6,7 +6,7 @@ gets its own part of everything that can be changed. Its changes are joined into
 object by the rules for outputs, so the object ends as on one device.
 
     an argument                                 a replica gets
-    tensor or array, batched                    its rows: a view if they are on its device
+    tensor or array, batched                    its rows: in the same memory, if on its device
     tensor, not batched                         a copy, if it is small and needs no gradient
     list, dict, set, deque, dataclass           a copy with the replica's parts inside
     object that is data (a key-value cache)     a copy with the replica's parts inside
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from mirror.data.split_batch import rows_of
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
@@ -144,7 +145,10 @@ class SplitPlan:
         shape = tensor.shape
         part = tensor
         if len(shape) > 0 and shape[0] == self.num_examples:
-            part = tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
+            start, size = self.starts[replica_id], self.sizes[replica_id]
+            if tensor.device == device:
+                return rows_of(tensor, start, size)
+            part = tensor.narrow(0, start, size)
         if self._copies is None or part.device == device:
             return part.to(device)
         if is_ready or (_is_pinnable(part) and not part.is_pinned()):
@@ -160,7 +164,7 @@ class ReplicaArgs:
     Attributes:
         own: by ``id`` of a caller's value: that value, and the replica's value for it.
         given: the caller's objects, the replica's copies, and the copies' first contents.
-        tensors: the caller's tensors, the replica's, and the replica's first versions.
+        tensors: the caller's tensors, the replica's, and the replica's first versions and nodes.
         shared: the objects that all replicas share, and their first contents.
         unsplit: the caller's lists that may have an entry for each example.
         has_share: whether the arguments have a ``num_items_in_batch``.
@@ -175,7 +179,7 @@ class ReplicaArgs:
         self.replica_id = replica_id
         self.own: dict[int, tuple[Any, Any]] = {}
         self.given: list[tuple[Any, Any, dict[Any, Any]]] = []
-        self.tensors: list[tuple[Tensor, Tensor, int]] = []
+        self.tensors: list[tuple[Tensor, Tensor, int, Any]] = []
         self.shared: list[tuple[Any, dict[Any, Any]]] = []
         self.unsplit: list[Any] = []
         self.has_share = False
@@ -321,7 +325,7 @@ class ReplicaArgs:
             return tensor
         split, shape = self.split, tensor.shape
         if len(shape) > 0 and shape[0] == split.num_examples:
-            if tensor.layout is not torch.strided and not tensor.is_nested:
+            if tensor.layout is not torch.strided:
                 raise BatchError(
                     f"a {str(tensor.layout).removeprefix('torch.')} tensor of shape "
                     f"{tuple(shape)} cannot be split over the replicas by its first dimension; "
@@ -329,8 +333,6 @@ class ReplicaArgs:
                     "(a graph's adjacency), call the module inside strategy.run"
                 )
             part = split.to_replica(tensor, self.replica_id)
-            if part.device == tensor.device:
-                return part  # a view
         elif len(split.active) > 1 and _is_copied(tensor):
             # Outside the caller's inference mode, so that the copy has a version.
             with torch.inference_mode(False), torch.no_grad():
@@ -339,8 +341,22 @@ class ReplicaArgs:
         else:
             part = split.to_replica(tensor, self.replica_id)
         if not part.is_inference():
-            self.tensors.append((tensor, part, part._version))
+            self.tensors.append((tensor, part, part._version, part.grad_fn))
+        if tensor.__dict__ and part is not tensor:
+            self._copy_attributes(tensor, part)
         return part
+
+    def _copy_attributes(self, tensor: Tensor, part: Tensor) -> None:
+        """Gives a part the attributes that the program has set on the tensor, as arguments."""
+        contents = {name: self.part_of(value) for name, value in tensor.__dict__.items()}
+        part.__dict__.update(contents)
+        self.given.append((tensor.__dict__, part.__dict__, contents))
+
+    def record_attributes(self, tensor: Tensor) -> None:
+        """Records that the replicas may have set attributes on their parts of a tensor."""
+        for given, part, _, _ in self.tensors:
+            if given is tensor and not any(held is part.__dict__ for _, held, _ in self.given):
+                self.given.append((tensor.__dict__, part.__dict__, {}))
 
 
 def _is_pinnable(value: Any) -> bool:
