@@ -142,9 +142,7 @@ class ReplicaRng:
 
     __slots__ = ("_device", "_first", "_seeded", "_sharers", "_states", "inside")
 
-    def __init__(
-        self, seeded: SeededStates, device: torch.device, sharers: Sequence[int]
-    ) -> None:
+    def __init__(self, seeded: SeededStates, device: torch.device, sharers: Sequence[int]) -> None:
         self._first = self.inside = sharers[0]
         self._seeded, self._device, self._sharers = seeded, device, sharers
         self._states: dict[int, Tensor] = {}  # the streams that were in the generator
