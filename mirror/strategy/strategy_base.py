@@ -60,7 +60,7 @@ class Strategy(NoCopy):
 
     Args:
         mesh: the devices of all replicas.
-        schedule, weighted, workers, parameter_device, shards_state: see ``Group``.
+        schedule, weighted, workers, parameter_device, shards_state, verify: see ``Group``.
     """
 
     _instead = "make a strategy in each process; copy.deepcopy(model) gives an ordinary model"
@@ -77,6 +77,7 @@ class Strategy(NoCopy):
         workers: LocalWorkerGroup | None = None,
         parameter_device: torch.device | None = None,
         shards_state: bool = False,
+        verify: str = "first",
     ) -> None:
         self._devices = mesh.positions[0]
         self._backend = communicator.name
@@ -91,6 +92,7 @@ class Strategy(NoCopy):
             workers=workers,
             parameter_device=parameter_device,
             shards_state=shards_state,
+            verify=verify,
         )
         self._copies = SharedCopies(self._group.modules, self._group.runner.parallel_runs)
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()

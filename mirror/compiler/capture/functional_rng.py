@@ -231,7 +231,9 @@ def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     which torch marks as random, too.
     """
     given = {
-        argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        argument.name: args[i]
+        if i < len(args)
+        else kwargs.get(argument.name, argument.default_value)
         for i, argument in enumerate(schema_of(func).arguments)
     }
     if any(given.get(name) is False for name in _SWITCHES):

@@ -77,6 +77,7 @@ from mirror.replica.layers.unsplit_layers import (
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
 from mirror.replica.modules.module_owner import Interceptor, MirroredModules
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
+from mirror.replica.modules.verified_calls import MOST_KINDS, VerifiedCall
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
@@ -102,6 +103,7 @@ class CallInterceptor(Interceptor):
         own: the replicas' values of the module's attributes. See [Note: Own attributes].
         is_checkpointed: whether a whole call may be recomputed in backward.
         is_checked: whether the outputs of a call were checked for a forward that mixes examples.
+        verified: the kinds of calls that were compared with one device.
     """
 
     __slots__ = (
@@ -114,6 +116,7 @@ class CallInterceptor(Interceptor):
         "is_plain",
         "own",
         "renormalizes",
+        "verified",
     )
 
     def __init__(
@@ -130,6 +133,7 @@ class CallInterceptor(Interceptor):
         is_special = self.renormalizes or self.has_sequences or self.is_metric
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, PerReplicaAttribute] = {}
+        self.verified = set[Any]()
         self.is_checkpointed = self.is_checked = self.has_warned_of_lists = False
 
     @skip_frame
@@ -257,6 +261,15 @@ class CallInterceptor(Interceptor):
         sizes = _sizes(replicas.num_replicas, args, kwargs) if self._splits(module) else None
         if sizes is None:
             return self._call_unsplit(module, args, kwargs, whole, hold)
+        # A tuple, and no call: it is made for every split call.
+        kind: Any = (module.training, torch.is_grad_enabled(), sizes[0] != sizes[-1])
+        for value in args:
+            kind = (kind, type(value), getattr(value, "dtype", 0), getattr(value, "ndim", 0))
+        for name in kwargs:
+            kind = (kind, name)
+        verified = None
+        if kind not in self.verified and modules.verify != "off":
+            verified = self._begin_to_verify(module, kind, args, kwargs, sizes, each)
         if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
             return _call_lone(runner, module, args, kwargs, hold, sizes)
         split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies)
@@ -298,7 +311,33 @@ class CallInterceptor(Interceptor):
         finally:
             if runner.copies is not None:
                 split.finish()
+        if verified is not None:
+            verified.compare(joined, raises=modules.verify == "error")
         return joined
+
+    def _begin_to_verify(
+        self,
+        module: nn.Module,
+        kind: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: Sequence[int],
+        each: Each | None,
+    ) -> VerifiedCall | None:
+        """Returns the trial of a split call; ``None`` if there is nothing to compare with."""
+        if len(self.verified) >= MOST_KINDS or each is not None:
+            return None
+        if self.replicas.workers.is_multi_process or sum(map(bool, sizes)) < 2:
+            return None
+        self.verified.add(kind)
+
+        def call(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self.is_plain:
+                return self._call_inside(module, replica, args, kwargs)
+            return getattr(module, WHOLE_CALL)(*args, **kwargs)
+
+        verified = VerifiedCall(self.recorder.runner, module, args, kwargs, sizes, call)
+        return verified if verified.begin() else None
 
     def _splits(self, module: nn.Module) -> bool:
         """Whether a call of the module is split if its arguments are: it must hold variables."""

@@ -166,6 +166,16 @@ class ReplicatedBuffer:
         self.copies[replica_id].data = data
         self._stale = self._may_differ = True
 
+    def lend_copy(self, replica_id: int) -> tuple[Any, ...]:
+        """Gives a replica a clone of its copy, for a time; returns the state for ``give_back``."""
+        own = self.copies[replica_id]
+        self.copies[replica_id] = own.clone()
+        return own, self._stale, self._may_differ
+
+    def give_back(self, replica_id: int, state: tuple[Any, ...]) -> None:
+        """Restores a replica's copy, and what is known of it."""
+        self.copies[replica_id], self._stale, self._may_differ = state
+
     def is_written(self) -> bool:
         """Whether the copies may have been written since they were combined."""
         return self._stale or self.has_new_versions()
