@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ from mirror.base.torch_private import (
     transforms_of,
 )
 from mirror.data.split_batch import split_sizes
-from mirror.errors import StrategyError
+from mirror.errors import BatchError, StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import (
     Replica,
@@ -70,9 +70,11 @@ from mirror.replica.exactness.cross_example_ops import warn_if_mixing
 from mirror.replica.layers.unsplit_layers import (
     LAYERS,
     call_with_sequences,
+    counts_frequencies,
     is_sequence_first,
     renormalize_everywhere,
     renormalizes,
+    scale_by_frequency,
 )
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
 from mirror.replica.modules.module_owner import Interceptor, MirroredModules
@@ -103,11 +105,13 @@ class CallInterceptor(Interceptor):
         own: the replicas' values of the module's attributes. See [Note: Own attributes].
         is_checkpointed: whether a whole call may be recomputed in backward.
         is_checked: whether the outputs of a call were checked for a forward that mixes examples.
+        varying: the positions of numbers among the outputs that depend on the part.
         verified: the kinds of calls that were compared with one device.
     """
 
     __slots__ = (
         "compiled",
+        "counts_frequencies",
         "has_sequences",
         "has_warned_of_lists",
         "is_checked",
@@ -116,6 +120,7 @@ class CallInterceptor(Interceptor):
         "is_plain",
         "own",
         "renormalizes",
+        "varying",
         "verified",
     )
 
@@ -130,10 +135,12 @@ class CallInterceptor(Interceptor):
         self.renormalizes = renormalizes(module)
         self.has_sequences = isinstance(module, LAYERS)
         self.is_metric = is_metric(module)
+        self.counts_frequencies = counts_frequencies(module)
         is_special = self.renormalizes or self.has_sequences or self.is_metric
+        is_special = is_special or self.counts_frequencies
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, PerReplicaAttribute] = {}
-        self.verified = set[Any]()
+        self.verified, self.varying = set[Any](), set[int]()
         self.is_checkpointed = self.is_checked = self.has_warned_of_lists = False
 
     @skip_frame
@@ -176,13 +183,17 @@ class CallInterceptor(Interceptor):
         if self.has_sequences:
             call = self.compiled or getattr(module, WHOLE_CALL)
             return call_with_sequences(replica, module, call, args, kwargs)
-        if self.compiled is not None and not self.renormalizes:
+        if self.compiled is not None and not (self.renormalizes or self.counts_frequencies):
             return self.compiled(*args, **kwargs)
         if self.is_metric:
             return merge_call_joined(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
+        indices = args[0] if args else kwargs.get("input")
         if self.renormalizes:
-            renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
-        return getattr(module, WHOLE_CALL)(*args, **kwargs)
+            renormalize_everywhere(module, replica, indices)
+        output = getattr(module, WHOLE_CALL)(*args, **kwargs)
+        if self.counts_frequencies and torch.is_grad_enabled():
+            output = scale_by_frequency(replica, module, indices, output)
+        return output
 
     @disable_and_suspend
     def _call_outside(
@@ -263,6 +274,7 @@ class CallInterceptor(Interceptor):
             return self._call_unsplit(module, args, kwargs, whole, hold)
         # A tuple, and no call: it is made for every split call.
         kind: Any = (module.training, torch.is_grad_enabled(), sizes[0] != sizes[-1])
+        kind = (kind, sizes[-1] < 2)  # parts of one example lose a dimension by squeeze()
         for value in args:
             kind = (kind, type(value), getattr(value, "dtype", 0), getattr(value, "ndim", 0))
         for name in kwargs:
@@ -303,7 +315,7 @@ class CallInterceptor(Interceptor):
                     _warn_of_list(module, lists[0])
             # 3. Gather the outputs, and what forward has changed in its arguments.
             own = list(map(parts.__getitem__, run.results))
-            joined = join_outputs(runner, run.results, sizes, own, module)
+            joined = join_outputs(runner, run.results, sizes, own, module, self.varying)
             _take_changes(runner, own, list(run.results), args, kwargs)
         except Exception as error:
             add_note(error, _describe_sizes(module, split, args, kwargs))
@@ -312,6 +324,10 @@ class CallInterceptor(Interceptor):
             if runner.copies is not None:
                 split.finish()
         if verified is not None:
+            varying = verified.varying_numbers(joined)
+            if not varying <= self.varying:
+                self.varying |= varying
+                joined = join_outputs(runner, run.results, sizes, own, module, self.varying)
             verified.compare(joined, raises=modules.verify == "error")
         return joined
 
@@ -545,10 +561,14 @@ def _sizes(
     """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
     num_examples, distributed = None, None
     if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # the usual call
+        if args[0].is_nested:
+            _refuse_nested()
         shape = args[0].shape
         return split_sizes(shape[0], num_replicas) if shape and not args[0].is_meta else None
     for leaf in leaves_in((args, kwargs)):
         if isinstance(leaf, Tensor):
+            if leaf.is_nested:
+                _refuse_nested()
             if num_examples is None and leaf.dim() > 0:
                 num_examples = leaf.shape[0]
                 if leaf.is_meta:
@@ -558,6 +578,13 @@ def _sizes(
     if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
         return distributed
     return split_sizes(num_examples, num_replicas)
+
+
+def _refuse_nested() -> NoReturn:
+    raise BatchError(
+        "a nested tensor cannot be split over the replicas; pass the padded tensor and its "
+        "lengths, and make the nested one in forward; or call the module inside strategy.run"
+    )
 
 
 def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:

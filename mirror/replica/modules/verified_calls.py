@@ -56,9 +56,10 @@ from mirror.replica.exactness.cross_example_ops import GATHER_FIRST
 from mirror.replica.exactness.output_comparison import OutputDifference, find_output_differences
 from mirror.replica.modules.module_owner import interceptor_of
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
-from mirror.replica.params.buffer_differences import BATCH_NORMS
+from mirror.replica.params.buffer_differences import BATCH_NORMS, have_equal_values
 from mirror.replica.params.mirrored_buffer import MirroredBuffer, ReplicatedBuffer
 from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.torch_function import MirroredParameter
 from mirror.replica.scatter_gather.containers import (
     IMMUTABLE,
@@ -71,7 +72,7 @@ from mirror.replica.scatter_gather.containers import (
 )
 from mirror.threads.merge_point import NullLockstep
 from mirror.threads.user_frames import num_warned, warn_user
-from mirror.values import PerReplica, rebuild_node
+from mirror.values import PerReplica, leaves_of, rebuild_node
 
 MOST_KINDS = 16  # of one module: the usual program has two or three
 _NOISE_FACTOR = 8  # by which a distance may exceed that of a call with rounding errors
@@ -85,6 +86,10 @@ _REMEDIES = {
         "sum by a number of the batch, pass the whole batch's as num_items_in_batch"
     ),
     "rows": f"If forward computes over the examples of the batch: {GATHER_FIRST}",
+    "parameter": (
+        "The first replica's values are kept; write what all replicas give, with "
+        "mirror.get_replica_context().all_gather(value), or write it outside forward"
+    ),
     "structure": (
         "Return tensors that have the examples as their first dimension, or call the module "
         "inside strategy.run, where each replica has its own outputs"
@@ -115,6 +120,7 @@ class VerifiedCall:
         self._weights = [sum(sizes), *([0] * (len(sizes) - 1))]
         self._modules = list(module.modules())
         self._draws = False
+        self._written = set[ReplicatedParam]()
         self._whole: Any = None
         self._copied: tuple[Any, Any] = ((), {})
         self._error: Exception | None = None
@@ -139,17 +145,31 @@ class VerifiedCall:
         _logger.info("a split call of %s is not compared with one device: %s", name, why)
         return False
 
+    def varying_numbers(self, joined: Any) -> set[int]:
+        """Returns the positions, among the leaves of the outputs, of numbers of the part.
+
+        Counts of correct predictions, say: if they happen to be equal they are no constant.
+        """
+        some, others = leaves_of(joined), leaves_of(self._whole)
+        if self._error is not None or len(some) != len(others):
+            return set()
+        return {
+            i
+            for i, (one, other) in enumerate(zip(some, others, strict=True))
+            if type(other) in (int, float) and (isinstance(one, PerReplica) or one != other)
+        }
+
     def compare(self, joined: Any, *, raises: bool) -> None:
         """Compares the outputs of the split call with those of the whole batch.
 
-        Warns of the first difference; does nothing if the call itself has warned already.
+        Warns of the first difference, unless the call itself has warned already.
 
         Raises:
             StrategyError: an output differs, and ``raises`` is set.
         """
         if not raises and num_warned() > self._num_warned:
             return
-        difference = self._find(joined)
+        difference = self._find_written() or self._find(joined)
         if difference is None:
             return
         name = type(self._module).__name__
@@ -161,6 +181,15 @@ class VerifiedCall:
         if raises:
             raise StrategyError(message)
         warn_user(message)
+
+    def _find_written(self) -> OutputDifference | None:
+        """Returns the first parameter that forward has left different on the replicas."""
+        for variable in sorted(self._written, key=lambda variable: variable.name):
+            first, *others = variable.copies
+            if not all(have_equal_values(copy.detach(), first.detach()) for copy in others):
+                what = "is written by forward, for the replica's own examples"
+                return OutputDifference(f"parameter {variable.name!r}", what, "parameter")
+        return None
 
     def _find(self, joined: Any) -> OutputDifference | None:
         """Returns the first output that differs by more than rounding."""
@@ -209,7 +238,7 @@ class VerifiedCall:
             states = enter(_keeping_generators(device))
             enter(_copying_attributes(self._modules))
             enter(_copying_buffers(self._modules))
-            enter(_keeping_parameters(self._modules))
+            enter(_keeping_parameters(self._modules, self._written))
             enter(_without_autocast_cache())
             enter(using(device))
             if errors is not None:
@@ -328,8 +357,10 @@ def _copying_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _keeping_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores parameters that the first replica writes inside."""
+def _keeping_parameters(
+    modules: Iterable[nn.Module], written: set[ReplicatedParam]
+) -> Iterator[None]:
+    """Restores parameters that the first replica writes inside, and adds them to ``written``."""
     variables = {
         parameter._mirrored
         for module in modules
@@ -343,6 +374,7 @@ def _keeping_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
         for variable, version, shape in before:
             now = variable.copies[0]
             if now._version != version or now.shape != shape:
+                written.add(variable)
                 with torch.no_grad():
                     variable.broadcast(1, [0])
 
