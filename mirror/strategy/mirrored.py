@@ -295,6 +295,11 @@ def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
         names = ", ".join(AGGREGATIONS)
         raise ValueError(f"aggregation must be one of {names}, got {short_repr(how)}")
     buffers: dict[str, Any] = module._buffers
+    if buffer_name in module._parameters:
+        raise AttributeError(
+            f"{buffer_name!r} is a parameter of {type(module).__name__}, and parameters are equal "
+            "on all replicas; set_aggregation is for buffers, which replicas write"
+        )
     if buffers.get(buffer_name) is None:
         raise AttributeError(f"{type(module).__name__} has no buffer {buffer_name!r}")
     if not is_mirrored(dict.__getitem__(buffers, buffer_name)):

@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mirror.base.dynamo import disable_dynamo, limits_for
 from mirror.base.pictures import Trace
@@ -48,6 +49,7 @@ from mirror.strategy.strategy_options import (
     Mode,
     check_choice,
 )
+from mirror.threads.user_frames import warn_user
 from mirror.values import join_values
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -130,7 +132,7 @@ class Strategy(NoCopy):
         """
         return Scope(self._group)
 
-    def mirror(self, module: ModuleT) -> ModuleT:
+    def mirror(self, module: ModuleT, *more: Any) -> ModuleT:
         """Mirrors an existing module (a pretrained one), in place, and returns it.
 
         Raises:
@@ -139,6 +141,12 @@ class Strategy(NoCopy):
             TypeError: the argument is not a module.
         """
         self._check_cross("mirror")
+        if more:
+            kinds = ", ".join(type(one).__name__ for one in more)
+            raise TypeError(
+                f"mirror takes one module, and got also: {kinds}; an optimizer over parameters of "
+                "a mirrored module needs no call of its own, and other modules are mirrored each"
+            )
         if not isinstance(module, nn.Module):
             raise TypeError(f"mirror takes a torch.nn.Module, got a {type(module).__name__}")
         self._group.modules.mirror(module)
@@ -152,6 +160,8 @@ class Strategy(NoCopy):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
+        *more: Any,
+        **named: Any,
     ) -> Any:
         """Calls ``fn`` once per replica of this process and returns the results regrouped.
 
@@ -173,6 +183,8 @@ class Strategy(NoCopy):
             BaseException: the error that ``fn`` raised on a replica, with a note that names the
                 replica.
         """
+        if more or named:
+            _refuse_arguments(more, named)
         check_call(fn, args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
         runner, num_replicas = self._group.runner, len(self._devices)
@@ -377,9 +389,26 @@ class Strategy(NoCopy):
             dataset.close()
 
     def __enter__(self: StrategyT) -> StrategyT:
+        self._registered = 0
+
+        def count(module: nn.Module, name: str, parameter: Any) -> None:
+            self._registered += 1
+
+        self._counting = register_module_parameter_registration_hook(count)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._counting.remove()
+        group = self._group
+        is_used = bool(group.runner.locksteps) or any(
+            True for _ in group.modules.mirrored_modules()
+        )
+        if self._registered and not is_used and exception[0] is None:
+            warn_user(
+                f"with {type(self).__name__}(...) closes the strategy at its end, and mirrors "
+                "nothing: modules were created inside, and trained on one device if at all. Write "
+                "with strategy.scope(): around them"
+            )
         self.close()
 
     def _check_cross(self, what: str) -> None:
@@ -389,6 +418,20 @@ class Strategy(NoCopy):
                 f"strategy.{what} was called inside run; use the replica context there: "
                 "mirror.get_replica_context().all_reduce, all_gather or merge_call"
             )
+
+
+def _refuse_arguments(more: Sequence[Any], named: Mapping[str, Any]) -> NoReturn:
+    """Raises TypeError for arguments of ``fn`` that were passed to ``run`` itself."""
+    if named:
+        names = ", ".join(f"{name!r}: ..." for name in named)
+        raise TypeError(
+            f"run takes the keyword arguments of fn as a dict: run(fn, kwargs={{{names}}}); got "
+            f"{', '.join(named)} as its own"
+        )
+    raise TypeError(
+        f"run takes the arguments of fn as a tuple: run(fn, args=(x, y, ...)); got {len(more)} "
+        "more than args and kwargs"
+    )
 
 
 def make_compiled_step(
