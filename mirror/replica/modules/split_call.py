@@ -276,7 +276,9 @@ class CallInterceptor(Interceptor):
         kind: Any = (module.training, torch.is_grad_enabled(), sizes[0] != sizes[-1])
         kind = (kind, sizes[-1] < 2)  # parts of one example lose a dimension by squeeze()
         for value in args:
-            kind = (kind, type(value), getattr(value, "dtype", 0), getattr(value, "ndim", 0))
+            kind = (kind, type(value))
+            if type(value) is Tensor:
+                kind = (kind, value.dtype, value.ndim)
         for name in kwargs:
             kind = (kind, name)
         verified = None

@@ -33,6 +33,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -40,6 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from mirror.devices import random_state, set_random_state, using
 from mirror.errors import StrategyError
@@ -77,6 +79,7 @@ from mirror.values import PerReplica, leaves_of, rebuild_node
 MOST_KINDS = 16  # of one module: the usual program has two or three
 _NOISE_FACTOR = 8  # by which a distance may exceed that of a call with rounding errors
 _TORCHS = frozenset(nn.Module().__dict__)
+_TABLES = sorted(name for name in _TORCHS if isinstance(nn.Module().__dict__[name], dict))
 _CPU = torch.device("cpu")
 _logger = logging.getLogger("mirror")
 
@@ -95,6 +98,19 @@ _REMEDIES = {
         "inside strategy.run, where each replica has its own outputs"
     ),
 }
+
+
+_listeners: list[Callable[[str], object]] = []
+
+
+@contextmanager
+def recording_unequal_calls(listener: Callable[[str], object]) -> Iterator[None]:
+    """Calls a function, inside, with a sentence on each split call that differs."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 class VerifiedCall:
@@ -130,7 +146,8 @@ class VerifiedCall:
         """Makes the trial; returns whether there is something to compare with."""
         try:
             self._runner.prepare("a call of a mirrored module")
-            self._copied = _Copies().copy((self._args, self._kwargs))
+            device = self._runner.replicas.devices[0]
+            self._copied = _Copies(device).copy((self._args, self._kwargs))
             self._whole = self._call()
         except Unverifiable as why:
             return self._leave_out(str(why))
@@ -173,10 +190,15 @@ class VerifiedCall:
         if difference is None:
             return
         name = type(self._module).__name__
-        message = (
+        what = (
             f"a split call of {name} does not return what one device does: {difference.path} "
-            f"{difference.what}. {_REMEDIES[difference.kind]}. `mirror check SCRIPT` compares a "
-            'whole training; MirroredStrategy(..., verify="off") leaves this comparison out'
+            f"{difference.what}. {_REMEDIES[difference.kind]}"
+        )
+        for listener in _listeners:
+            listener(what)
+        message = (
+            f"{what}. `mirror check SCRIPT` compares a whole training; MirroredStrategy(..., "
+            'verify="off") leaves this comparison out'
         )
         if raises:
             raise StrategyError(message)
@@ -231,16 +253,17 @@ class VerifiedCall:
         run = Run(replicas, NullLockstep(), (0,), self._weights, is_default=True)
         run.is_split = run.is_trial = True
         replica, device = run.members[0], replicas.devices[0]
-        args, kwargs = _Copies().copy(self._copied)
-        args, kwargs = _moved((args, kwargs), device)
+        args, kwargs = _Copies(device).copy(self._copied)
         with ExitStack() as stack:
             enter = stack.enter_context
             states = enter(_keeping_generators(device))
             enter(_copying_attributes(self._modules))
             enter(_copying_buffers(self._modules))
             enter(_keeping_parameters(self._modules, self._written))
-            enter(_without_autocast_cache())
+            enter(_without_caches())
             enter(using(device))
+            enter(warnings.catch_warnings())  # the replicas' calls will warn
+            warnings.simplefilter("ignore")
             if errors is not None:
                 enter(errors.adding_to(self._modules))
             before = save_context()
@@ -254,9 +277,14 @@ class VerifiedCall:
 
 
 class _Copies:
-    """Copies values that forward could change; what is one object stays one."""
+    """Copies values that forward could change; what is one object stays one.
 
-    def __init__(self) -> None:
+    Args:
+        device: where the copies of tensors are; by default each where it was.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._known: dict[int, tuple[Any, Any]] = {}
 
     def copy(self, value: Any) -> Any:
@@ -296,23 +324,10 @@ class _Copies:
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter) or tensor.is_meta:
             return tensor
-        made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        made = tensor.detach().to(self._device or tensor.device, copy=True)
+        made.requires_grad_(tensor.requires_grad)
         made.__dict__.update({k: self.copy(v) for k, v in tensor.__dict__.items()})
         return made
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Returns copied arguments on a device; moves tensors in structures in place."""
-    if isinstance(value, Tensor):
-        if isinstance(value, MirroredTensor) or value.is_meta or value.device == device:
-            return value
-        return value.to(device)
-    if is_leaf(value) or is_shared(value):
-        return value
-    contents = {key: _moved(child, device) for key, child in contents_of(value).items()}
-    if isinstance(value, tuple):
-        return rebuild_node(value, contents)
-    return value if isinstance(value, (set, frozenset)) else assign(value, contents)
 
 
 @contextmanager
@@ -320,17 +335,20 @@ def _copying_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Gives modules copies of their attributes, inside; none of the replicas' own."""
     copies, before = _Copies(), list[tuple[dict[str, Any], dict[str, Any]]]()
     own = list[tuple[dict[str, PerReplicaAttribute], dict[str, Any]]]()
+    tables = list[tuple[dict[Any, Any], dict[Any, Any]]]()
     try:
         for module in modules:
             attributes: dict[str, PerReplicaAttribute] = getattr(interceptor_of(module), "own", {})
             own.append((attributes, {name: one.suspend() for name, one in attributes.items()}))
             before.append((module.__dict__, dict(module.__dict__)))
+            # Hooks and submodules that forward adds, at its first call say.
+            tables += [(held, dict(held)) for held in map(module.__dict__.get, _TABLES)]
             for name, value in before[-1][1].items():
                 if name not in _TORCHS and not isinstance(value, (nn.Module, nn.Parameter)):
                     module.__dict__[name] = copies.copy(value)
         yield
     finally:
-        for held, values in before:
+        for held, values in (*before, *tables):
             for name in held.keys() - values.keys():
                 del held[name]
             held.update(values)
@@ -347,7 +365,8 @@ def _copying_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     before = list[tuple[ReplicatedBuffer, Any]]()
     try:
         for module in modules:
-            for buffer in module._buffers.values():
+            # Plain tensors that are attributes are mirrored like buffers.
+            for buffer in (*module._buffers.values(), *module.__dict__.values()):
                 if isinstance(buffer, MirroredBuffer):
                     before.append((buffer._mirrored, buffer._mirrored.lend_copy(0)))
         yield
@@ -400,14 +419,16 @@ def _generator_states(device: torch.device) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Keeps autocast from caching casts without a graph, which the replicas would then use."""
-    before = torch.is_autocast_cache_enabled()
+def _without_caches() -> Iterator[None]:
+    """Keeps autocast and ``parametrize.cached`` from caching values without a graph."""
+    casts, parametrized = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
     torch.set_autocast_cache_enabled(False)
+    parametrize._cache_enabled = 0
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(before)
+        torch.set_autocast_cache_enabled(casts)
+        parametrize._cache_enabled = parametrized
 
 
 def _uses_statistics_of_batch(module: nn.Module) -> bool:

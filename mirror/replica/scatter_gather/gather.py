@@ -175,8 +175,8 @@ class Gatherer:
     def _are_of_examples(self, parts: Sequence[list[Any]]) -> bool:
         """Returns whether lists have an entry for each of the replica's examples.
 
-        A list of tensors of all examples has one for each layer or modality, and 0-d tensors are
-        losses perhaps; lists of uneven parts leave no choice.
+        Lists of uneven parts leave no choice. Else a list of tensors of one size may have one for
+        each layer, modality or loss; of several sizes (boxes, say) it has one for each example.
         """
         if [len(part) for part in parts] != self._counts:
             return False
@@ -186,12 +186,12 @@ class Gatherer:
             return True
         if self._counts[0] == 1 and self._are_alike(parts):
             return False  # one value for the call
-        for part, count in zip(parts, self._counts, strict=True):
-            for entry in part:
-                tensors = [leaf for leaf in leaves_in(entry) if isinstance(leaf, Tensor)]
-                if tensors and all(not t.dim() or t.shape[0] == count for t in tensors):
-                    return False
-        return True
+        entries = [entry for part in parts for entry in part]
+        if any(isinstance(entry, Tensor) for entry in entries):
+            sizes = {getattr(entry, "shape", ())[:1] for entry in entries}
+            return len(sizes) > 1
+        tensors = [leaf for leaf in leaves_in(entries) if isinstance(leaf, Tensor)]
+        return not tensors or not all(t.shape[:1] == (self._counts[0],) for t in tensors)
 
     def _are_alike(self, parts: Sequence[list[Any]]) -> bool:
         try:
