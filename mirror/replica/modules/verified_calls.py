@@ -217,9 +217,8 @@ class VerifiedCall:
         """Returns the first output that differs by more than rounding."""
         if self._error is not None:
             name, text = type(self._error).__name__, str(self._error)[:300]
-            return OutputDifference(
-                "it", f"raises {name} for the whole batch: {text}", "structure"
-            )
+            what = f"returns, and on one device {name} is raised: {text}"
+            return OutputDifference("it", what, "structure")
         values = not self._draws and not any(map(_uses_statistics_of_batch, self._modules))
         found = list(find_output_differences(joined, self._whole, values=values))
         if not found or found[0].distance == float("inf"):
