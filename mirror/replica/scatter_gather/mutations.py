@@ -82,8 +82,8 @@ def _collect_writes(
                 shape = tuple(tensor.shape)
                 _refuse(where(tensor), f"in place a tensor of shape {shape} that all share")
             elif own is not tensor and part.split.is_batched(tensor):
-                rows = part.split.rows(tensor, part.replica_id)
-                writes.append(partial(_write_rows, rows, own, own.grad_fn is not node))
+                is_in_graph = own.grad_fn is not node
+                writes.append(partial(_write_rows, part, tensor, own, is_in_graph))
             elif own is not tensor:
                 changed[id(tensor)] = tensor
     for tensor in changed.values():
@@ -95,7 +95,7 @@ def _collect_writes(
     return writes
 
 
-def _write_rows(rows: Tensor, own: Tensor, is_in_graph: bool) -> None:
+def _write_rows(part: ReplicaArgs, tensor: Tensor, own: Tensor, is_in_graph: bool) -> None:
     """Writes a replica's rows into the caller's tensor, whose version and graph show it.
 
     Args:
@@ -103,7 +103,7 @@ def _write_rows(rows: Tensor, own: Tensor, is_in_graph: bool) -> None:
         is_in_graph: whether the replica's operations were recorded by autograd.
     """
     with torch.set_grad_enabled(is_in_graph and torch.is_grad_enabled()):
-        rows.copy_(own)
+        part.split.rows(tensor, part.replica_id).copy_(own)
 
 
 def _merge_contents(
