@@ -105,8 +105,8 @@ class DistributedDataset(NoCopy):
     def __getitem__(self, index: object) -> NoReturn:
         """Raises TypeError: batches are distributed as a loop asks for them."""
         raise TypeError(
-            "a distributed dataset has no entries by index; its first batch is "
-            "next(iter(batches)), and batches of a slice are list(itertools.islice(batches, n))"
+            "a distributed dataset is not subscriptable; its first batch is next(iter(batches)), "
+            "and the first n are list(itertools.islice(batches, n))"
         )
 
     def __iter__(self) -> DistributedIterator:

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mirror.base.dynamo import disable_dynamo, limits_for
 from mirror.base.pictures import Trace
@@ -49,7 +48,6 @@ from mirror.strategy.strategy_options import (
     Mode,
     check_choice,
 )
-from mirror.threads.user_frames import warn_user
 from mirror.values import join_values
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -130,6 +128,7 @@ class Strategy(NoCopy):
             StrategyError: it is entered inside another strategy's scope, inside ``run``, or after
                 ``close``.
         """
+        self._group.plain.has_scope = True
         return Scope(self._group)
 
     def mirror(self, module: ModuleT, *more: Any) -> ModuleT:
@@ -389,26 +388,11 @@ class Strategy(NoCopy):
             dataset.close()
 
     def __enter__(self: StrategyT) -> StrategyT:
-        self._registered = 0
-
-        def count(module: nn.Module, name: str, parameter: Any) -> None:
-            self._registered += 1
-
-        self._counting = register_module_parameter_registration_hook(count)
+        self._group.plain.enter()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._counting.remove()
-        group = self._group
-        is_used = bool(group.runner.locksteps) or any(
-            True for _ in group.modules.mirrored_modules()
-        )
-        if self._registered and not is_used and exception[0] is None:
-            warn_user(
-                f"with {type(self).__name__}(...) closes the strategy at its end, and mirrors "
-                "nothing: modules were created inside, and trained on one device if at all. Write "
-                "with strategy.scope(): around them"
-            )
+        self._group.plain.leave(warns=exception[0] is None)
         self.close()
 
     def _check_cross(self, what: str) -> None:

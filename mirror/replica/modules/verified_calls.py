@@ -18,6 +18,7 @@ returns what it is given. A trial leaves no trace:
     random generators                  restored
     gradients                          none are computed; where forward needs a graph, no backward
                                        pass may accumulate gradients
+    forward hooks of the program       not called, unless the outputs differ without them
 
 Printed text, files, and objects that hold more than data are not restored: forward runs once more.
 
@@ -36,6 +37,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -135,7 +137,7 @@ class VerifiedCall:
         self._args, self._kwargs = args, kwargs
         self._weights = [sum(sizes), *([0] * (len(sizes) - 1))]
         self._modules = list(module.modules())
-        self._draws = False
+        self._draws = self._has_hooks = False
         self._written = set[ReplicatedParam]()
         self._whole: Any = None
         self._copied: tuple[Any, Any] = ((), {})
@@ -219,12 +221,17 @@ class VerifiedCall:
             name, text = type(self._error).__name__, str(self._error)[:300]
             what = f"returns, and on one device {name} is raised: {text}"
             return OutputDifference("it", what, "structure")
-        values = not self._draws and not any(map(_uses_statistics_of_batch, self._modules))
-        found = list(find_output_differences(joined, self._whole, values=values))
+        found = self._find_all(joined)
+        if found and self._has_hooks:
+            try:
+                self._whole = self._call(calls_hooks=True)
+            except Exception:  # memory, say: what is known is told
+                return found[0]
+            found = self._find_all(joined)
         if not found or found[0].distance == float("inf"):
             return found[0] if found else None
         try:
-            noisy = self._call(_RoundingErrors())
+            noisy = self._call(_RoundingErrors(), calls_hooks=True)
         except Exception:  # memory, say: what is known is told
             return found[0]
         errors = find_output_differences(noisy, self._whole, tolerance=0.0)
@@ -234,20 +241,24 @@ class VerifiedCall:
             None,
         )
 
-    def _call(self, errors: _RoundingErrors | None = None) -> Any:
+    def _find_all(self, joined: Any) -> list[OutputDifference]:
+        values = not self._draws and not any(map(_uses_statistics_of_batch, self._modules))
+        return list(find_output_differences(joined, self._whole, values=values))
+
+    def _call(self, errors: _RoundingErrors | None = None, *, calls_hooks: bool = False) -> Any:
         """Calls the module on the whole batch. See [Note: Trials]."""
         try:
             with torch.no_grad():
-                return self._call_once(errors)
+                return self._call_once(errors, calls_hooks)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             # A forward that differentiates, as for forces, needs a graph.
             if "grad" not in str(error) or not torch.is_grad_enabled():
                 raise
-        return self._call_once(errors)
+        return self._call_once(errors, calls_hooks)
 
-    def _call_once(self, errors: _RoundingErrors | None) -> Any:
+    def _call_once(self, errors: _RoundingErrors | None, calls_hooks: bool) -> Any:
         replicas = self._runner.replicas
         run = Run(replicas, NullLockstep(), (0,), self._weights, is_default=True)
         run.is_split = run.is_trial = True
@@ -257,6 +268,8 @@ class VerifiedCall:
             enter = stack.enter_context
             states = enter(_keeping_generators(device))
             enter(_copying_attributes(self._modules))
+            if not calls_hooks:
+                self._has_hooks |= _remove_hooks(self._modules)
             enter(_copying_buffers(self._modules))
             enter(_keeping_parameters(self._modules, self._written))
             enter(_without_caches())
@@ -356,6 +369,22 @@ def _copying_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
                 del attributes[name]
             for name, state in states.items():
                 attributes[name].resume(state)
+
+
+def _remove_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Removes the forward hooks that are not torch's; returns whether there were any.
+
+    ``_copying_attributes`` restores them.
+    """
+    has_found = False
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                kind = hook if isinstance(hook, FunctionType) else type(hook)
+                if not kind.__module__.startswith("torch."):
+                    del hooks[key]
+                    has_found = True
+    return has_found
 
 
 @contextmanager

@@ -199,9 +199,27 @@ def test_a_trial_leaves_no_trace():
 
 
 def calls_of(net):
-    calls = []
-    net.layer.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
+    calls, compute = [], net.compute
+
+    def counted(layer, x, *rest):
+        calls.append(len(x))
+        return compute(layer, x, *rest)
+
+    net.compute = counted
     return calls
+
+
+def test_a_trial_calls_no_hook_of_the_program_unless_it_matters():
+    lengths = []
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        net = strategy.mirror(Computing(lambda f, x: f(x)))
+        net.layer.register_forward_hook(lambda module, args, out: lengths.append(len(out)))
+        net(x())
+        assert lengths == [3, 3]
+        net.layer.register_forward_hook(lambda module, args, out: out * 2)
+        lengths.clear()
+        net(x(5))
+        assert lengths == [3, 2, 5]
 
 
 def test_forward_runs_once_more_for_each_kind_of_call():
