@@ -7,6 +7,8 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
+import checkout  # noqa: F401  # before any program imports mirror
+
 
 def at_least(least: int) -> Callable[[str], int]:
     """Returns the type of a whole number from ``least`` on."""

@@ -1,12 +1,15 @@
 """Runs everything that only a GPU can check, and reports it in one table and one JSON file.
 
-Runs on any machine: a check that cannot run is skipped, with the reason. The parts, in order: the
-hardware, the kernels' own tests, and gpu_check.py (under 8 minutes). On two GPUs follow the checks
-of several GPUs with lazily loaded modules, and with memory in segments that grow. Then threads
-launch on all GPUs, which shows the gain of parallel replicas. Last are a few kernels under
-compute-sanitizer.
+Runs on any machine: a check that cannot run is skipped, with the reason. The parts, by value: the
+hardware; gpu_check.py, which begins with the checks of gpu_several.py; the kernels' own tests. On
+two GPUs follow the checks of several GPUs with lazily loaded modules, and with memory in segments
+that grow. Then threads launch on all GPUs, which shows the gain of parallel replicas. Last are a
+few kernels under compute-sanitizer.
 
-    python benchmarks/first_run.py --json found.json
+The budget is shared out over the parts that can run, and what a part leaves goes to those after
+it. What does not fit is a row "left out: no time".
+
+    python benchmarks/first_run.py [--quick] --json found.json
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import torch
-from arguments import new_file
+from arguments import at_least, new_file
+from checkout import ROOT, build_libraries
 from supervised import Outcome
 
 from mirror.comm.kernels import cuda_kernels
@@ -36,9 +40,14 @@ from mirror.comm.nccl import libnccl
 from mirror.comm.topology import peer_matrix
 from mirror.devices import num_cuda_devices
 
-ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests/comm/kernels/test_cuda_kernels.py"
 SANITIZER = "compute-sanitizer"
+BUDGET_SECONDS = {"quick": 170, "one GPU": 470, "several GPUs": 1750}
+"""Under 3, 8 and 30 minutes, with the start of this program."""
+_LEAST_SECONDS = 15.0
+"""A program that imports torch and uses a GPU can do nothing in less."""
+_END_SECONDS = 8.0
+"""How long a program may take to end after its own budget."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class Machine:
 
     gpu: str | None
     two_gpus: str | None
+    libraries: str | None
     cupy: str | None
     nccl: str | None
     peers: str | None
@@ -65,6 +75,8 @@ class Part:
     Attributes:
         tells: whether the program is gpu_check.py, which writes the outcome of each check.
         needs: names of a ``Machine``'s attributes.
+        seconds: the most that it may take, and its share of the budget.
+        is_quick: whether ``--quick`` runs it.
         fails_by: a pattern; a line of the output with it is a failure, with any exit status.
     """
 
@@ -73,12 +85,14 @@ class Part:
     needs: tuple[str, ...]
     seconds: float
     tells: bool = False
+    is_quick: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     fails_by: str = r"(?!)"
 
 
 def machine() -> Machine:
-    """Describes this machine; starts nothing on its GPUs."""
+    """Describes this machine, and builds missing libraries; starts nothing on its GPUs."""
+    libraries = build_libraries()
     count = num_cuda_devices()
     no_gpu = None
     if count == 0:
@@ -95,6 +109,7 @@ def machine() -> Machine:
     return Machine(
         gpu=no_gpu,
         two_gpus=alone,
+        libraries=libraries,
         cupy=cuda_kernels.missing_reason([]),
         nccl=libnccl.missing_reason(),
         peers=alone
@@ -109,14 +124,16 @@ def machine() -> Machine:
 def parts() -> Iterator[Part]:
     """Yields all parts, in order."""
     python, check = sys.executable, (sys.executable, "benchmarks/gpu_check.py")
-    several = (*check, "--only", ", all GPUs", "--budget", "240")
+    several = (*check, "--only", ", all GPUs")
+    yield Part("gpu_check", check, ("gpu",), 480, tells=True, is_quick=True)
+    # Plug-ins of the environment may warn, which fails a test here.
+    plugins = ("-p", "no:cacheprovider", "-p", "no:benchmark")
     yield Part(
         "the kernels' own tests",
-        (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", TESTS),
-        ("gpu", "cupy", "pytest"),
-        300,
+        (python, "-m", "pytest", "-q", *plugins, "-m", "", TESTS),
+        ("gpu", "libraries", "cupy", "pytest"),
+        60,
     )
-    yield Part("gpu_check", check, ("gpu",), 480, tells=True)
     first_two = {"CUDA_VISIBLE_DEVICES": _first_two()}
     yield Part(
         "modules loaded when first used",
@@ -154,8 +171,8 @@ def parts() -> Iterator[Part]:
                 *("--only", f"{name}, 4 on one device", "--elements", "65536"),
                 *("--deadline", "200", "--budget", "220"),
             ),
-            ("gpu", "cupy", "sanitizer"),
-            240,
+            ("gpu", "libraries", "cupy", "sanitizer"),
+            60,
             fails_by=r"ERROR SUMMARY: [1-9].*",
         )
 
@@ -170,6 +187,7 @@ def facts(found: Machine) -> Iterator[Outcome]:
     for name, why in (
         ("a GPU", found.gpu),
         ("two GPUs", found.two_gpus),
+        ("libraries of csrc/", found.libraries),
         ("CuPy and the driver", found.cupy),
         ("NCCL", found.nccl),
         ("peer access", found.peers),
@@ -179,17 +197,44 @@ def facts(found: Machine) -> Iterator[Outcome]:
         yield Outcome(name, "passed" if why is None else "skipped", 0.0, why or "is there")
 
 
-def outcomes_of(part: Part, found: Machine) -> Iterator[Outcome]:
-    """Runs a part, unless the machine lacks a need, and yields its outcomes."""
-    why = found.why_not(*part.needs)
-    if why is not None:
-        yield Outcome(part.name, "skipped", 0.0, why)
+def share_out(
+    chosen: Sequence[Part], found: Machine, budget_seconds: float
+) -> Iterator[tuple[Part, float | str]]:
+    """Yields each part with the seconds that it may take, or the reason why it does not run.
+
+    A part gets its share of the time that is left when it is asked for.
+    """
+    end = monotonic() + budget_seconds
+    reasons = [found.why_not(*part.needs) for part in chosen]
+    for i, (part, why) in enumerate(zip(chosen, reasons, strict=True)):
+        if why is not None:
+            yield part, why
+            continue
+        shares = sum(
+            other.seconds
+            for other, why in zip(chosen[i:], reasons[i:], strict=True)
+            if why is None
+        )
+        seconds = min(part.seconds, (end - monotonic()) * part.seconds / shares)
+        yield part, seconds if seconds >= _LEAST_SECONDS else "left out: no time"
+
+
+def outcomes_of(part: Part, limit: float | str) -> Iterator[Outcome]:
+    """Runs a part and yields its outcomes.
+
+    Args:
+        limit: the seconds that it may take, or the reason why it does not run.
+    """
+    if isinstance(limit, str):
+        yield Outcome(part.name, "skipped", 0.0, limit)
         return
     begin = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "found.json"
-        command = [*part.command, *(["--json", str(told)] if part.tells else [])]
-        status, output = _run(command, part.seconds, part.env)
+        command = [*part.command]
+        if part.tells:
+            command += ["--budget", f"{limit - _END_SECONDS:.0f}", "--json", str(told)]
+        status, output = _run(command, limit, part.env)
         seconds = perf_counter() - begin
         checks = json.loads(told.read_text())["checks"] if told.exists() else []
     for check in checks:
@@ -201,9 +246,7 @@ def outcomes_of(part: Part, found: Machine) -> Iterator[Outcome]:
     if told_wrong:
         yield Outcome(part.name, "failed", seconds, told_wrong[0])
     elif status is None:
-        yield Outcome(
-            part.name, "failed", seconds, f"did not end within {part.seconds:g} s: {last}"
-        )
+        yield Outcome(part.name, "failed", seconds, f"did not end within {limit:.0f} s: {last}")
     else:
         state = "passed" if status == 0 else "failed"
         yield Outcome(part.name, state, seconds, last if status == 0 else f"{status}: {last}")
@@ -237,16 +280,27 @@ def _run(command: Sequence[str], seconds: float, env: Mapping[str, str]) -> tupl
 
 def main(argv: Sequence[str] | None = None, look: Callable[[], Machine] = machine) -> int:
     """Runs all parts, prints the table, writes the file; returns 1 if something failed, else 0."""
+    begin = monotonic()
     parser = argparse.ArgumentParser(prog="first_run", description=__doc__)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="for what was found")
+    parser.add_argument("--quick", action="store_true", help="within 3 minutes")
+    parser.add_argument(
+        "--budget",
+        type=at_least(1),
+        metavar="SECONDS",
+        help="of all; by default 170 with --quick, else 470, and 1750 for several GPUs",
+    )
     arguments = parser.parse_args(argv)
     found = look()
+    size = "quick" if arguments.quick else "several GPUs" if found.two_gpus is None else "one GPU"
+    budget = (arguments.budget or BUDGET_SECONDS[size]) - (monotonic() - begin)
+    chosen = [part for part in parts() if part.is_quick or not arguments.quick]
     rows = []
     for row in facts(found):
         print(row, flush=True)
         rows.append(row)
-    for part in parts():
-        for row in outcomes_of(part, found):
+    for part, limit in share_out(chosen, found, budget):
+        for row in outcomes_of(part, limit):
             print(row, flush=True)
             rows.append(row)
     if arguments.json:

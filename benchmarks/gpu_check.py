@@ -10,21 +10,19 @@ have a budget.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
-from time import monotonic
 
 import torch
 from arguments import at_least, new_file
 from checking import LATE_CYCLES, created, settle
 from gpu_blocks import best_blocks
 from gpu_graphs import graph_checks
+from gpu_several import several_checks
 from gpu_waits import wait_checks
 from gpu_whole import whole_checks
-from supervised import Check, supervise, work
+from supervised import Check, report, work
 from timing import seconds_of
 
 import mirror
@@ -42,7 +40,6 @@ BUDGET_SECONDS = 460
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs all checks and prints their outcomes; returns 1 if one failed, else 0."""
-    begin = monotonic()
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     parser.add_argument("--device", default="cuda:0", help="the one that replicas share")
     parser.add_argument(
@@ -80,33 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         work(chosen, *arguments.work)
         return 0
     command = [sys.executable, __file__, "--device", arguments.device, "--only", arguments.only]
-    outcomes = []
-    for outcome in supervise(
+    return report(
         [*command, "--elements", str(arguments.elements), "--work"],
         [name for name, _ in chosen],
         deadline_seconds=arguments.deadline,
         budget_seconds=arguments.budget,
-    ):
-        print(outcome, flush=True)
-        outcomes.append(outcome)
-    seconds = monotonic() - begin
-    counts = {s: sum(o.state == s for o in outcomes) for s in ("passed", "failed", "skipped")}
-    told = ", ".join(f"{count} {state}" for state, count in counts.items())
-    print(f"{told}; {seconds:.0f} s of {arguments.budget} s")
-    if arguments.json:
-        found = {
-            "checks": [asdict(outcome) for outcome in outcomes],
-            "seconds": seconds,
-            "budget_seconds": arguments.budget,
-        }
-        with open(arguments.json, "w") as file:
-            json.dump(found, file, indent=1)
-    return int(counts["failed"] > 0)
+        file=arguments.json,
+    )
 
 
 def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Check]]:
-    """Yields names and checks; a check returns a line for the report."""
-    one = (device,)
+    """Yields names and checks, by value: those that find silent errors first, rates last.
+
+    A check returns a line for the report.
+    """
+    one, everything = (device,), resolve()
+    if len(everything) > 1:
+        yield from several_checks(everything, ", all GPUs")
+    yield from several_checks(one * 2, ", 2 on one")
     yield "doctor", partial(is_healthy, device)
     yield "nccl, one rank", partial(conforms, "nccl", one, elements)
     yield "nccl, one rank, late streams", partial(waits_for_streams, "nccl", one)
@@ -119,25 +107,24 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Check]]:
         yield f"auto and training, {n} on one device", partial(trains, one * n)
         if device.type == "cuda":
             yield f"batches of the host, {n} on one", partial(waits_for_no_copy, one * n)
-    everything = resolve()
     if device.type == "cuda":
         yield from graph_checks(device, everything)
     yield from whole_checks(device, elements, everything)
-    for name in KERNELS:
-        yield f"{name}, how many blocks, 2 on one", partial(best_blocks, name, one * 2, elements)
     yield from wait_checks(device, everything)
     if len(everything) > 1:
         for name in ("nccl", *KERNELS):
             yield f"{name}, all GPUs", partial(conforms, name, everything, elements)
             yield f"{name}, all GPUs, late streams", partial(waits_for_streams, name, everything)
+        yield "nccl, all GPUs, time-out", partial(times_out, everything)
+        yield "auto and training, all GPUs", partial(trains, everything)
+        yield "batches of the host, all GPUs", partial(waits_for_no_copy, everything)
         for name in KERNELS:
             yield (
                 f"{name}, how many blocks, all GPUs",
                 partial(best_blocks, name, everything, elements),
             )
-        yield "nccl, all GPUs, time-out", partial(times_out, everything)
-        yield "auto and training, all GPUs", partial(trains, everything)
-        yield "batches of the host, all GPUs", partial(waits_for_no_copy, everything)
+    for name in KERNELS:
+        yield f"{name}, how many blocks, 2 on one", partial(best_blocks, name, one * 2, elements)
 
 
 def is_healthy(device: torch.device) -> str:

@@ -3,10 +3,10 @@
 #
 #   benchmarks/multi_gpu.sh [--quick] [FOLDER]        default: results-HOST-DATE
 #
-# Needs two or more NVIDIA GPUs that do nothing else, and a Python with torch for CUDA and this
-# package: $PYTHON if it is set, else .venv/bin/python, else python3. First come the checks of
-# first_run.py, under half an hour; then measurements, which take about an hour on eight GPUs,
-# --quick some minutes with numbers that mean little. A part that fails does not stop the others;
+# Needs two or more NVIDIA GPUs that do nothing else, and a Python with torch for CUDA: $PYTHON if
+# it is set, else .venv/bin/python, else python3. This checkout need not be installed. First come
+# the checks of first_run.py, under half an hour; then measurements, about an hour on eight GPUs.
+# With --quick both take some minutes, and numbers mean little. A part that fails stops no other;
 # the folder's summary.md says what to put into benchmarks/README.md. Where there is no GPU a table
 # says what was not checked, and why.
 
@@ -51,11 +51,10 @@ fi
 command -v "$python" > /dev/null || die "there is no $python; name one: PYTHON=... $0"
 "$python" -c 'import torch' 2> /dev/null ||
     die "$python has no torch; install torch for CUDA, then: $python -m pip install -e '.[bench]'"
-"$python" -c 'import mirror' 2> /dev/null ||
-    die "$python has no mirror; run: $python -m pip install -e '.[bench]'"
-here=$("$python" -c 'import mirror, pathlib; print(pathlib.Path(mirror.__file__).parents[1])')
-[[ $here -ef $PWD ]] ||
-    die "$python takes mirror from $here, not from $PWD; run: $python -m pip install -e '.[bench]'"
+# This checkout, installed or not, for all programs.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+"$python" -c 'import mirror' ||
+    die "$python cannot import mirror from $PWD; run: $python -m pip install -e '.[bench]'"
 
 die_with_table() { # what first_run.py says without a GPU, and why this ends here
     "$python" benchmarks/first_run.py || true
@@ -129,13 +128,9 @@ part() { # NAME PROGRAM ARGUMENTS...
     "$python" -m pip freeze || true
 } >> "$folder/environment.txt" 2>&1
 
-if "$python" -m mirror doctor --help > /dev/null 2>&1; then
-    "$python" -m mirror doctor > "$folder/doctor.txt" 2>&1 || failed+=(doctor)
-else
-    echo "this version of mirror has no doctor" > "$folder/doctor.txt"
-fi
-
-result first_run first_run.py --json "$folder/first_run.json"
+# First of all: silent errors on several GPUs would spoil whatever follows.
+result first_run first_run.py "${quick[@]}" --json "$folder/first_run.json"
+"$python" -m mirror doctor > "$folder/doctor.txt" 2>&1 || failed+=(doctor)
 
 sizes=(1024 32768 1048576 8388608 67108864 268435456 1073741824)
 rounds=(--rounds 21)

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -63,6 +64,39 @@ def work(checks: Sequence[tuple[str, Check]], first: int, pipe: int) -> None:
             told.write(json.dumps(asdict(run_check(name, check))) + "\n")
 
 
+def report(
+    command: Sequence[str],
+    names: Sequence[str],
+    *,
+    deadline_seconds: float,
+    budget_seconds: float,
+    file: str | None,
+) -> int:
+    """Supervises checks, prints each outcome and the counts; returns 1 if one failed, else 0.
+
+    Args:
+        file: for the outcomes, as JSON; ``None``: none is written. The rest as for ``supervise``.
+    """
+    begin, outcomes = monotonic(), []
+    for outcome in supervise(
+        command, names, deadline_seconds=deadline_seconds, budget_seconds=budget_seconds
+    ):
+        print(outcome, flush=True)
+        outcomes.append(outcome)
+    seconds, counts = monotonic() - begin, Counter(outcome.state for outcome in outcomes)
+    told = ", ".join(f"{counts[state]} {state}" for state in ("passed", "failed", "skipped"))
+    print(f"{told}; {seconds:.0f} s of {budget_seconds:g} s")
+    if file is not None:
+        found = {
+            "checks": [asdict(outcome) for outcome in outcomes],
+            "seconds": seconds,
+            "budget_seconds": budget_seconds,
+        }
+        with open(file, "w") as written:
+            json.dump(found, written, indent=1)
+    return int(counts["failed"] > 0)
+
+
 def supervise(
     command: Sequence[str],
     names: Sequence[str],
@@ -78,7 +112,7 @@ def supervise(
             number of the first check, and that of the pipe.
         names: of all checks.
         deadline_seconds: how long a check may take, the start of its process not included.
-        budget_seconds: how long all may take together; those that are left then are skipped.
+        budget_seconds: how long all may take together; those that are left then are left out.
     """
     end = monotonic() + budget_seconds
     worker: _Worker | None = None
@@ -86,7 +120,7 @@ def supervise(
         for i, name in enumerate(names):
             left = end - monotonic()
             if left <= 0:
-                yield Outcome(name, "skipped", 0.0, f"the budget of {budget_seconds:g} s is spent")
+                yield Outcome(name, "skipped", 0.0, f"left out: no time in {budget_seconds:g} s")
                 continue
             # To start, a process imports torch, and begins to use the devices.
             patience = deadline_seconds + (deadline_seconds if worker is None else 0)

@@ -17,9 +17,6 @@ constexpr int kMaxReplicas = 16;
 constexpr int kPackBytes = 16;
 // The state of one block in a replica's workspace: flags of 128 bytes each, and counters.
 constexpr int kStateBytes = 4096;
-// 512 threads with up to 128 registers each: one block always fits on a multiprocessor, so a grid
-// of at most as many blocks as there are multiprocessors is resident as a whole.
-constexpr int kMaxThreads = 512;
 
 // The arguments of every kernel; mirror/comm/kernels/launcher.py has the same structure.
 struct Arguments {
@@ -215,13 +212,6 @@ DEVICE constexpr int in_flight(int loads) {
   return loads <= 4 ? 4 : loads <= 8 ? 2 : 1;
 }
 
-// How many packs a thread reduces at once. Of bytes one: each lane is a register of its own while
-// it is compared or multiplied, and 16 of them in several packs are more than a thread has.
-template <class T, class K>
-DEVICE constexpr int reduced_at_once(int loads) {
-  return sizeof(T) == 1 ? 1 : in_flight<K>(loads);
-}
-
 // Deals a range out to the threads of the block: whole packs, kPacks at once while there are so
 // many, then one; at last the elements around them, or all if tensors are not aligned.
 template <class T, int kPacks, class Work>
@@ -387,12 +377,18 @@ DEVICE Elements<Partial<T, K>, At> partial(const Totals<T, At>& totals) {
 // The kernel of a template, under a name without mangling. Macros select what is compiled: for
 // reductions an element type, an operation, the numbers of replicas and of members of an island (0
 // if the source does not need them), and whether partial sums are rounded; MIRROR_COPIES for the
-// copies, which work on bytes. mirror/comm/kernels/binaries.py defines the macros; simulate.cpp
-// instantiates the templates itself.
+// copies, which work on bytes; MIRROR_THREADS how many threads a block has. 65,536 registers are
+// divided among them: one block always fits on a multiprocessor, so a grid of at most as many
+// blocks as there are multiprocessors is resident as a whole. mirror/comm/kernels/binaries.py
+// defines the macros; simulate.cpp instantiates the templates itself.
+//
+// A launch without elements ends at once, in any grid: it accesses no memory, signals to no replica
+// and waits for none, and no epoch or counter moves. No collective is launched so; _warm_up in
+// mirror/comm/kernels/cuda_kernels.py does it.
 #define MIRROR_KERNEL_OF(name, Element, Given)                     \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)     \
+  extern "C" __global__ void __launch_bounds__(MIRROR_THREADS, 1)  \
       name##_kernel(const __grid_constant__ Arguments arguments) { \
-    name<Element, Given>(arguments);                               \
+    if (arguments.count != 0) name<Element, Given>(arguments);     \
   }
 #ifdef MIRROR_ELEMENT
 using Given = Known<MIRROR_REPLICAS, MIRROR_ISLAND, MIRROR_OP, MIRROR_ROUNDS>;

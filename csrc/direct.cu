@@ -32,7 +32,7 @@ DEVICE void direct_one_shot(const Arguments& a) {
     write(staged_by(self.id), at.from(origin), read(own, at));
   });
   if (!meet_all(a, self, epoch)) return;
-  deal_out<T, reduced_at_once<T, K>(K::kMostReplicas)>(range, is_aligned(own), [&](auto at) {
+  deal_out<T, in_flight<K>(K::kMostReplicas)>(range, is_aligned(own), [&](auto at) {
     const auto totals = read_combined<T, K, K::kMostReplicas>(a, K::replicas(a), at.from(origin),
                                                               staged_by);
     write(own, at, finished<T>(totals, a.scale));
@@ -60,7 +60,7 @@ DEVICE void direct_reduce_chunk(const Arguments& a) {
   const Range chunk = chunk_of<T>(a, self.id, a.num_replicas);
   const Range range = segment_of<T>(chunk, cut_chunks<T>(a, a.num_replicas, kWholeChunk), 0);
   const auto tensor_of = [&](int r) { return static_cast<T*>(a.data[r]); };
-  deal_out<T, reduced_at_once<T, K>(K::kMostReplicas)>(range, are_aligned(a), [&](auto at) {
+  deal_out<T, in_flight<K>(K::kMostReplicas)>(range, are_aligned(a), [&](auto at) {
     const int n = K::replicas(a);
     const auto totals = read_combined<T, K, K::kMostReplicas>(a, n, at, tensor_of);
     const auto result = finished<T>(totals, a.scale);

@@ -91,7 +91,7 @@ DEVICE void reduce_inside(const Arguments& a, const IslandStation& at, const Cut
       return static_cast<const T*>(a.data[a.order[at.island * at.g + m]]);
     };
     Partial<T, K>* out = partial_slot<T, K>(a, at, owner, at.island);
-    deal_out<T, reduced_at_once<T, K>(K::kMostMembers)>(range, at.are_aligned, [&](auto here) {
+    deal_out<T, in_flight<K>(K::kMostMembers)>(range, at.are_aligned, [&](auto here) {
       const auto totals = read_combined<T, K, K::kMostMembers>(a, K::members(a), here, tensor_of);
       write(out, here.from(origin), partial<T, K>(totals));
     });
@@ -107,7 +107,7 @@ DEVICE void reduce_between(const Arguments& a, const IslandStation& at, const Cu
   const long long origin = origin_of<T>(range);
   const auto slot_of = [&](int i) { return partial_slot<T, K>(a, at, at.self.id, i); };
   constexpr int kLoads = K::kMostIslands * kVectors<T, K>;
-  deal_out<T, reduced_at_once<T, K>(kLoads)>(range, at.are_aligned, [&](auto here) {
+  deal_out<T, in_flight<K>(kLoads)>(range, at.are_aligned, [&](auto here) {
     const auto totals = read_combined<Partial<T, K>, K, K::kMostIslands>(
         a, K::islands(a), here.from(origin), slot_of);
     const auto result = finished<T>(totals, a.scale);

@@ -20,6 +20,8 @@ _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
 _NAME = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]+))?", re.IGNORECASE)
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples modulo 2**63 are far apart
+# Modules that seed the default generators, and save and restore their states.
+RANDOM_MODULES = (torch, torch.random, torch.cuda, torch.cuda.random)
 _SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
 
 
@@ -211,6 +213,15 @@ def separate_streams(generators: Sequence[torch.Generator]) -> None:
     for k, generator in enumerate(generators[1:], 1):
         if generator.initial_seed() == first:
             generator.manual_seed(stream_seed(first, k))
+
+
+def seed_functions() -> list[tuple[Any, str]]:
+    """Returns torch's functions that set the generators of GPUs, as modules and names.
+
+    ``torch.manual_seed`` calls ``manual_seed_all``, and ``fork_rng`` calls ``set_rng_state``.
+    """
+    names = ("manual_seed_all", "seed_all", "set_rng_state")
+    return [(module, name) for module in (torch.cuda, torch.cuda.random) for name in names]
 
 
 def stream_seed(seed: int, k: int) -> int:

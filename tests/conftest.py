@@ -49,6 +49,11 @@ def pytest_addoption(parser):
     parser.addoption(
         "--optimizer-state", default="replicated", help="of the strategies that fixtures make"
     )
+    parser.addoption(
+        "--own-steps",
+        action="store_true",
+        help="strategies that fixtures make step on every replica, as on distinct devices",
+    )
 
 
 def pytest_configure(config):
@@ -182,11 +187,18 @@ def devices(request):
     return list(request.param)
 
 
+def step_as_on_distinct_devices(strategy):
+    replicas = strategy._group.replicas
+    replicas.steps_once = replicas.is_one_device = False
+
+
 @pytest.fixture
 def strategy(devices, request):
     state = request.config.getoption("--optimizer-state")
     schedule = request.config.getoption("--schedule")
     with mirror.MirroredStrategy(devices, schedule=schedule, optimizer_state=state) as strategy:
+        if request.config.getoption("--own-steps"):
+            step_as_on_distinct_devices(strategy)
         yield strategy
 
 
@@ -206,13 +218,18 @@ def central():
 
 @pytest.fixture
 def make_strategy(request):
-    """Gives ``make(n, **options)``: a strategy of n simulated devices, closed after the test."""
-    made = []
+    """Gives ``make(n, **options)``: a strategy of n simulated devices, closed after the test.
 
-    def make(n=2, **options):
+    With ``own_steps`` every replica makes optimizer steps of its own, as on distinct devices.
+    """
+    made, always = [], request.config.getoption("--own-steps")
+
+    def make(n=2, *, own_steps=always, **options):
         options.setdefault("schedule", request.config.getoption("--schedule"))
         options.setdefault("optimizer_state", request.config.getoption("--optimizer-state"))
         made.append(mirror.MirroredStrategy(["cpu"] * n, **options))
+        if own_steps:
+            step_as_on_distinct_devices(made[-1])
         return made[-1]
 
     yield make

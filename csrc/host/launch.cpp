@@ -4,7 +4,7 @@
 // launched. From Python each launch takes some 12 us, and in between another thread may get the
 // GIL and make the driver wait for the GPU that spins: then nothing continues before the deadline.
 // Here all kernels are launched within some microseconds, and a caller by ctypes does not hold the
-// GIL.
+// GIL. Callers in several threads take turns: see LaunchOrder in mirror/comm/collective_lock.py.
 //
 // The caller passes the addresses of the driver's C API at run time, so that building and
 // importing this need no CUDA; dlopen() here would need glibc 2.34. Its types and values are

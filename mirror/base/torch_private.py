@@ -6,8 +6,9 @@ import them from here, except those of Dynamo (``base/dynamo.py``) and of tracin
 raises StrategyError; the import of mirror always works.
 
 Some names are private only in form and may be used everywhere: ``torch._foreach_*``,
-``Tensor._version``, the dicts ``_parameters``, ``_buffers`` and ``_modules`` of modules, the base
-class ``_BatchNorm``, and ``_saved_*`` and ``_raw_saved_*`` of autograd's nodes.
+``Tensor._version`` and ``Tensor._base``, the dicts ``_parameters``, ``_buffers`` and ``_modules``
+of modules, the base class ``_BatchNorm``, and ``_saved_*`` and ``_raw_saved_*`` of autograd's
+nodes.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ClassMethodDescriptorType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.func import debug_unwrap
+from torch.nn.utils import parametrize
 
 from mirror.base.mutex import Mutex
 from mirror.errors import StrategyError
@@ -220,7 +222,7 @@ class _Lacking:
 
 current_graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_id")
 current_autograd_node: Callable[[], Any] = _find("torch._C._current_autograd_node")
-queue_callback: Callable[[Callable[[], None]], None] = _find(
+queue_callback: Callable[[Callable[[], object]], None] = _find(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
 num_function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 1)
@@ -345,13 +347,129 @@ WHOLE_CALL = "_call_impl"
 CONVERT = "_apply"
 INFER = "_infer_parameters"
 INITIALIZING = "_initialize_hook"  # in a lazy module's __dict__ before its first call
-WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
-HAVE_CHANGED = "_weights_have_changed"  # of recurrent layers
-# Gives the weights of a recurrent layer one buffer, below Python: cuDNN.
-FLATTEN_WEIGHTS: Any = getattr(torch, "_cudnn_rnn_flatten_weight", None)
+# Lists in a recurrent layer: its weights, and weak references to them.
+WEIGHTS, WEIGHT_REFERENCES = WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 METADATA = "_metadata"  # of a state_dict: the versions of its modules
 
 # Optimizers
 
 default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store")
 put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
+
+# Flags that torch has once per process. A torch that lacks one of these names has no such flag.
+
+_FLAGS = (
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
+    *("cudnn_depthwise_kernel", "cublas_allow_tf32", "cublas_allow_fp16_accumulation"),
+    "cublas_allow_fp16_reduced_precision_reduction",
+    "cublas_allow_bf16_reduced_precision_reduction",
+    *("cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction"),
+    *("mkldnn_enabled", "mkldnn_deterministic", "onednn_allow_tf32", "nnpack_enabled", "qengine"),
+    *("linalg_preferred_backend", "blas_preferred_backend", "sdp_priority_order"),
+    *("deterministic_fill_uninitialized_memory", "warnAlways", "float32_matmul_precision"),
+)
+_ATTENTIONS = ("flash", "math", "mem_efficient", "cudnn", "overrideable", "fa3")
+_BACKENDS = ("generic", "cuda", "mkldnn")
+_PRECISIONS = tuple(itertools.product(_BACKENDS, ("all", "matmul", "conv", "rnn")))
+
+
+class ProcessFlag(NamedTuple):
+    """A flag of the process.
+
+    Attributes:
+        owner: the module, or class, of the function that sets it.
+        setter: the name of that function.
+        read: returns the arguments with which the setter would change nothing; may raise
+            RuntimeError.
+        write: the setter.
+    """
+
+    owner: Any
+    setter: str
+    read: Callable[[], tuple[Any, ...]]
+    write: Callable[..., object]
+
+
+@functools.cache
+def process_flags() -> tuple[ProcessFlag, ...]:
+    """Returns the flags of this torch. Flags that others imply come before these."""
+    core, einsum = torch._C, getattr(torch.backends.opt_einsum, "m", torch.backends.opt_einsum)
+    names = [
+        *((core, f"_set_{name}", f"_get_{name}") for name in _FLAGS),
+        *((core, f"_set_sdp_use_{name}", f"_get_{name}_sdp_enabled") for name in _ATTENTIONS),
+        (core, "_cuda_set_cudnn_benchmark_limit", "_cuda_get_cudnn_benchmark_limit"),
+        *((einsum, f"_set_{name}", f"_get_{name}") for name in ("enabled", "strategy")),
+    ]
+    found = list[ProcessFlag]()
+
+    def add(owner: Any, setter: str, read: Any, write: Any = None) -> None:
+        if read is not None and hasattr(owner, setter):
+            # Under a wrapper is the function that sets it.
+            write = write or inspect.unwrap(getattr(owner, setter))
+            found.append(ProcessFlag(owner, setter, read, write))
+
+    for owner, setter, getter in names:
+        get = getattr(owner, getter, None)
+        add(owner, setter, None if get is None else partial(_read, get))
+    add(core, "_set_default_dtype", partial(_read, torch.get_default_dtype))
+    deterministic = inspect.unwrap(core._set_deterministic_algorithms)
+    add(
+        core,
+        "_set_deterministic_algorithms",
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda mode, warn_only: deterministic(mode, warn_only=warn_only),
+    )
+    add(
+        torch,
+        "set_anomaly_enabled",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+    )
+    precision: Any = getattr(core, "_get_fp32_precision_getter", None)
+    for of in _PRECISIONS if precision is not None else ():
+        add(core, "_set_fp32_precision_setter", partial(_read_precision, precision, *of))
+    return tuple(found)
+
+
+def _read(getter: Callable[[], Any]) -> tuple[Any, ...]:
+    value = getter()
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _read_precision(getter: Callable[..., Any], backend: str, op: str) -> tuple[Any, ...]:
+    return backend, op, getter(backend, op)
+
+
+def read_flags() -> list[tuple[Any, ...] | None]:
+    """Returns the values of all flags, for ``write_flags``."""
+    return [read_flag(flag) for flag in process_flags()]
+
+
+def write_flags(values: list[tuple[Any, ...] | None]) -> None:
+    """Sets the flags whose values differ from what ``read_flags`` has returned."""
+    for flag, value in zip(process_flags(), values, strict=True):
+        if value is not None and read_flag(flag) != value:
+            flag.write(*value)
+
+
+def read_flag(flag: ProcessFlag) -> tuple[Any, ...] | None:
+    """Returns the value of a flag; ``None`` if torch refuses to tell it."""
+    try:
+        return flag.read()
+    except (RuntimeError, TypeError):  # such a flag is set by a newer function, or is no flag
+        return None
+
+
+ContextProp: Any = getattr(torch.backends, "ContextProp", None)  # an assignment sets a flag
+
+
+def read_parametrize_cache() -> tuple[int, dict[Any, Any]]:
+    """Returns the cache of parametrized weights, and how many contexts have turned it on."""
+    return parametrize._cache_enabled, {**parametrize._cache}
+
+
+def write_parametrize_cache(value: tuple[int, dict[Any, Any]]) -> None:
+    """Sets what ``read_parametrize_cache`` has returned."""
+    parametrize._cache_enabled, parametrize._cache = value[0], {**value[1]}

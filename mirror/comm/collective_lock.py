@@ -87,6 +87,30 @@ class CollectiveLock:
         self._last[gpu] = stream, event
 
 
+class LaunchOrder:
+    """Serializes the launches of all communicators of this process: ``launch_order``.
+
+    Problem: two threads, with a communicator each, could launch collectives on one GPU's stream in
+    one order and on another GPU's in the other. Each collective would then wait for the other.
+    Rule: all kernels of a collective are launched before the next one's, on every GPU.
+    Consequence: collectives of different communicators on different streams may still overlap;
+    both are resident at once, because neither fills a GPU.
+
+    Attributes:
+        mutex: held during the launch only, which waits for no other thread of Python.
+    """
+
+    def __init__(self) -> None:
+        self.mutex = Mutex()
+        reinit_after_fork(self)
+
+    def after_fork(self) -> None:
+        self.mutex = Mutex()
+
+
+launch_order = LaunchOrder()
+
+
 def hold_lock(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method that holds the communicator's lock while it runs."""
     if getattr(method, "_is_serialized", False):

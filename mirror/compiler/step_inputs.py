@@ -6,6 +6,7 @@ rest are per replica: its part of the batch, its buffers, its weight and its see
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -97,11 +98,13 @@ class StateTensor:
 
     def tensor_of(self, replica_id: int) -> Tensor:
         """Returns the tensor of one replica."""
+        return self.owner if self.record is None else self.tensors()[replica_id]
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Returns the tensors of all replicas."""
         if self.record is None:
-            return self.owner
-        own: Tensor = (self.record.targets if self.is_parameter else self.record.copies)[
-            replica_id
-        ]
+            return (self.owner,)
+        own: Sequence[Tensor] = self.record.targets if self.is_parameter else self.record.copies
         return own
 
     def ids(self) -> set[int]:

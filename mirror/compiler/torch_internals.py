@@ -279,11 +279,11 @@ def _compile_inner(
     from torch._inductor.virtualized import V
 
     _inductor_folder()
-    is_cpu = all(t.device.type == "cpu" for t in inputs if isinstance(t, Tensor))
+    calls_from_cpp = _calls_from_cpp(inputs)
     _keep_output_strides(graph)
 
     settings = {
-        "cpp_wrapper": is_cpu,
+        "cpp_wrapper": calls_from_cpp,
         # The number of threads is the caller's: replicas that run at once have fewer.
         "cpp.dynamic_threads": True,
         # Its keys omit the strides of outputs, and its guards on sizes cannot be evaluated: they
@@ -298,11 +298,16 @@ def _compile_inner(
         _omitting_assertions(graph, guarded),
     ):
         compiled: Any = compile_fx_inner(
-            graph, list(inputs), is_inference=True, cpp_wrapper=is_cpu
+            graph, list(inputs), is_inference=True, cpp_wrapper=calls_from_cpp
         )
     # Without torch's wrappers: 24 Python functions a call.
     program: Program = compiled.current_callable
     return library_program(program) or program
+
+
+def _calls_from_cpp(inputs: Sequence[Any]) -> bool:
+    """Whether a program calls its kernels from C++: on the CPU, where their calls count."""
+    return all(t.device.type == "cpu" for t in inputs if isinstance(t, Tensor))
 
 
 @contextlib.contextmanager
@@ -316,7 +321,7 @@ def _omitting_assertions(graph: fx.GraphModule, positions: Collection[int]) -> I
 
     def add(wrapper: Any) -> None:
         add_all(wrapper)
-        # Torch 2.11 and older: they are written already, and stay.
+        # Torch 2.11 and older have written them by now, and keep them.
         pending = getattr(wrapper, "_pending_input_asserts", {})
         for position in positions:
             pending.pop(holders[position].target, None)

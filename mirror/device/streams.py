@@ -30,6 +30,7 @@ from mirror.devices import is_simulated
 
 # CUresult and CUstreamCaptureMode of cuda.h.
 _SUCCESS, _NOT_READY, _RELAXED = 0, 600, 2
+_CAPTURE_ERRORS = range(900, 910)
 
 
 class Event(Protocol):
@@ -105,6 +106,24 @@ def is_stream_idle(device: torch.device, stream: int) -> bool:
         return False
     with torch.cuda.device(device):  # 0 is the default stream of the current one
         return bool(driver.cuStreamQuery(ctypes.c_void_p(stream)) == _SUCCESS)
+
+
+def has_failed(device: torch.device) -> bool:
+    """Whether a GPU can no longer be used in this process; never waits. False for the CPU.
+
+    After a failed assertion, an illegal address or an uncorrectable ECC error, every call of CUDA
+    for that GPU returns this error. Other errors, such as too little memory, pass.
+    """
+    driver = _driver()
+    if device.type != "cuda" or driver is None:
+        return False
+    try:
+        with torch.cuda.device(device):
+            status = driver.cuStreamQuery(ctypes.c_void_p(0))
+    except RuntimeError:  # the device cannot be made the current one
+        return True
+    # A stream that is captured may not be queried, whatever the state of the GPU.
+    return status not in (_SUCCESS, _NOT_READY, *_CAPTURE_ERRORS)
 
 
 @cache

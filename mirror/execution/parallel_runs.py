@@ -1,51 +1,52 @@
-"""Whether the replicas of a run under ``schedule="parallel"`` may all run at once.
+"""Whether the replicas of a run may overlap: under "parallel", and under "staggered" on GPUs.
 
-Each replica has its own copies, graph and stream, so running at once is safe for these. State
-that torch or Python has once per process is shared. Runs that could touch it take turns:
+Each replica has its own copies, graph and stream, so overlapping is safe for these. State that
+torch or Python has once per process is shared. Runs that could touch it take turns:
 
     shared state                            runs that take turns
     what a first call installs and makes    the first run
     an ordinary copy of a mirrored model    the first ten that can reach one, in which
                                             mirror/strategy/shared_copies.py looks for changes
-    the CPU's generator, which simulated    all after the first run that has drawn from it
-    devices share
+    the CPU's generator, and that of a      all after the first run that has drawn from it
+    GPU that replicas share
     the generators of Python and of numpy   the same; compared after every 16th run
-    that state saved by checkpointing       all after the first run in which a replica saves it
-    the cache of parametrize.cached         all after the first run in which a replica enters it
     lists, dicts and sets of modules        after every 16th run; if forward changes one in place
     Dynamo's and inductor's flags, set      all after the first run in which torch.compile has
     for the process while they compile      compiled a function
+    modes, flags, saved generator states:   from the first such call on, this run and all later
+    ``process_wide_calls.py``               ones
 
-All but the first two warn once per strategy. If a run draws while its replicas run at once, its
-numbers are random, but the clock decides which replica draws which.
-
-Saving the generator's state, and entering that cache, are calls of functions of torch; they are
-wrapped, because a replica cannot be allowed to finish them while other replicas run. For example,
-another replica would draw between the save and the draws that activation checkpointing repeats.
+The draws, containers and compilations are seen after the fact, by comparing states, and a warning
+tells of them, once per strategy. If a run draws while its replicas overlap, its numbers are
+random, but the clock decides which replica draws which: so most programs are seen in the first
+run, where the numbers are those of later ones. The calls of the last row are seen before they
+act: the replica waits until the others have stopped, and all is right. On GPUs, whose kernels
+still overlap in turns, only the log says so (INFO); on simulated devices the warning.
+In turns each replica has its own random streams, modes and flags: ``swapped_state.py``.
 """
 
 from __future__ import annotations
 
-import functools
+import logging
 import random
 import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch.backends import cudnn
-from torch.nn import attention
-from torch.nn.utils import parametrize
 
-from mirror.base.dynamo import disable_dynamo, num_compiled_frames
-from mirror.base.torch_private import wrap_once
+from mirror.base.dynamo import num_compiled_frames
 from mirror.devices import state_of
 from mirror.errors import StrategyError
+from mirror.execution.replica_rng import shared_generators
 from mirror.execution.replicas import Replicas, WeakReplicaMap
-from mirror.execution.run import Replica, current
+from mirror.execution.run import Replica, Run, current
+from mirror.execution.swapped_state import SwappedState
 from mirror.threads.user_frames import warn_user
 
+_logger = logging.getLogger("mirror")
 LOOK_EVERY = 16  # runs; reading the states of Python and numpy takes 100 us
 
 
@@ -65,59 +66,90 @@ class ProcessState(NamedTuple):
 
 
 class ParallelRuns:
-    """Decides before each outermost run whether its replicas may run at once."""
+    """Decides before each outermost run whether its replicas may overlap.
 
-    def __init__(self, replicas: Replicas, schedule: str = "parallel") -> None:
-        self._schedule = schedule
-        # All share the CPU's generator: GPUs have one each, and programs draw from both.
+    Args:
+        schedule: its name, for messages.
+    """
+
+    def __init__(self, replicas: Replicas, schedule: str) -> None:
+        self._from_now_on = (
+            f'schedule="{schedule}": from now on the replicas take turns, as in "lockstep"'
+        )
+        self._are_simulated = replicas.are_simulated
         self._shared = [_COMPILER, _TORCH, _PYTHON, _NUMPY]
+        for gpu, generator in shared_generators(replicas.devices):
+            read = partial(_state_bytes, generator)
+            drawn = _describe_draw(f"torch's generator of {gpu}")
+            self._shared.append(ProcessState(read, drawn, is_cheap=True))
         _parallel_runs.put(replicas, self)
         self._num_runs = 0
         self._takes_turns = False  # for good
-        self._takes_turns_once = False
+        self._takes_turns_once = self._overlaps = False
         self._before: list[tuple[ProcessState, object]] = []
-        self._reasons: list[str] = []  # of this run, for later ones to take turns
+        self._reasons: list[str] = []  # to be told, for later runs to take turns
+        self._restore: Callable[[], object] | None = None
 
     def watch(self, state: ProcessState) -> None:
         """Adds state that the replicas share."""
         self._shared.append(state)
 
     def begin(self) -> bool:
-        """Begins a run; returns whether its replicas may run at once."""
+        """Begins a run; returns whether its replicas may overlap."""
         if self._takes_turns:
             return False
         is_look = self._num_runs % LOOK_EVERY == 0
         self._before = [(s, s.read()) for s in self._shared if is_look or s.is_cheap]
         self._num_runs += 1
         takes_turns, self._takes_turns_once = self._takes_turns_once, False
-        return self._num_runs > 1 and not takes_turns
+        self._overlaps = self._num_runs > 1 and not takes_turns
+        return self._overlaps
 
     def take_turns_once(self) -> None:
         """Makes the next run take turns."""
         self._takes_turns_once = True
 
-    def allow_draws(self) -> None:
-        """Lets a merge draw from the CPU's generator, in the first replica's stream."""
-        self._before = [(s, s.read() if s is _TORCH else value) for s, value in self._before]
+    def keep_turns(self, act: str, restore: Callable[[], object] | None) -> None:
+        """Makes later runs take turns, because of what a replica does, after "a replica".
 
-    def keep_turns(self, reason: str) -> None:
-        """Makes later runs take turns, as a replica has found out; ``end`` warns of it."""
-        if not self._takes_turns:
-            self._reasons = [reason]
+        Args:
+            restore: called at the end of this run, if this is the first such act.
+        """
+        if self._takes_turns:
+            return
+        self._takes_turns, self._restore = True, restore
+        if self._are_simulated:
+            self._reasons.append(f"a replica {act}")
+        else:  # it costs little: kernels of several GPUs still overlap
+            _logger.info("%s, since a replica %s", self._from_now_on, act)
 
-    def end(self) -> None:
-        """Ends the run that ``begin`` has begun; idempotent."""
-        before, self._before = self._before, []
-        reasons, self._reasons = self._reasons, []
-        for state, value in before:
+    @contextmanager
+    def drawing_in_merge(self) -> Iterator[None]:
+        """Lets this thread draw in a merge, from the first replica's stream."""
+        self._compare()
+        try:
+            yield
+        finally:
+            self._before = [(state, state.read()) for state, _ in self._before]
+
+    def end(self, *, has_failed: bool) -> None:
+        """Ends the run that ``begin`` has begun; idempotent. A later one tells of a failed one."""
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
+        self._compare()
+        self._before.clear()
+        if self._reasons and not has_failed:
+            reasons = "; ".join(self._reasons)
+            self._reasons.clear()
+            warn_user(f"{self._from_now_on}: {reasons}")
+
+    def _compare(self) -> None:
+        for state, value in self._before:
             if value is not None and state.read() != value:
-                reasons.append(state.consequence)
-        if reasons:
-            self._takes_turns = True
-            warn_user(
-                f'schedule="{self._schedule}": from now on the replicas take turns, as in '
-                '"lockstep": ' + "; ".join(reasons)
-            )
+                self._takes_turns = True
+                this_run = "; in this run the clock has decided which of them came first"
+                self._reasons.append(state.consequence + this_run * self._overlaps)
 
 
 _parallel_runs: WeakReplicaMap[ParallelRuns] = WeakReplicaMap()
@@ -129,8 +161,8 @@ def is_gil_enabled() -> bool:
     return enabled is None or enabled()
 
 
-def _torch_state() -> object:
-    return state_of(torch.default_generator).numpy().tobytes()
+def _state_bytes(generator: torch.Generator) -> object:
+    return state_of(generator).numpy().tobytes()
 
 
 def _numpy_state() -> object:
@@ -148,7 +180,11 @@ def _describe_draw(generator: str) -> str:
     )
 
 
-_TORCH = ProcessState(_torch_state, _describe_draw("torch's generator of the CPU"), is_cheap=True)
+_TORCH = ProcessState(
+    partial(_state_bytes, torch.default_generator),
+    _describe_draw("torch's generator of the CPU"),
+    is_cheap=True,
+)
 _PYTHON = ProcessState(random.getstate, _describe_draw("Python's random"))
 _NUMPY = ProcessState(_numpy_state, _describe_draw("numpy.random"))
 _COMPILER = ProcessState(
@@ -158,87 +194,47 @@ _COMPILER = ProcessState(
     is_cheap=True,
 )
 
-Function = Callable[..., Any]
+
+def may_overlap(run: Run) -> bool:
+    """Whether the replicas of a run do not take turns, so far."""
+    return run.swapped is None and not run.lockstep.takes_turns
 
 
-def watch_process_wide_calls() -> None:
-    """Wraps these functions; once, permanently."""
-    for module in (torch, torch.random):  # under both of its names
-        wrap_once(module, "get_rng_state", _wrap_get_rng_state)
-    wrap_once(parametrize, "cached", _wrap_cached)
-    # Contexts that set flags of the whole process, and restore what they have found.
-    for module, name in ((attention, "_sdpa_kernel"), (getattr(cudnn, "m", cudnn), "flags")):
-        if hasattr(module, name):
-            wrap_once(module, name, _wrap_flags)
-
-
-def _wrap_get_rng_state(original: Function) -> Function:
-    @disable_dynamo
-    @functools.wraps(original)
-    def get_rng_state() -> torch.Tensor:
-        replica = current.replica
-        if replica is not None and not _compiles(sys._getframe(1)):
-            have_turns(
-                replica,
-                "saved the state of the CPU's random generator, which they share, as "
-                "activation checkpointing does",
-            )
-        state: torch.Tensor = original()
-        return state
-
-    return get_rng_state
-
-
-def _wrap_flags(original: Function) -> Function:
-    @functools.wraps(original)
-    def flags(*args: Any, **kwargs: Any) -> Any:
-        if current.replica is not None:
-            have_turns(
-                current.replica,
-                f"set flags of the whole process, by {original.__module__}.{original.__name__}",
-            )
-        return original(*args, **kwargs)
-
-    return flags
-
-
-def _wrap_cached(original: Function) -> Function:
-    @functools.wraps(original)
-    def cached() -> Any:
-        if current.replica is not None:
-            have_turns(
-                current.replica,
-                "entered parametrize.cached(), which has one cache for all replicas",
-            )
-        return original()
-
-    return cached
-
-
-def _compiles(caller: FrameType) -> bool:
-    """Whether the compiler saves the state around its own work, which draws nothing."""
-    return str(caller.f_globals.get("__name__")).startswith("torch._")
-
-
-def have_turns(replica: Replica, act: str) -> None:
-    """Makes the replicas take turns from the next run on, since one uses what they share.
+def keep_turns(replica: Replica, act: str, *, restore: Callable[[], object] | None = None) -> None:
+    """Makes the replicas take turns from the next run on.
 
     Args:
         act: what the replica does, after "a replica".
-
-    Raises:
-        StrategyError: the replicas run at once in this run.
+        restore: called after this run, in which they may overlap.
     """
-    if len(replica.run.active) < 2:
-        return
-    lockstep = replica.run.lockstep
-    is_at_once = not lockstep.takes_turns
-    lockstep.pace.keep_turns()
+    replica.run.lockstep.pace.keep_turns()
     parallel_runs = _parallel_runs.find(replica.replicas)
     if parallel_runs is not None:
-        parallel_runs.keep_turns(f"a replica {act}")
-    if is_at_once:
+        parallel_runs.keep_turns(act, restore)
+
+
+def take_turns(replica: Replica, act: str) -> SwappedState | None:
+    """Makes the replicas take turns from here on, since one changes what the process has once.
+
+    Waits until the others have stopped, if they overlap.
+
+    Args:
+        act: what the replica is about to do, after "a replica".
+
+    Returns:
+        What each replica of this run has for itself; ``None`` if only one takes part.
+
+    Raises:
+        StrategyError: the others cannot be waited for, because one of them may wait for this
+            replica's step.
+    """
+    run = replica.run
+    if len(run.active) < 2:
+        return None
+    keep_turns(replica, act)
+    if may_overlap(run) and (replica.lent or current.stepping):
         raise StrategyError(
-            f"a replica {act}, while others run at the same time; repeat this step, which may "
-            "take turns, or pass schedule='lockstep'"
+            f"a replica {act} in the step of an optimizer, while others run at the same time; "
+            "repeat this step, in which they will take turns, or pass schedule='lockstep'"
         )
+    return run.take_turns(replica.replica_id)

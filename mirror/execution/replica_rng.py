@@ -1,12 +1,14 @@
-"""Random streams: each replica draws from its own, although the CPU has one generator.
+"""Random streams: each replica draws from its own, although several share a generator.
 
-Problem: simulated devices share a generator, so a replica's draws would depend on the others'.
-Rule: the first replica continues the generator's stream, as one device does. Any other replica
-has a stream seeded by a checksum of the state at the start of the run and by its id. A turn puts
-the replica's stream into the generator. ``merge_call`` and lazy modules draw from the first one.
+Problem: simulated devices, and replicas on one GPU, share a generator, and all replicas share the
+CPU's. So a replica's draws would depend on the others'.
+Rule: the first replica that shares a generator continues its stream, as one device does. Any other
+replica has a stream seeded by a checksum of the state at the start of the run and by its id. A
+turn swaps the replica's stream in. ``merge_call`` and lazy modules draw from the first one.
 Consequence: after the run the generator has the first replica's state, so ``torch.get_rng_state``
 between runs saves everything. If only other replicas have drawn, one extra number is drawn, so
-that they do not repeat theirs. A run of one replica, and replicas that run at once, draw as is.
+that they do not repeat theirs. A run of one replica, and replicas that run at once, draw as is:
+see ``parallel_runs.py`` for how the draws of these are seen.
 Several workers: a checksum of the state and the rank seed the worker's stream for an outermost
 run. Then the state is restored: a shuffle or noise between runs is that of one device. Only the
 first 8 bytes of the state count the runs. They hold the seed of ``torch.manual_seed``, no draw
@@ -32,7 +34,8 @@ from torch import Tensor
 
 from mirror.base.mutex import call_without_collection
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.devices import generators_of, state_of, stream_seed
+from mirror.devices import generators_of, stream_seed
+from mirror.execution.swapped_state import Slot, SwappedState
 
 T = TypeVar("T")
 
@@ -54,127 +57,92 @@ class SeededStates:
         self.states: dict[int, Tensor] = {}
         self.known: dict[int, bytes] = {}  # the same states as bytes
 
-    def put(self, replica_id: int) -> None:
-        """Puts the initial state of the replica's stream into the generator."""
-        if replica_id in self.states:
-            self.generator.set_state(self.states[replica_id])
-            return
-        self.generator.manual_seed(stream_seed(zlib.crc32(self.base), replica_id))
-        state = self.states[replica_id] = call_without_collection(self.generator.get_state)
-        self.known[replica_id] = state.numpy().tobytes()
+    def state_of(self, replica_id: int) -> Tensor:
+        """Returns the initial state of the replica's stream; the generator may get it, too."""
+        if replica_id not in self.states:
+            self.generator.manual_seed(stream_seed(zlib.crc32(self.base), replica_id))
+            state = self.states[replica_id] = call_without_collection(self.generator.get_state)
+            self.known[replica_id] = state.numpy().tobytes()
+        return self.states[replica_id]
 
 
 class RngPool:
     """The random streams of a group's runs, for replicas that take turns.
 
+    All replicas may draw from the CPU's generator; from a GPU's, those that share the GPU.
+
     Args:
-        devices: the replicas' devices. A GPU's generator has streams if replicas share it; the
-            CPU's has, since all of them may draw from it.
+        devices: the replicas' devices.
     """
 
-    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
-        everyone = range(len(devices))
-        self._of_cpu = SeededStates(_generator, b"")
-        self._shared: list[tuple[torch.Generator, torch.device, Sequence[int]]] = []
-        for gpu in dict.fromkeys(devices):
-            sharers = [r for r in everyone if devices[r] == gpu]
-            if gpu.type == "cuda" and len(sharers) > 1:
-                self._shared.append((generators_of([gpu])[0], gpu, sharers))
-        self._seeded: dict[int, SeededStates] = {}  # the states of the last run
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._of_cpu = SeededStates(_generator, b"")  # of the last run
+        self._of_gpus: list[tuple[SeededStates, torch.device, list[int]]] = []
+        for device, generator in shared_generators(devices):
+            sharers = [r for r, its in enumerate(devices) if its == device]
+            self._of_gpus.append((SeededStates(generator, b""), device, sharers))
 
-    def begin(self, active: Sequence[int]) -> ReplicaRng | ReplicaRngs:
+    def begin(self, active: Sequence[int]) -> SwappedState:
         """Returns the streams for a new run of several replicas."""
         base = _get_state().numpy().tobytes()
         if self._of_cpu.base != base:
             self._of_cpu = SeededStates(_generator, base)
-        streams = ReplicaRng(self._of_cpu, _CPU, active)
-        if not self._shared:
-            return streams
-        found = [streams]
-        for k, (generator, device, sharers) in enumerate(self._shared):
-            mine = [r for r in active if r in sharers]
-            if len(mine) > 1:
-                base = state_of(generator).numpy().tobytes()
-                if k not in self._seeded or self._seeded[k].base != base:
-                    self._seeded[k] = SeededStates(generator, base)
-                found.append(ReplicaRng(self._seeded[k], device, mine))
-        return ReplicaRngs(found, active[0])
+        slots: list[Slot] = [RandomStreams(self._of_cpu, _get_state, active[0])]
+        for i, (seeded, device, sharers) in enumerate(self._of_gpus):
+            drawing = [r for r in active if r in sharers]
+            if len(drawing) > 1:
+                read = partial(call_without_collection, seeded.generator.get_state)
+                base = read().numpy().tobytes()
+                if seeded.base != base:
+                    seeded = SeededStates(seeded.generator, base)
+                    self._of_gpus[i] = seeded, device, sharers
+                streams = RandomStreams(seeded, read, drawing[0], device)
+                streams.values[drawing[0]] = read()
+                slots.append(streams)
+        return SwappedState(active[0], slots)
 
 
-class ReplicaRngs:
-    """The streams of the replicas of one run, of all generators that they share.
-
-    Attributes:
-        inside: the replica that has its streams in the generators.
-    """
-
-    __slots__ = ("_first", "_of_generators", "inside")
-
-    def __init__(self, of_generators: Sequence[ReplicaRng], first: int) -> None:
-        self._of_generators, self._first = of_generators, first
-        self.inside = first
-
-    def enter(self, replica_id: int) -> None:
-        """Replaces the streams in the generators by a replica's streams."""
-        for streams in self._of_generators:
-            streams.enter(replica_id)
-        self.inside = replica_id
-
-    def enter_first(self) -> None:
-        """Puts the first replica's stream into each generator."""
-        for streams in self._of_generators:
-            streams.enter_first()
-        self.inside = self._first
-
-    def end(self) -> None:
-        """Restores the first replica's stream to each generator."""
-        for streams in self._of_generators:
-            streams.end()
-        self.inside = self._first
-
-
-class ReplicaRng:
+class RandomStreams(Slot):
     """The streams of the replicas that share one generator, in one run.
 
-    Attributes:
-        inside: the replica that has its stream in the generator.
+    Args:
+        owner: the first of these replicas; it continues the generator's stream.
+        device: that of the generator.
     """
 
-    __slots__ = ("_device", "_first", "_seeded", "_sharers", "_states", "inside")
+    __slots__ = ("_device", "_seeded")
 
-    def __init__(self, seeded: SeededStates, device: torch.device, sharers: Sequence[int]) -> None:
-        self._first = self.inside = sharers[0]
-        self._seeded, self._device, self._sharers = seeded, device, sharers
-        self._states: dict[int, Tensor] = {}  # the streams that were in the generator
+    def __init__(
+        self,
+        seeded: SeededStates,
+        read: Callable[[], Tensor],
+        owner: int,
+        device: torch.device = _CPU,
+    ) -> None:
+        self.read, self.write = read, seeded.generator.set_state
+        self.initial, self.owner = seeded.state_of, owner
+        self.values, self._seeded, self._device = {}, seeded, device
 
-    def enter(self, replica_id: int) -> None:
-        """Replaces the stream in the generator by a replica's stream, if that shares it."""
-        if replica_id == self.inside or replica_id not in self._sharers:
-            return
-        states, seeded = self._states, self._seeded
-        states[self.inside] = call_without_collection(seeded.generator.get_state)
-        self.inside = replica_id
-        if replica_id in states:
-            seeded.generator.set_state(states[replica_id])
-        else:
-            self._seeded.put(replica_id)
-
-    def enter_first(self) -> None:
-        """Puts the first replica's stream into the generator."""
-        self.enter(self._first)
-
-    def end(self) -> None:
-        """Restores the first replica's stream to the generator."""
-        if self.inside != self._first:
-            self.enter(self._first)
-        states = self._states
-        for replica_id, begun in self._seeded.known.items():
-            if replica_id in states and states[replica_id].numpy().tobytes() != begun:
+    def end(self, inside: int) -> None:
+        """Restores the owner's stream to the generator."""
+        values, seeded = self.values, self._seeded
+        if inside != self.owner:
+            values[inside] = self.read()
+            self.write(values[self.owner])
+        for replica_id, begun in seeded.known.items():
+            if replica_id in values and values[replica_id].numpy().tobytes() != begun:
                 # Another replica has drawn.
-                now = call_without_collection(self._seeded.generator.get_state)
-                if now.numpy().tobytes() == self._seeded.base:
-                    torch.empty((), device=self._device).random_(generator=self._seeded.generator)
+                if self.read().numpy().tobytes() == seeded.base:
+                    torch.empty((), device=self._device).random_(generator=seeded.generator)
                 break
+
+
+def shared_generators(
+    devices: Sequence[torch.device],
+) -> list[tuple[torch.device, torch.Generator]]:
+    """Returns the GPUs that several replicas share, with their generators."""
+    gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda" and devices.count(d) > 1]
+    return list(zip(gpus, generators_of(gpus), strict=True))
 
 
 _states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary()

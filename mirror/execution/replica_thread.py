@@ -28,6 +28,7 @@ from mirror.device.streams import CallerStreams
 from mirror.devices import backward_in_calling_thread, using
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current, renaming
+from mirror.execution.serial_graphs import serial_graphs
 from mirror.threads.merge_point import Tasks
 
 _CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ class ThreadState:
     Attributes:
         num_threads: intra-op threads of the caller.
         num_threads_each: the part of these that each of the replicas at work gets.
-        is_shared: whether several replicas compute at once.
+        may_overlap: whether several replicas may compute at once, in this run or in another one.
         places: the device mesh, if replicas have several devices.
         streams: the current streams of the GPUs, if any. See ``streams.py``.
         is_plain: whether grad mode and number of threads are all that a new thread lacks.
@@ -57,7 +58,7 @@ class ThreadState:
     saved_tensors_hooks: Any
     num_threads: int
     num_threads_each: int
-    is_shared: bool
+    may_overlap: bool
     streams: CallerStreams | None
     places: DeviceMesh | None = None
     is_plain: bool = False
@@ -65,16 +66,17 @@ class ThreadState:
     _caller: int = field(default_factory=threading.get_ident)
 
     @classmethod
-    def capture(
-        cls, replicas: Replicas, sharers: int, *, may_overlap: bool = False
-    ) -> ThreadState:
+    def capture(cls, replicas: Replicas, sharers: int, *, may_overlap: bool) -> ThreadState:
         """Returns the state of the calling thread.
 
         Args:
             sharers: the number of replicas that compute at once and share the caller's threads.
-            may_overlap: whether replicas may also compute while others stall.
+            may_overlap: whether runs of this strategy may overlap, also if this one does not.
         """
-        is_shared = may_overlap or sharers > 1
+        hooks = top_saved_tensors_hooks()
+        if hooks is not None:
+            unpack = hooks[1]
+            serial_graphs.add(getattr(unpack, "__self__", unpack))  # a bound method dies at once
         num_threads, autocast = torch.get_num_threads(), list[tuple[str, torch.dtype]]()
         for kind in replicas.device_types:
             if torch.is_autocast_enabled(kind):
@@ -83,13 +85,13 @@ class ThreadState:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(autocast),
-            autocast_cache=torch.is_autocast_cache_enabled() and not is_shared,
+            autocast_cache=torch.is_autocast_cache_enabled() and not may_overlap,
             # A default device is a function mode; torch.get_default_device() takes 10 us.
             default_device=torch.get_default_device() if num_function_modes() else _CPU,
-            saved_tensors_hooks=top_saved_tensors_hooks(),
+            saved_tensors_hooks=hooks,
             num_threads=num_threads,
             num_threads_each=max(1, num_threads // sharers),
-            is_shared=is_shared,
+            may_overlap=may_overlap,
             streams=None if replicas.are_simulated else CallerStreams(replicas.places.devices),
             places=replicas.places if replicas.places.is_model_parallel else None,
         )
@@ -110,8 +112,9 @@ class ThreadState:
         if before is not self.grad:
             torch.set_grad_enabled(self.grad)
         # All threads share autocast's cache of casts, and each clears it when it leaves autocast.
-        # Whether a replica finds its cast of a weight there would depend on the clock.
-        cached = self.is_shared and torch.is_autocast_cache_enabled()
+        # Whether a replica finds its cast of a weight there would depend on the clock. Also off
+        # in the runs that take turns: the bits of a step do not depend on which of them did.
+        cached = self.may_overlap and torch.is_autocast_cache_enabled()
         if cached:
             torch.set_autocast_cache_enabled(False)
         try:
@@ -165,7 +168,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
     Args:
         state: ``None`` for a single replica on the CPU, which runs in the caller's thread.
     """
-    replicas, streams = run.replicas, run.streams
+    replicas = run.replicas
     strategy, timeline, stopwatches = replicas.strategy, replicas.timeline, run.stopwatches
     function = _remap_devices(run, fn) if replicas.places.is_model_parallel else fn
 
@@ -180,8 +183,9 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             last_used.reference = timeline.reference
             timeline.begin(replica_id, FORWARD)
             replica.has_begun = True
-            if streams is not None and streams.inside != replica_id:
-                streams.enter(replica_id)
+            swapped = run.swapped
+            if swapped is not None and swapped.inside != replica_id:
+                swapped.enter(replica_id)
             result = _measure(run, replica_id, function) if stopwatches else function(replica_id)
             for optimizer, options in run.stepped.items():
                 options[replica_id] = optimizer.options()
@@ -203,15 +207,15 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             tasks[replica_id] = partial(state.call, replica.device, enter, call_as, replica)
         if not replicas.are_simulated:  # the CPU needs no device context
             call = tasks[replica_id]
-            tasks[replica_id] = partial(_call_on_device, replica.device, call, is_lone=is_lone)
+            tasks[replica_id] = partial(_call_on_device, replica.device, call)
     return tasks
 
 
-def _call_on_device(device: torch.device, call: Callable[[], Any], *, is_lone: bool) -> Any:
-    """Makes a replica's call with its GPU as the current device."""
-    if is_lone:
-        with using(device):
-            return call()
+def _call_on_device(device: torch.device, call: Callable[[], Any]) -> Any:
+    """Makes a replica's call with its GPU as the current device.
+
+    Also a lone replica's: in autograd's threads it would not be the current one.
+    """
     with using(device), backward_in_calling_thread((device,)):
         return call()
 

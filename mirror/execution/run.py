@@ -39,8 +39,9 @@ from mirror.data.split_batch import ExampleCounts, GivenWeights
 from mirror.device.device_mesh import DeviceRemap
 from mirror.device.streams import ReplicaStreams, Stopwatch
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.replica_rng import ReplicaRngs
+from mirror.execution.replica_rng import RngPool
 from mirror.execution.replicas import Replicas
+from mirror.execution.swapped_state import SwappedState
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Action, MergePoint, NullLockstep, Payloads
 
@@ -168,7 +169,8 @@ class Run:
         stepped: the optimizers that all replicas have stepped, with the options of each replica
             that has returned.
         stopwatches: one per replica during a measurement, else none.
-        streams: the replicas' random streams, if each has its own.
+        swapped: what each replica has for itself while they take turns: random streams, and the
+            modes and flags that a replica has set; ``None`` while they may overlap.
         shared: ordinary tensors, one for all replicas; changes of them are recorded.
     """
 
@@ -177,7 +179,7 @@ class Run:
         *("has_stepped", "is_default", "is_given", "is_left", "is_split", "is_trial"),
         *("is_weighted",),
         *("lockstep", "members", "modes", "outer", "replicas", "results", "stepped"),
-        *("shared", "stopwatches", "streams"),
+        *("shared", "stopwatches", "swapped"),
     )
 
     def __init__(
@@ -189,7 +191,7 @@ class Run:
         outer: Run | None = None,
         *,
         stopwatches: Sequence[Stopwatch] = (),
-        streams: ReplicaRngs | None = None,
+        swapped: SwappedState | None = None,
         checks: Sequence[Callable[[Run], None]] = (),
         is_default: bool = False,
     ) -> None:
@@ -212,7 +214,7 @@ class Run:
         self.modes: dict[int, tuple[object, dict[int, bool]]] = {}
         self.stepped: dict[SteppedOptimizer, dict[int, object]] = {}
         self.stopwatches = stopwatches
-        self.streams = streams
+        self.swapped = swapped
         self.shared: Sequence[SharedTensors] = ()
         self._on_streams = (
             None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
@@ -290,11 +292,11 @@ class Run:
                 else self.lockstep.merge(replica_id, point)
             )
         except Exception:  # the replica may handle it and continue
-            self.enter_stream(replica_id)
+            self.swap_in(replica_id)
             raise
         else:
-            if self.streams is not None and self.streams.inside != replica_id:
-                self.streams.enter(replica_id)
+            if self.swapped is not None and self.swapped.inside != replica_id:
+                self.swapped.enter(replica_id)
             return result
         finally:
             timeline.end(replica_id, WAITING)
@@ -319,15 +321,28 @@ class Run:
             if self._on_streams is not None:
                 self._on_streams.forget()
 
-    def enter_stream(self, replica_id: int) -> None:
-        """Puts the random stream of a replica, which has the turn, into the generator."""
-        if self.streams is not None and self.streams.inside != replica_id:
-            self.streams.enter(replica_id)
+    def take_turns(self, replica_id: int) -> SwappedState:
+        """Makes the replicas take turns from here on; waits for the turn of the calling one.
 
-    def enter_first_stream(self) -> None:
+        Returns:
+            What each replica has for itself from now on; the calling one's is swapped in.
+        """
+        if self.swapped is None:
+            self.lockstep.take_turns(replica_id)
+            if self.swapped is None:
+                self.swapped = RngPool(self.replicas.devices).begin(self.active)
+        self.swap_in(replica_id)
+        return self.swapped
+
+    def swap_in(self, replica_id: int) -> None:
+        """Swaps in the random streams, modes and flags of a replica, which has the turn."""
+        if self.swapped is not None and self.swapped.inside != replica_id:
+            self.swapped.enter(replica_id)
+
+    def swap_in_first(self) -> None:
         """Makes a merge draw from the first replica's stream, as one device would."""
-        if self.streams is not None:
-            self.streams.enter_first()
+        if self.swapped is not None:
+            self.swapped.enter_first()
 
     def _check(self) -> None:
         if self.modes:
@@ -388,6 +403,11 @@ def shares_of(
 def recomputing(replicas: Replicas, replica_id: int) -> Replica:
     """Returns a replica for the recomputation of its forward in a backward pass."""
     return Run(replicas, NullLockstep(), (replica_id,)).members[replica_id]
+
+
+def is_recomputing(replica: Replica) -> bool:
+    """Whether the replica only recomputes its forward in a backward pass outside ``run``."""
+    return isinstance(replica.run.lockstep, NullLockstep) and replica.tracing is None
 
 
 Context = tuple["Replica | None", Any, Any]  # a replica, a strategy, and the context below

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from mirror.base.process_bound import reinit_after_fork
 from mirror.base.timeline import BACKWARD, CROSS, last_used
 from mirror.device.host import release_thread_pool
-from mirror.device.streams import CopyStreams, Stopwatch
+from mirror.device.streams import CopyStreams, Stopwatch, has_failed
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import (
@@ -25,7 +27,7 @@ from mirror.execution.lifecycle import (
     step_ends,
 )
 from mirror.execution.parallel_runs import ParallelRuns
-from mirror.execution.replica_rng import ReplicaRngs, RngPool, call_with_worker_rng
+from mirror.execution.replica_rng import RngPool, call_with_worker_rng
 from mirror.execution.replica_thread import ThreadState, replica_tasks
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import (
@@ -65,7 +67,7 @@ class Runner:
         is_usable: whether ``check_usable`` raises nothing.
         stopwatches: one per replica once ``measure`` has been called.
         on_outermost_end: on one of several workers, called when an outermost run has succeeded.
-        parallel_runs: decides under ``schedule="parallel"`` which runs take turns.
+        parallel_runs: decides which runs take turns, if replicas may overlap.
         copies: streams for arguments from the host to GPUs; ``None`` on simulated devices.
     """
 
@@ -125,7 +127,7 @@ class Runner:
         self._parts.on_run_end(run)
         self._parts.sync_idle(run)
         self.on_outermost_end()
-        run.enter_first_stream()
+        run.swap_in_first()
         try:
             return fn()
         finally:
@@ -202,11 +204,22 @@ class Runner:
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
         lockstep = self.locksteps.get_lockstep(depth)
-        may_move_at_once = True
-        if self.parallel_runs is not None and active[1:]:
-            may_move_at_once = (
-                self.parallel_runs.begin() if outer is None else not outer.lockstep.takes_turns
-            )
+        for generators in self._generators:
+            separate_streams(generators)
+        keeps_order, by_schedule = self.schedule.keeps_order, True  # else they take turns
+        if outer is not None:
+            by_schedule = keeps_order or (len(outer.active) > 1 and outer.swapped is None)
+        elif self.parallel_runs is not None and active[1:]:
+            by_schedule = self.parallel_runs.begin()
+        state = None  # a single simulated replica runs in the caller's thread, with its state
+        if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
+            sharers = len(active) if by_schedule and lockstep.starts_at_once else 1
+            may_overlap = len(active) > 1 and not keeps_order
+            state = ThreadState.capture(self.replicas, sharers, may_overlap=may_overlap)
+            lockstep.ends_teams = state.num_threads > 1 and release_thread_pool is not None
+            # Activation checkpointing needs tensors to be saved in one order.
+            by_schedule = by_schedule and state.saved_tensors_hooks is None
+        takes_turns = active[1:] and (keeps_order or not by_schedule)
         run = Run(
             self.replicas,
             lockstep,
@@ -214,25 +227,15 @@ class Runner:
             weights,
             outer,
             stopwatches=self.stopwatches,
-            streams=self._begin_streams(active, may_move_at_once),
+            swapped=self._streams.begin(active) if takes_turns else None,
             checks=self._parts.at_merging,
         )
-        for generators in self._generators:
-            separate_streams(generators)
-        state = None  # a single simulated replica runs in the caller's thread, with its state
-        if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
-            sharers = len(active) if may_move_at_once and lockstep.starts_at_once else 1
-            may_overlap = bool(active[1:]) and may_move_at_once and not self.schedule.keeps_order
-            state = ThreadState.capture(self.replicas, sharers, may_overlap=may_overlap)
-            lockstep.ends_teams = state.num_threads > 1 and release_thread_pool is not None
         tasks = replica_tasks(run, fn, state)
         try:
             try:
                 self.unfinished, self._unended, self.running = True, (run, state), run
                 last_used.reference = self.replicas.timeline.reference
-                # Activation checkpointing needs tensors to be saved in one order.
-                may_be = state is not None and state.saved_tensors_hooks is None
-                at_once = None if may_be and may_move_at_once else False
+                at_once = None if by_schedule else False
                 run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
                 self._parts.finish(run)
             finally:
@@ -263,14 +266,14 @@ class Runner:
             )
         refuse_within_another(self.replicas, "run")
 
-    def _end(self, run: Run, state: ThreadState | None) -> None:
+    def _end(self, run: Run, state: ThreadState | None, *, has_failed: bool = False) -> None:
         """Restores the caller's thread state and random stream after a run."""
         if state is not None and state.has_set_threads:
             state.restore()
-        if run.streams is not None:
-            run.streams.end()
+        if run.swapped is not None:
+            run.swapped.end()
         if self.parallel_runs is not None and run.outer is None:
-            self.parallel_runs.end()
+            self.parallel_runs.end(has_failed=has_failed)
         self._parts.on_run_end(run)
 
     def _fail(self, run: Run, state: ThreadState | None) -> None:
@@ -282,7 +285,7 @@ class Runner:
         self.replicas.timeline.drop_open()
         self._parts.recover()
         self._parts.on_run_failed(run)
-        self._end(run, state)
+        self._end(run, state, has_failed=True)
         self.unfinished, self._unended = run.outer is not None, None
 
     def _end_step(self) -> None:
@@ -324,16 +327,6 @@ class Runner:
         """Returns the only replica, for code without any strategy."""
         run = Run(self.replicas, self.locksteps.get_lockstep(0), (0,), is_default=True)
         return run.members[0]
-
-    def _begin_streams(
-        self, active: tuple[int, ...], may_move_at_once: bool
-    ) -> ReplicaRngs | None:
-        if len(active) < 2:
-            return None
-        takes_turns = self.schedule.keeps_order or (
-            self.parallel_runs is not None and not may_move_at_once
-        )
-        return self._streams.begin(active) if takes_turns else None
 
     # Measuring how long each replica computes, to split batches over devices of unequal speed.
 
@@ -433,6 +426,7 @@ class LockstepStack(list[Lockstep]):
 
     def __init__(self, replicas: Replicas, schedule: str, timeout_seconds: float | None) -> None:
         self._names, self._abort = replicas.names, replicas.communicator.abort
+        self._on_error = partial(_abort_if_one_failed, replicas.places.devices, self._abort)
         self.schedule, self._timeout_seconds = schedule, timeout_seconds
 
     def get_lockstep(self, depth: int) -> Lockstep:
@@ -460,8 +454,17 @@ class LockstepStack(list[Lockstep]):
     def _make(self) -> Lockstep:
         limit = self._timeout_seconds
         lockstep = Lockstep(self._names, schedule=self.schedule, timeout_seconds=limit)
-        lockstep.abort = self._abort
+        lockstep.abort, lockstep.on_error = self._abort, self._on_error
         return lockstep
+
+
+def _abort_if_one_failed(devices: Sequence[torch.device], abort: Callable[[], object]) -> None:
+    """Aborts collectives if a GPU has failed: its peers' kernels would wait until their timeout.
+
+    So would the replicas that wait for these peers, and the run, which waits for the replicas.
+    """
+    if any(map(has_failed, devices)):
+        abort()
 
 
 def close_threads(locksteps: Sequence[Lockstep]) -> None:

@@ -53,6 +53,8 @@ class ComparableParam(Protocol):
 
     def owner(self) -> Tensor | None: ...
 
+    def explain_apart(self) -> str | None: ...
+
 
 class ComparableOptimizers(Protocol):
     """The optimizers of a strategy, with state to compare."""
@@ -66,6 +68,9 @@ class ComparableOptimizers(Protocol):
 
 class ReplicaChecks:
     """Checks whether parameters and optimizer state are equal on all replicas of a strategy.
+
+    And whether all tensors of a parameter on one replica are one memory: what forward reads must
+    be what optimizers step. See [Note: Three tensors, one storage].
 
     First, changes that were made in the cross-replica context are broadcast.
     """
@@ -123,6 +128,14 @@ class ReplicaChecks:
         if self._replicas.has_parameter_device:
             first = f"the parameter device ({self._replicas.parameter_device})"
         for variable in self._variables:
+            apart = variable.explain_apart()
+            if apart is not None:
+                raise ReplicaMismatchError(
+                    f"parameter {path_of(variable.owner(), variable.name)!r} lies in two places: "
+                    f"{apart} must be one memory, or forward computes with values that optimizers "
+                    "do not update; look for code below Python that gives a tensor other memory, "
+                    "and assign p.data instead"
+                )
             for r, other in enumerate(variable.targets):
                 if other is variable.home:
                     continue

@@ -12,7 +12,7 @@ from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
 from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.execution.parallel_runs import watch_process_wide_calls
+from mirror.execution.process_wide_calls import watch_process_wide_calls
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.execution.runner import Runner
@@ -32,7 +32,7 @@ from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradie
 from mirror.replica.optimizers.mirrored_optimizer import CentralOptimizers, OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.central_param import CentralAccess, CentralGradReducer, CentralParams
-from mirror.replica.params.mirrored_buffer import Buffers
+from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import (
     MirroredTensors,
     ReplicatedParams,
@@ -40,7 +40,6 @@ from mirror.replica.params.replicated_params import (
 )
 from mirror.replica.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
-from mirror.threads.schedule import AUTO, LOCKSTEP
 
 _groups: WeakRegistry[Group] = WeakRegistry()
 
@@ -112,7 +111,7 @@ class Group:
             access = GradAccess(replicas, runner, gradients)
             variables = ReplicatedParams(replicas, registry, access)
             self.optimizers = OptimizerRegistry(replicas, runner, access)
-        buffers = Buffers(replicas, registry)
+        buffers = Buffers(replicas, registry, variables.memory)
         attributes = ModuleAttributes(runner)
         self.replicas, self.runner, self.registry = replicas, runner, registry
         self.gradients, self.variables = gradients, variables
@@ -159,7 +158,7 @@ class Group:
             runner.on_outermost_end = buffers.combine_workers
         watch_backward()
         watch_optimizer_steps(are_mirrored=replicas.mirrors)
-        if schedule not in (AUTO, LOCKSTEP):
+        if replicas.mirrors:
             watch_process_wide_calls()
         if runner.parallel_runs is not None:
             runner.parallel_runs.watch(containers_of(self.modules.mirrored_modules))

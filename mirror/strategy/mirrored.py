@@ -82,11 +82,13 @@ class MirroredStrategy(Strategy):
             tf.distribute.
         schedule: the order in which replicas run. ``"lockstep"`` runs one at a time, and is
             deterministic. ``"staggered"`` also starts the next replica when the current one
-            blocks on its device. ``"auto"`` is ``"staggered"`` on CUDA. On simulated devices it
-            keeps the bits and the order of ``"lockstep"``, and runs long backward passes outside
-            ``run`` at once if there are CPUs for them. Staggered simulated devices share the
-            intra-op threads, and run at once if each is busy for more than 2 ms: the order of
-            random draws and the division of sums then vary. See ``threads/schedule.py``.
+            blocks on its device. ``"auto"`` is ``"staggered"`` on distinct GPUs, where replicas
+            take turns once a step uses what the process has once (``execution/parallel_runs.py``),
+            and ``"lockstep"`` on GPUs that replicas share. On simulated devices it keeps the bits
+            and the order of ``"lockstep"``, and runs long backward passes outside ``run`` at once
+            if there are CPUs for them. Staggered simulated devices share the intra-op threads,
+            and run at once if each is busy for more than 2 ms: the order of random draws and the
+            division of sums then vary. See ``threads/schedule.py``.
         optimizer_state: ``"replicated"``: every replica has the whole state of the optimizers.
             ``"sharded"``: each of the N replicas has and updates 1/N of it, and gets the new
             values of the rest from the others. State dicts and checkpoints are those of one
@@ -142,7 +144,7 @@ class MirroredStrategy(Strategy):
         if len(resolved) == 1 and simulated:
             schedule_name = "lockstep"
         elif schedule == "auto" and not (simulated or are_distinct(resolved)):
-            schedule_name = "lockstep"  # replicas of one GPU draw from its only generator
+            schedule_name = "lockstep"  # replicas of one GPU draw from its one generator
         elif schedule == "auto" and not simulated:
             schedule_name = "staggered" if is_gil_enabled() else "parallel"
         elif schedule == "staggered" and simulated:

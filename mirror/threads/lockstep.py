@@ -19,6 +19,9 @@ all, and continues first. So N replicas pay N - 1 thread switches per merge:
 
 Where all start at once, the first one also runs in the caller's thread: one thread less to wake.
 
+A replica that is about to change what the process has once calls ``take_turns``: it waits until
+the others have stopped, and from there on this run moves in turns.
+
 Only the determinism of the simulation may rely on "one replica runs at a time".
 
 [Note: Partial merge points]
@@ -92,7 +95,10 @@ class Lockstep:
     ) -> None:
         self.names, self._schedule = names, schedule
         self._limit = math.inf if timeout_seconds is None else timeout_seconds
-        self.abort: Callable[[], object] = bool  # ends waits for devices; set by the owner
+        # Set by the owner: ``abort`` ends waits for devices; ``on_error`` is called when a replica
+        # has raised an error, before the run waits for the other replicas.
+        self.abort: Callable[[], object] = bool
+        self.on_error: Callable[[], object] = bool
         self.pace, self.ends_teams = TurnTimer(), False
         # _is_broken: an exception has hit our own code, so the state of the turns is unknown.
         self.usable, self._is_broken = True, False
@@ -116,6 +122,7 @@ class Lockstep:
         self.is_eager = self.starts_at_once if at_once is None else at_once
         self._staggers = self._schedule == "staggered" and at_once is not False
         self.takes_turns = not (self._staggers or self.is_eager)
+        self._wakes_all = self.is_eager
 
     def run(
         self, tasks: Tasks, *, at_once: bool | None = None, act: Act | None = None
@@ -263,9 +270,34 @@ class Lockstep:
                 if self.ends_teams:
                     self._end_team()
                 self._threads.wake(successor, same_cpu=self.takes_turns)
-            if not self.is_eager:
+            if not self._wakes_all:
                 break
         return came_back
+
+    def take_turns(self, replica_id: int) -> None:
+        """Makes the replicas of this run move one at a time; waits for the calling one's turn.
+
+        Those that run at once go on to their next stop. ``takes_turns`` and ``is_eager`` stay: by
+        them all replicas have chosen, or will choose, how to step.
+        """
+        if self.takes_turns:
+            return
+        queue = self._queue
+        try:
+            with self._mutex:
+                self._staggers = self._wakes_all = False
+                if len(queue.running) == 1:
+                    return
+                queue.running.discard(replica_id)
+                queue.runnable.append(replica_id)
+            self._threads.wait(replica_id)
+        except BaseException as error:  # an interrupt: this replica will not take its turn
+            release_if_owned(self._mutex)
+            self._is_broken, self.usable = True, False
+            self._failure.record(error, replica_id)
+            raise
+        if self._is_over():
+            raise RunCancelled
 
     def check_going_on(self) -> None:
         """Raises in the calling replica if the run has failed, so that it waits for no other."""
@@ -366,6 +398,7 @@ class Lockstep:
         except BaseException as error:
             release_if_owned(self._mutex)
             self._failure.record(error, replica_id)
+            self.on_error()
 
     def _end_team(self) -> None:
         if self.takes_turns and release_thread_pool is not None:
@@ -401,6 +434,8 @@ class Lockstep:
 
     def _start_more(self, num_replicas: int) -> None:
         for _ in range(num_replicas):
+            if not self._staggers:  # since a moment ago: ``take_turns``
+                return
             if self._queue.runnable and self._queue.running and self._failure.error is None:
                 self._threads.wake(self._queue.next(), same_cpu=False)
 

@@ -248,6 +248,9 @@ class NullLockstep:
     def let_next_begin(self, replica_id: int) -> None:
         """Does nothing: there is no next replica."""
 
+    def take_turns(self, replica_id: int) -> None:
+        """Does nothing: there is no other replica."""
+
     def check_going_on(self) -> None:
         """Does nothing: there is no other replica that could fail."""
 

@@ -5,11 +5,12 @@
     auto          take turns                                   all at once, if they are long
     staggered     GPUs: the next one starts when one stalls    all at once
                   simulated devices: at once if turns are long
-    parallel      all at once, but for the runs that           all at once
-                  ``ParallelRuns`` makes take turns
+    parallel      all at once                                  all at once
+
+Under "parallel", and "staggered" on GPUs, ``ParallelRuns`` makes some runs take turns.
 
 "lockstep" and "auto" keep the order: bits, draws and side effects are the same every time. "auto"
-on GPUs is one of the other two: see ``strategy/mirrored.py``.
+on GPUs is one of the others: see ``strategy/mirrored.py``.
 
 [Note: Long passes]
 Problem: two backward passes at once save time only if a pass is much longer than the start of a

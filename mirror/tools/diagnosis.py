@@ -342,6 +342,7 @@ class Diagnosis:
         nccl = self.nccl
         found = {
             "mirror": _version(),
+            "installed": _is_installed(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "cuda": torch.version.cuda,
@@ -398,8 +399,9 @@ class Diagnosis:
 
     def _versions(self) -> Iterator[str]:
         cuda = torch.version.cuda or "none"
+        source = "" if _is_installed() else " from a checkout"
         yield (
-            f"mirror {_version()}, torch {torch.__version__}, CUDA {cuda}, Python "
+            f"mirror {_version()}{source}, torch {torch.__version__}, CUDA {cuda}, Python "
             f"{platform.python_version()}, {sys.platform} {platform.machine()}"
         )
 
@@ -535,7 +537,14 @@ def _describe_simulation() -> list[str]:
 
 
 def _version() -> str:
+    found: str = sys.modules[__name__.partition(".")[0]].__version__
+    return found
+
+
+def _is_installed() -> bool:
+    """Returns whether the distribution is installed; else the package is used from a checkout."""
     try:
-        return version("mirror-strategy")
-    except PackageNotFoundError:  # used from a folder
-        return "unknown"
+        version("mirror-strategy")
+    except PackageNotFoundError:
+        return False
+    return True

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import select
+import subprocess
 import sys
 import types
 from dataclasses import fields, replace
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NEEDS = ("gpu", "two_gpus", "cupy", "nccl", "peers", "sanitizer", "pytest")
+NEEDS = ("gpu", "two_gpus", "libraries", "cupy", "nccl", "peers", "sanitizer", "pytest")
 
 
 @pytest.fixture
@@ -37,12 +39,16 @@ def runs(first_run, monkeypatch):
     """The programs that were run; a program with ``runs.failing`` in its arguments fails."""
 
     class Runs(list):
-        failing = None
+        failing, seconds, now = None, (), 0.0
 
     runs = Runs()
+    monkeypatch.setattr(first_run, "monotonic", lambda: runs.now)
 
     def run(command, seconds, env):
         runs.append((command, dict(env)))
+        runs.seconds += (seconds,)
+        if runs.failing == "time":
+            runs.now += seconds
         if "--json" in command:
             state = "failed" if runs.failing == "gpu_check" else "passed"
             found = {"checks": [check("ring, all GPUs", state, "8 GB/s")]}
@@ -63,8 +69,8 @@ def test_everything_is_run_in_order_and_is_one_table_and_one_file(
     rows = json.loads(found.read_text())
     names = [row["name"] for row in rows]
     assert names[len(NEEDS) :] == [
-        "the kernels' own tests",
         "gpu_check: ring, all GPUs",
+        "the kernels' own tests",
         "modules loaded when first used: ring, all GPUs",
         "segments that grow: ring, all GPUs",
         "threads that launch on all GPUs",
@@ -76,7 +82,7 @@ def test_everything_is_run_in_order_and_is_one_table_and_one_file(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(rows)
     assert all(row["name"] in line for row, line in zip(rows, lines, strict=True))
-    (tests, _), (_, alone), (_, lazy), (_, segments), (threads, _), *sanitized = runs
+    (_, alone), (tests, _), (_, lazy), (_, segments), (threads, _), *sanitized = runs
     assert tests[-1].endswith("test_cuda_kernels.py")
     assert alone == {}
     assert threads[-1] == "benchmarks/gpu_threads.py"
@@ -97,7 +103,8 @@ def test_what_a_machine_lacks_is_reported_and_what_needs_it_is_skipped(
     lines = capsys.readouterr().out.splitlines()
     without = [line for line in lines if line.endswith(f"there is no {need} here")]
     assert all(line.startswith("skipped") for line in without)
-    num_parts = {"gpu": 5, "two_gpus": 3, "cupy": 4, "sanitizer": 3, "pytest": 1}.get(need, 0)
+    numbers = {"gpu": 5, "two_gpus": 3, "libraries": 4, "cupy": 4, "sanitizer": 3, "pytest": 1}
+    num_parts = numbers.get(need, 0)
     assert len(without) == 1 + num_parts  # itself, and every part that needs it
     assert len(runs) == 8 - num_parts
     assert not any("Traceback" in line for line in lines)
@@ -126,13 +133,82 @@ def test_what_fails_is_a_row(first_run, whole, runs, capsys, failing):
         ("print('ERROR SUMMARY: 0 errors')", "passed", "ERROR SUMMARY: 0 errors"),
     ],
 )
-def test_a_program_passes_fails_or_is_late(first_run, whole, program, state, detail):
+def test_a_program_passes_fails_or_is_late(first_run, program, state, detail):
     seconds = 2 if "sleep" in program else 600  # a busy machine starts Python slowly
     part = first_run.Part(
         "x", (sys.executable, "-c", program), (), seconds, fails_by="ERROR SUMMARY: [1-9].*"
     )
-    (row,) = first_run.outcomes_of(part, whole)
+    (row,) = first_run.outcomes_of(part, seconds)
     assert (row.state, row.detail) == (state, detail)
+
+
+ONE_GPU = {"two_gpus": "torch sees one GPU only", "sanitizer": "there is none"}
+
+
+@pytest.mark.parametrize(
+    ("options", "lacking", "minutes"),
+    [([], ONE_GPU, 8), (["--quick"], ONE_GPU, 3), (["--quick"], {}, 3), ([], {}, 30)],
+)
+def test_programs_that_use_all_their_time_end_within_the_budget(
+    first_run, whole, runs, options, lacking, minutes
+):
+    runs.failing = "time"
+    first_run.main(options, look=lambda: replace(whole, **lacking))
+    assert runs.now == sum(runs.seconds) < 60 * minutes
+    command, _ = runs[0]
+    assert command[1] == "benchmarks/gpu_check.py"
+    # It ends before it is killed, and has most of the time of one GPU.
+    assert 0 < float(command[command.index("--budget") + 1]) < runs.seconds[0]
+    assert runs.seconds[0] > 0.8 * 60 * min(minutes, 8)
+
+
+def test_what_does_not_fit_is_left_out(first_run, whole, runs, capsys):
+    runs.failing = "time"
+    first_run.main(["--budget", "60"], look=lambda: whole)
+    left_out = [line for line in capsys.readouterr().out.splitlines() if "no time" in line]
+    assert len(runs) + len(left_out) == 8
+    assert all(line.startswith("skipped") for line in left_out)
+    assert runs.now <= 60
+
+
+def test_libraries_that_a_checkout_lacks_are_built(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    checkout = importlib.import_module("checkout")
+    assert checkout.build_libraries() is None  # there are all
+    (tmp_path / "csrc" / "host").mkdir(parents=True)
+    (tmp_path / "csrc" / "host" / "reduce.cpp").touch()
+    (tmp_path / "setup.py").write_text("import sys; sys.exit('there is no g++')")
+    failed = checkout.build_libraries(tmp_path)
+    assert failed.startswith("_reduce.so are not built, and `python setup.py build_ext --inplace`")
+    assert failed.endswith("failed: there is no g++")
+    (tmp_path / "setup.py").write_text("")
+    assert checkout.build_libraries(tmp_path) is None
+
+
+def test_programs_run_from_a_checkout_that_is_not_installed(tmp_path):
+    checkout = tmp_path / "checkout"
+    for folder in ("benchmarks", "mirror"):
+        (checkout / folder).mkdir(parents=True)
+    for name in ("arguments.py", "checkout.py"):
+        (checkout / "benchmarks" / name).write_text((BENCHMARKS / name).read_text())
+    (checkout / "mirror" / "__init__.py").write_text("print(__file__)")
+    program = checkout / "benchmarks" / "program.py"
+    program.write_text(
+        "import subprocess, sys\n"
+        "import arguments\n"
+        "import mirror\n"
+        "subprocess.run([sys.executable, '-S', '-c', 'import mirror'], check=True)\n"
+    )
+    # -S: without the packages of this environment.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-S", program],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == f"{checkout / 'mirror' / '__init__.py'}\n" * 2, result.stderr
 
 
 def test_this_machine_is_looked_at_without_a_traceback(first_run, capsys):
@@ -227,4 +303,4 @@ def test_what_the_budget_has_no_time_for_is_skipped(supervise):
     outcomes = supervise(["hangs", "passes"], deadline_seconds=100, budget_seconds=1)
     assert [outcome.state for outcome in outcomes] == ["failed", "skipped"]
     assert outcomes[0].seconds == 1
-    assert outcomes[1].detail == "the budget of 1 s is spent"
+    assert outcomes[1].detail == "left out: no time in 1 s"

@@ -1,5 +1,6 @@
-"""benchmarks/multi_gpu.sh: which parts it runs on which machine, and what it reports."""
+"""benchmarks/multi_gpu.sh and one_gpu.sh: which parts they run where, and what they report."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,8 @@ if "device_count()))))" in asked:
     print("0 1 2 3")
 elif "device_count" in asked:
     print(os.environ["GPUS"])
-elif "parents[1]" in asked:
-    print(os.getcwd())
 elif "--json" in asked:
+    assert os.environ["PYTHONPATH"] == os.getcwd()
     print("visible", os.environ.get("CUDA_VISIBLE_DEVICES"), "asked", asked)
     if "one_gpu.json" in asked:
         sys.exit("out of memory")
@@ -70,6 +70,7 @@ elif "--json" in asked:
             "train_resnet50",
             "one_gpu_read_loss",
         }
+        assert "first_run.py --quick --json" in result.stdout.splitlines()[0]
         assert "out of memory" in (folder / "one_gpu.txt").read_text()
         assert (folder / "doctor.txt").exists()
         assert "smi topo -m" in (folder / "environment.txt").read_text()
@@ -101,3 +102,61 @@ elif "--json" in asked:
         assert result.returncode == 2
         assert "is not empty" in result.stderr
         assert older.read_text() == "older"
+
+
+class TestOneGpu:
+    """The script for a lent GPU, over a program that only says what it was asked."""
+
+    PYTHON = f"""#!{sys.executable}
+import os, sys
+asked = " ".join(sys.argv[1:])
+if "device_count" in asked:
+    print(os.environ["GPUS"])
+else:
+    assert os.environ["PYTHONPATH"] == os.getcwd()
+    print("asked", asked)
+    print("passed  the check")
+    if "catalogues" in asked:
+        print("FAILED tests/gpu/test_catalogues.py::test_optimizers[SGD]")
+        sys.exit(1)
+"""
+
+    @pytest.fixture
+    def run(self, tmp_path):
+        def run(gpus):
+            python = tmp_path / "python"
+            python.write_text(self.PYTHON)
+            python.chmod(0o755)
+            return subprocess.run(
+                ["bash", ROOT / "benchmarks/one_gpu.sh", tmp_path / "results"],
+                env={"PATH": "/usr/bin:/bin", "PYTHON": str(python), "GPUS": str(gpus)},
+                capture_output=True,
+                text=True,
+            )
+
+        return run
+
+    def test_every_part_is_run_and_failures_are_named(self, run, tmp_path):
+        result = run(1)
+        assert result.returncode == 1, result.stderr
+        lines = result.stdout.splitlines()
+        assert lines[-1] == "== these parts failed: catalogues"
+        assert "FAILED tests/gpu/test_catalogues.py::test_optimizers[SGD]" in lines
+        parts = [line for line in lines if line.startswith("== ") and ": " in line][:4]
+        assert parts[0].startswith("== first_run: benchmarks/first_run.py --quick")
+        assert parts[1].endswith("cuda:0 cuda:0 cuda:0 cuda:0")
+        assert "tests/gpu/test_catalogues.py" in parts[2]
+        assert "-k cuda0-x4" in parts[3]
+        texts = {path.stem: path.read_text() for path in (tmp_path / "results").glob("*.txt")}
+        assert set(texts) == {"first_run", "several", "catalogues", "fixtures"}
+        assert "asked -m pytest -v" in texts["fixtures"]
+
+    def test_all_limits_together_are_ten_minutes(self):
+        script = (ROOT / "benchmarks/one_gpu.sh").read_text()
+        assert sum(map(int, re.findall(r"^part \w+ (\d+) ", script, re.MULTILINE))) <= 600
+
+    def test_needs_a_gpu(self, run, tmp_path):
+        result = run(0)
+        assert result.returncode == 2
+        assert "sees no GPU" in result.stderr
+        assert not (tmp_path / "results").exists()

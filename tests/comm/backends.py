@@ -1,9 +1,12 @@
 """Every backend on every number of devices that this machine has or simulates."""
 
+import threading
+
 import pytest
 import torch
 
 from mirror import comm
+from mirror.comm.collective_lock import launch_order
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 from tests.pairs import EXHAUSTIVE
 
@@ -44,3 +47,19 @@ def create(name, place):
     if name == "nccl" and place[0] == "cpu":
         return FakeNccl().communicator(len(place))
     return comm.create(name, place)
+
+
+def can_launch_elsewhere():
+    """Whether another thread could launch a collective now, of any communicator."""
+    found = []
+
+    def try_it():
+        lock = launch_order.mutex.lock
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=try_it)
+    thread.start()
+    thread.join()
+    return found[0]

@@ -136,7 +136,7 @@ HALVE_STATE = [
 ]
 SKIP_EXTRA = [("all", ["model.use_extra = i % 3 != 1"])]
 APPLY = [(1, ["model.apply(lambda module: setattr(module, 'seen_by_apply', True))"])]
-MOVE = [(1, ["model.to('cpu')"])]
+MOVE = [(1, ["model.to(m.device)"])]
 GRADS_OUTSIDE = [
     (
         2,

@@ -24,7 +24,7 @@ class Raw(nn.Module):
         self.scale = torch.full((SIZE,), 0.9)
 
     def forward(self, h):
-        return torch.tanh(h @ self.weight + self.bias) * self.scale
+        return torch.tanh(h @ self.weight + self.bias) * self.scale.to(h.device)
 
 
 class Gains(nn.Module):
@@ -341,7 +341,7 @@ class Positions(nn.Module):
 
     def forward(self, h):
         steps = h.shape[1]
-        return h + self.raw[:, :steps] + 0.1 * self.embedding(torch.arange(steps))
+        return h + self.raw[:, :steps] + 0.1 * self.embedding(torch.arange(steps, device=h.device))
 
 
 class Channels(nn.Module):

@@ -45,6 +45,7 @@ class Plain:
     convert = staticmethod(lambda module: module)
     mirror = staticmethod(lambda module: module)
     GradScaler = torch.amp.GradScaler
+    device = torch.device("cpu")
     is_chief = True
 
     def __init__(self):
@@ -57,6 +58,10 @@ class Plain:
         return contextlib.nullcontext()
 
     no_sync = scope
+
+    def placed(self, batches):
+        """Returns batches where a program makes them."""
+        return batches
 
     def batches(self, batches, way, **options):
         return batches
@@ -234,6 +239,30 @@ def _whole_step(loss_fn, update):
     return step
 
 
+class OnGpus(Mirrored):
+    """N replicas on GPUs, whose program has its batches on the first one."""
+
+    def __init__(self, strategy, reduction, **options):
+        super().__init__(strategy, reduction, **options)
+        self.device = strategy.devices[0]
+
+    def placed(self, batches):
+        return map_structure(lambda leaf: leaf.to(self.device), batches)
+
+    def record(self, name, value):
+        super().record(name, value)
+        name, copied = self.recorded.pop()
+        self.recorded.append((name, _on_cpu(copied)))
+
+
+def _on_cpu(value):
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(entry) for key, entry in value.items()}
+    return [_on_cpu(entry) for entry in value] if isinstance(value, list) else value
+
+
 class Worker(Mirrored):
     """One of several processes, with some of the N replicas."""
 
@@ -329,6 +358,26 @@ def _in_one_process(n, options, mode):
     return strategy, Mirrored(strategy, reduction, mode=mode)
 
 
+# Backends of programs that GPUs, or simulated ones, do not have.
+_OF_SIMULATED_DEVICES = {"auto": "naive", "host": "naive"}
+
+
+def on_gpus(where):
+    """Returns what makes strategies of GPUs: one that all replicas share, or one for each."""
+
+    def strategy_of(n, options, mode):
+        numbers = [0] * n if where == "shared" else range(n)
+        devices = [f"cuda:{i}" for i in numbers]
+        if options["backend"] in _OF_SIMULATED_DEVICES:
+            options["backend"] = _OF_SIMULATED_DEVICES[options["backend"]]
+        if options["schedule"] == "lockstep":
+            options["schedule"] = "auto"
+        strategy = mirror.MirroredStrategy(devices, **options)
+        return strategy, OnGpus(strategy, options["gradient_reduction"], mode=mode)
+
+    return strategy_of
+
+
 def counts_of(n):
     """Returns the number of replicas of each of two workers."""
     return (max(1, n // 2), max(1, n - n // 2))
@@ -408,14 +457,16 @@ def difference(actual, expected, where, tolerance):
     return next(filter(None, found), "")
 
 
-def run_within(program, seconds):
+def run_within(program, seconds, strategy_of=None):
     """Runs a program in a thread of its own, so that a hang is an outcome.
 
     It hangs if this process has used next to no processor time for so many seconds. A busy machine
     makes it slow, not idle.
     """
     outcome = [Outcome("hangs", "hangs", f"nothing happened for {seconds} s")]
-    thread = threading.Thread(target=lambda: outcome.insert(0, run_program(program)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: outcome.insert(0, run_program(program, strategy_of)), daemon=True
+    )
     thread.start()
     used = -math.inf
     while thread.is_alive() and time.process_time() - used > seconds / 200:

@@ -18,7 +18,7 @@ def setup(draft):
     if draft.is_compiled and draft.model.data in ("seq", "tok"):
         lengths = LENGTHS[k.choose("lengths", tuple(LENGTHS))]
         options += f", lengths={lengths}" * (len(lengths) > 1)
-    made = [f'batches = data.batches("{draft.model.data}", {sizes}, {options})', ""]
+    made = [f'batches = m.placed(data.batches("{draft.model.data}", {sizes}, {options}))', ""]
     late = k.maybe("mirror late", 0.3)
     made += ["def make_model():", "    model = m.convert(Net())"]
     if draft.has("lazy"):
@@ -39,7 +39,7 @@ def setup(draft):
         made.append("optimizer = optimizers[0]")
         made.append(f"scheduler = lr_scheduler.{draft.scheduler}")
     if draft.scaled:
-        made.append('scaler = m.GradScaler("cpu", init_scale=256.0, growth_interval=2)')
+        made.append("scaler = m.GradScaler(m.device.type, init_scale=256.0, growth_interval=2)")
     made += _averages(draft)
     return made
 

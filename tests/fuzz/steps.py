@@ -6,7 +6,7 @@ from tests.fuzz.optimizers import GRADIENT_EDITS
 CRITIC_STEP = [
     "def critic_loss(batch):",
     "    y = torch.as_tensor(batch['y'] if isinstance(batch, dict) else batch[1])",
-    "    real = critic(F.one_hot(y, 3).to(torch.get_default_dtype()))",
+    "    real = critic(torch.eye(3, device=y.device)[y])",
     "    return critic(predict(batch).detach()).mean() - real.mean()",
     "",
     "def critic_update(loss):",
@@ -64,18 +64,18 @@ def _loss(draft, call, out):
     if penalty:
         lines.append("x = x.detach().requires_grad_()")
     if draft.autocast:
-        lines.append('with torch.autocast("cpu", dtype=torch.bfloat16):')
+        lines.append("with torch.autocast(m.device.type, dtype=torch.bfloat16):")
         lines.append(f"    result = {call}")
     else:
         lines.append(f"result = {call}")
     lines.append(f"out = result{out}")
     kinds = ["F.cross_entropy(out, y)", "nn.CrossEntropyLoss()(out, y)",
-             "F.mse_loss(out, F.one_hot(y, 3).to(out.dtype))",
+             "F.mse_loss(out, torch.eye(3, dtype=out.dtype, device=y.device)[y])",
              "F.cross_entropy(out, y, label_smoothing=0.1)"]  # fmt: skip
     if draft.way == 1 and not draft.of_workers:
         kinds += ["F.cross_entropy(out, y, reduction='sum') / 10",
                   "F.cross_entropy(out, y, weight=torch.tensor([1.0, 2.0, 0.5], "
-                  "dtype=out.dtype))"]  # fmt: skip
+                  "device=out.device, dtype=out.dtype))"]  # fmt: skip
     if draft.model.per_token:
         lines.append("m.weigh((y >= 0).sum())")
         lines.append("loss = F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-1)")

@@ -13,6 +13,7 @@ from tests.fuzz.optimizers import OPTIMIZERS
 from tests.fuzz.programs import Knobs, program
 from tests.fuzz.run import Outcome, run_as_worker, run_program, run_within
 from tests.fuzz.shrink import shrunk
+from tests.gpu.fake_cupy import gpus_with_cupy
 from tests.pairs import EXHAUSTIVE
 
 IDLE_SECONDS = 90  # a program hangs that does nothing for so long
@@ -146,6 +147,37 @@ def test_every_option_of_workers_is_drawn():
         "compiled_step",
     ):
         assert any(words in source for source in sources), words
+
+
+# Simulated GPUs leave what one device leaves, in order of streams
+
+
+WHERE = ("shared", "distinct")
+NOT_ON_GPUS = {"numpy": 0, "compiled": 0}  # arrays are the host's; tests/gpu compiles steps
+GPU_SEEDS = [*zip(range(8000, 8010), WHERE * 5, strict=True)]
+MORE_GPU_SEEDS = [
+    pytest.param(seed, where, marks=EXHAUSTIVE if seed >= 8050 else ())
+    for seed in range(8010, 8150)
+    for where in WHERE
+]
+
+
+def check_on_gpus(seed, where):
+    drawn = program(seed, NOT_ON_GPUS)
+    with gpus_with_cupy(drawn.strategy["n"]):
+        outcome = run_within(drawn, IDLE_SECONDS, run.on_gpus(where))
+        assert outcome.is_right, f"{drawn.source}\n{outcome.kind}: {outcome.text}"
+
+
+@pytest.mark.parametrize(("seed", "where"), GPU_SEEDS)
+def test_a_program_on_gpus_trains_as_on_one_device(seed, where):
+    check_on_gpus(seed, where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "where"), MORE_GPU_SEEDS)
+def test_more_programs_on_gpus(seed, where):
+    check_on_gpus(seed, where)
 
 
 # Programs of compiled steps

@@ -29,13 +29,20 @@ _THREADS_PER_BLOCK = 2  # each is a thread of the system
 class FakeCupy:
     """What mirror asks of the module ``cupy``, and of the launcher, for simulated GPUs.
 
+    As the driver, it has a pool of local memory per GPU. A launch that makes the pool larger waits
+    for all work of the GPU: that is an error if there may be any.
+
     Attributes:
         launches: the names of the kernels, one for each collective.
+        local_bytes: the local memory of kernels, by name; 0 where it is not set.
+        pools: the local memory that has been reserved, by GPU.
     """
 
     def __init__(self, gpus: FakeGpus) -> None:
         self._gpus = gpus
         self.launches: list[str] = []
+        self.local_bytes: dict[str, int] = {}
+        self.pools: dict[int, int] = {}
         self._functions: list[tuple[str, torch.dtype]] = []
         self.module = ModuleType("cupy")
         self.module.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
@@ -52,12 +59,17 @@ class FakeCupy:
         def get_function(name):
             self._functions.append((name.removesuffix("_kernel"), dtype))
             pointer = SimpleNamespace(ptr=len(self._functions))
-            return SimpleNamespace(local_size_bytes=0, kernel=pointer)
+            local_bytes = self.local_bytes.get(self._functions[-1][0], 0)
+            return SimpleNamespace(local_size_bytes=local_bytes, kernel=pointer)
 
         return SimpleNamespace(get_function=get_function)
 
     def launch(self, launches, what):
         """Does what the driver does with all launches of a collective."""
+        for one in launches:
+            self._reserve(one.device, self._functions[one.function - 1][0])
+        if launches[0].arguments.contents.count == 0:
+            return  # each is alone, and ends at once
         (name, dtype) = self._functions[launches[0].function - 1]
         assert {self._functions[one.function - 1] for one in launches} == {(name, dtype)}
         self.launches.append(name)
@@ -85,6 +97,17 @@ class FakeCupy:
             None,
         )
         assert result == 0, name
+
+    def _reserve(self, device, name):
+        """Makes the pool of a device as large as the kernel needs it."""
+        if self.local_bytes.get(name, 0) <= self.pools.get(device, 0):
+            return
+        streams = self._gpus.streams
+        with streams.lock:
+            agents = [s.agent for (index, _), s in streams.everywhere.items() if index == device]
+            busy = [a for a in agents if not self._gpus.order.host.knows({a: a.now})]
+        assert not busy, f"the launch of {name} waits for {busy}"
+        self.pools[device] = self.local_bytes[name]
 
     def _touch(self, name, given, agents, begun, blocks):
         """Tells what the kernels read and write: their tensors, and parts of workspaces."""

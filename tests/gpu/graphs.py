@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_map_only
 
 from tests.gpu import tensors
 
-_WAITS = tensors._WAITS
-
 
 class External:
     """A tensor that a graph finds: as memory, which it does not keep."""
@@ -82,7 +80,7 @@ class FakeGraph:
 
     def record(self, func, args, kwargs, run):
         """Notes an operation; returns what it makes, without having done it."""
-        if func in _WAITS:
+        if tensors.waits(func, args):
             raise GraphError(f"operation not permitted when stream is capturing: {func}")
         wanted = kwargs.get("device")
         stream = self._graphs.gpus.streams.current_stream()

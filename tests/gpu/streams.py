@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 
 from tests.gpu.order import Agent, Order
+from tests.gpu.stalls import Stalls
 
 
 class Streams:
@@ -19,6 +20,7 @@ class Streams:
 
     Attributes:
         everywhere: all streams, by device and address.
+        stalls: of replicas whose thread waits for a GPU.
     """
 
     def __init__(self, num_devices: int, order: Order) -> None:
@@ -27,6 +29,7 @@ class Streams:
         self.everywhere: dict[tuple[int, int], FakeStream] = {}
         self._in_thread = threading.local()
         self.capturing: FakeStream | None = None
+        self.stalls = Stalls()
         for index in range(num_devices):
             FakeStream(self, index, "the default stream", address=0)
 
@@ -100,14 +103,26 @@ class Streams:
         if self.capturing is not None:
             self.order.violations.append(f"{what} spoils the capture on {self.capturing}")
 
+    def wait(self, clock: dict[Agent, int], what: str) -> bool:
+        """Has the host wait until all that a clock says is done; returns whether that stalls.
+
+        The caller calls ``stalls.stall`` where it holds no lock.
+        """
+        self.may_spoil(what)
+        with self.lock:
+            is_done = self.order.host.knows(clock)
+            self.order.host.learn(clock)
+        return not is_done
+
     def synchronize(self, device=None) -> None:
         """Has the host wait for a device."""
-        self.may_spoil("torch.cuda.synchronize()")
-        index = self.index_of(device)
-        with self.lock:
-            for (its, _), stream in self.everywhere.items():
-                if its == index:
-                    self.order.host.learn(stream.agent.snapshot())
+        index, is_stalled = self.index_of(device), False
+        for (its, _), stream in tuple(self.everywhere.items()):
+            if its == index:
+                clock = stream.agent.snapshot()
+                is_stalled |= self.wait(clock, "torch.cuda.synchronize()")
+        if is_stalled:
+            self.stalls.stall()
 
     def _mine(self) -> dict[int, FakeStream]:
         if not hasattr(self._in_thread, "streams"):
@@ -183,9 +198,8 @@ class FakeEvent:
             return host.knows(self.clock or {})
 
     def synchronize(self) -> None:
-        self._streams.may_spoil("Event.synchronize()")
-        with self._streams.lock:
-            self._streams.order.host.learn(self.clock or {})
+        if self._streams.wait(self.clock or {}, "Event.synchronize()"):
+            self._streams.stalls.stall()
 
     def elapsed_time(self, end: FakeEvent) -> float:
         if not (self._is_timed and end._is_timed):

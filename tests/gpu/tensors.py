@@ -6,34 +6,39 @@ and all. It takes the device from the call, runs the operation on the CPU at onc
 right; the checks find whether they would be with any delay of a GPU.
 
 The streams of a backward pass are those current in the thread that calls it; torch takes those of
-the forward operations and orders the two itself.
+the forward operations and orders the two itself. All its nodes run in that thread, in the order
+that autograd's threads of several GPUs may give them: ``autograd_queues.py``.
+
+A tensor of the CPU in an operation on a GPU is refused as torch does it. C++ makes some there that
+belong on the GPU: those that autograd's engine makes for itself are put on it when they are used.
+What Python code of a backward pass makes, in hooks and functions, is left where it is. A sparse
+tensor is where its values are.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.eval_frame
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.gpu.generators import call_drawing, draws
 from tests.gpu.order import Agent, Memory
 from tests.gpu.streams import Streams
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
-# The host reads their results, or the sizes of their results depend on values.
-_WAITS = {
-    aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default,
-    aten.nonzero.default, aten.masked_select.default, aten._unique2.default,
-}  # fmt: skip
 # These look at no element: views that their schemas do not call so.
 _LOOKS_AT_NOTHING = {
     aten._unsafe_view.default,
@@ -47,9 +52,48 @@ _COPIES = {
     torch.ops.prims.device_put.default: "device",
     torch.ops.prims.convert_element_type.default: "dtype",
 }
-_TAKES_CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
+# The lengths of packed sequences, and the sizes of their batches, are on the CPU.
+_PACK = aten._pack_padded_sequence.default
+_TAKES_CPU_SIZES = {
+    _PACK, aten._pack_padded_sequence_backward.default, aten._pad_packed_sequence.default,
+}  # fmt: skip
+# Their indices, the second argument, may be on the CPU.
+_TAKES_CPU_INDICES = {
+    aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
+    aten._index_put_impl_.default, aten._unsafe_index.Tensor, aten._unsafe_index_put.default,
+}  # fmt: skip
+# They read the value of a tensor of the CPU without a dimension, as operations of elements do.
+_TAKES_CPU_SCALARS = {
+    *_TAKES_CPU_INDICES, aten.fill.Tensor, aten.fill_.Tensor,
+    aten.masked_fill.Tensor, aten.masked_fill_.Tensor,
+    aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor,
+}  # fmt: skip
+# With a mask they look for its places first.
+_INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+_MASKS = (torch.bool, torch.uint8)
+# Of torch, the files of calls between an operation and a mode that sees it.
+_BELOW = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
+# What C++ asks of fake tensors: no operations.
+_QUESTIONS = ("prim::", "aten::sym_", "aten::is_", "aten::size", "aten::stride")
 _HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
+
+
+class _Thread(threading.local):
+    is_between_devices = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def between_devices():
+    """Copies of this thread go to the device that they name."""
+    before, _thread.is_between_devices = _thread.is_between_devices, True
+    try:
+        yield
+    finally:
+        _thread.is_between_devices = before
 
 
 def as_written(func, args, kwargs):
@@ -76,26 +120,38 @@ class Table:
         self._begins: dict[int, int] = {}  # addresses of memory, for what has no tensors
         self._references: dict[int, Any] = {}
         self._gone: deque[int] = deque()
+        self._of_autograd: dict[int, Any] = {}
         self._num_made = 0
 
     def place(self, tensor: Tensor) -> Place | None:
         """Returns where a tensor is; ``None`` for the CPU's usual memory."""
-        if not self._places or tensor.layout is not torch.strided:
+        if not self._places:
             return None
         with self._streams.lock:
             self._drain()
-            return self._places.get(_storage(tensor)._cdata)
+            for part in parts(tensor):
+                return self._places.get(_storage(part)._cdata)
+            return None
 
     def device(self, tensor: Tensor) -> torch.device | None:
         """Returns the device that a tensor claims to be on; ``None`` for its real one."""
         place = self.place(tensor)
         return None if place is None else place.device
 
+    def device_of_storage(self, storage: Any) -> torch.device | None:
+        """Returns the device of memory; ``None`` for the CPU's usual memory."""
+        with self._streams.lock:
+            self._drain()
+            place = self._places.get(storage._cdata)
+            return None if place is None else place.device
+
     def put(self, tensor: Tensor, device: torch.device, made_by: str) -> None:
         """Has a new tensor be on a GPU, or in pinned memory, where it is on the CPU."""
-        if tensor.layout is not torch.strided:
-            return
         self._drain()  # it may lie where another one did
+        for part in parts(tensor):
+            self._put(part, device, made_by)
+
+    def _put(self, tensor: Tensor, device: torch.device, made_by: str) -> None:
         home = None
         if device.type == "cuda":
             home = self._streams.current_stream(device).agent
@@ -112,6 +168,11 @@ class Table:
 
     def access(self, agent: Agent, tensor: Tensor, *, writes: bool, what: str) -> None:
         """Has the work just begun on a stream, or the host, touch a tensor."""
+        if self.place(tensor) is not None:
+            for part in parts(tensor):
+                self._access(agent, part, writes=writes, what=what)
+
+    def _access(self, agent: Agent, tensor: Tensor, *, writes: bool, what: str) -> None:
         place = self.place(tensor)
         if place is not None:
             begin = int(tensor.storage_offset())
@@ -129,6 +190,16 @@ class Table:
         """Does the same for bytes that a kernel has got the address of."""
         memory, offset = self.memory_at(address)
         self._order.access(agent, memory, offset, offset + num_bytes, writes=writes, what=what)
+
+    def leave_to_autograd(self, tensor: Tensor) -> None:
+        """Notes that autograd has made a tensor, on the device that it sees: the CPU."""
+        known = self._of_autograd
+        for storage in map(_storage, parts(tensor)):
+            key = storage._cdata
+            known[key] = weakref.ref(storage, partial(_forget, known, key))
+
+    def is_of_autograd(self, tensor: Tensor) -> bool:
+        return any(_storage(part)._cdata in self._of_autograd for part in parts(tensor))
 
     def memory_at(self, address: int) -> tuple[Memory, int]:
         """Returns the memory that an address is in, and where."""
@@ -151,9 +222,20 @@ class Mode(TorchDispatchMode):
     def __init__(self, table: Table, streams: Streams) -> None:
         super().__init__()
         self._table, self._streams, self._order = table, streams, streams.order
+        self._is_stalled = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = self._dispatch(func, types, args, kwargs)
+        if self._is_stalled:
+            self._is_stalled = False
+            self._streams.stalls.stall()
+        return out
+
+    def _dispatch(self, func, types, args, kwargs):
         kwargs = dict(kwargs or {})
+        if _is_composite(func):  # in inference mode: one of several operations
+            with self:
+                return func.decompose(*args, **kwargs)
         func, args, kwargs = as_written(func, args, kwargs)
         wanted = kwargs.get("device")
         if wanted is not None and wanted.type == "cuda":
@@ -161,9 +243,17 @@ class Mode(TorchDispatchMode):
             kwargs["device"] = _CPU
         is_pinned = bool(kwargs.pop("pin_memory", None))
         with self._streams.lock:
-            touched = self._touched(func, args, kwargs)
+            # With a GPU, as in empty_like, a tensor gives its shape alone. C++ code names the device
+            # that the tensor is physically on, and means that of the tensor.
+            is_copy = func is aten._to_copy.default
+            is_like = wanted is not None and wanted.type == "cuda" and not is_copy
+            touched = [] if is_like else self._touched(func, args, kwargs)
+            if is_copy and not _thread.is_between_devices:
+                # The backward of a cast names the device that the tensor is physically on.
+                if torch._C._current_graph_task_id() != -1 and self._table.place(args[0]):
+                    wanted = self._table.device(args[0])
             gpus = {p.device for _, _, p in touched if p is not None and p.device.type == "cuda"}
-            if func is aten._to_copy.default and wanted is not None:
+            if is_copy and wanted is not None:
                 return self.copied(args[0], wanted, func, kwargs)
             if func is aten.copy_.default and gpus:
                 self.copy(args[0], args[1], bool(args[2] if len(args) > 2 else False))
@@ -176,7 +266,7 @@ class Mode(TorchDispatchMode):
                 gpus.add(wanted)
             if len(gpus) > 1 and func._schema.name.startswith("aten::_foreach_"):
                 return self._one_by_one(func, types, args, kwargs)
-            self._refuse_strangers(func, touched, gpus)
+            self._refuse_strangers(func, args, kwargs, touched, gpus)
             if not gpus:
                 return self._on_host(func, args, kwargs, touched, is_pinned)
             return self._on_gpu(func, args, kwargs, touched, gpus.pop())
@@ -186,7 +276,7 @@ class Mode(TorchDispatchMode):
         size, made = len(args[0]), []
         for i in range(size):
             own = [[a[i]] if isinstance(a, (list, tuple)) and len(a) == size else a for a in args]
-            made.append(self.__torch_dispatch__(func, types, own, kwargs))
+            made.append(self._dispatch(func, types, own, kwargs))
         return None if made[0] is None else [out for (out,) in made]
 
     def copied(self, tensor: Tensor, device: torch.device, func, kwargs) -> Tensor:
@@ -216,14 +306,15 @@ class Mode(TorchDispatchMode):
         streams[0].agent.learn(stream.snapshot())
         if not non_blocking or (is_staged and places[0] is None):
             if len(gpus) == 1:
-                self._streams.may_spoil("a blocking copy")
-                host.learn(stream.snapshot())
+                self._wait(stream, "a blocking copy")
 
     def _on_host(self, func, args, kwargs, touched, is_pinned):
         if any(place is not None for _, _, place in touched) and not _is_view(func):
             what = f"{func._schema.name} in {_where()}"
             self._access(self._order.host, [(t, w) for t, w, _ in touched], what)
-        out = func(*args, **kwargs)
+        out = call_drawing(func, args, kwargs, _CPU) if draws(func) else func(*args, **kwargs)
+        if isinstance(out, Tensor) and _makes_new(func) and _is_called_by_autograd():
+            self._table.leave_to_autograd(out)
         if is_pinned:
             self._streams.may_spoil("pinning memory")
             self._table.put(out, _CPU, func._schema.name)
@@ -236,19 +327,24 @@ class Mode(TorchDispatchMode):
             return func(*args, **kwargs)
         uses = [(t, w) for t, w, p in touched if p is not None and p.device == device]
         self._access(stream, uses, what)
-        out = func(*args, **kwargs)
-        fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if fresh and _makes_new(func):
-            known = {_storage(t)._cdata for t, _, _ in touched if t.layout is torch.strided}
-            for tensor in fresh:
-                if tensor.layout is torch.strided and _storage(tensor)._cdata not in known:
+        known = {_storage(part)._cdata for t, _, _ in touched for part in parts(t)}
+        out = call_drawing(func, args, kwargs, device) if draws(func) else func(*args, **kwargs)
+        made = out[:1] if func is _PACK else out
+        fresh = [t for t in tree_leaves(made) if isinstance(t, Tensor)] if _makes_new(func) else []
+        # Work in place gives a sparse tensor new memory.
+        fresh += [t for t, writes, _ in touched if writes and t.layout is torch.sparse_coo]
+        if fresh:
+            for tensor in (part for t in fresh for part in parts(t)):
+                if _storage(tensor)._cdata not in known:
                     if self._table.place(tensor) is None:
                         self._table.put(tensor, device, func._schema.name)
                     self._table.access(stream, tensor, writes=True, what=what)
-        if func in _WAITS:
-            self._streams.may_spoil(func._schema.name)
-            self._order.host.learn(stream.snapshot())
+        if waits(func, args):
+            self._wait(stream, func._schema.name)
         return out
+
+    def _wait(self, stream: Agent, what: str) -> None:
+        self._is_stalled |= self._streams.wait(stream.snapshot(), what)
 
     def _access(self, agent: Agent, uses, what: str) -> None:
         self._order.enqueue(agent)
@@ -267,22 +363,25 @@ class Mode(TorchDispatchMode):
                 ]
         return touched
 
-    def _refuse_strangers(self, func, touched, gpus) -> None:
+    def _refuse_strangers(self, func, args, kwargs, touched, gpus) -> None:
         """Raises what torch raises for tensors of several devices; the CPU's scalars may be."""
-        if not gpus:
+        if not gpus or func in _TAKES_CPU_SIZES:
             return
         found = set(gpus)
-        if len(gpus) == 1 and torch._C._current_graph_task_id() != -1:
-            (gpu,) = gpus
-            # Zeros, for outputs without a gradient, are made where autograd takes them to be.
-            for tensor, _, place in touched:
-                if tensor.dim() > 0 and place is None:
-                    self._table.put(tensor, gpu, "autograd's")
-            return
-        if not func._schema.name.startswith(_TAKES_CPU_INDICES):
-            for tensor, _, place in touched:
-                if tensor.dim() > 0 and (place is None or place.device.type == "cpu"):
-                    found.add(_CPU)
+        may_be_anywhere = [kwargs.get("lr")]  # of fused optimizers
+        if func in _TAKES_CPU_INDICES:
+            may_be_anywhere += args[1]
+        for tensor, writes, place in touched:
+            is_value = tensor.dim() == 0 and not writes and _takes_cpu_scalars(func)
+            if is_value or (place is not None and place.device.type == "cuda"):
+                continue
+            if any(tensor is one for one in may_be_anywhere):
+                continue
+            if len(gpus) == 1 and self._table.is_of_autograd(tensor):
+                # Zeros, for outputs without a gradient, are made where autograd takes them to be.
+                self._table.put(tensor, next(iter(gpus)), "autograd's")
+            else:
+                found.add(_CPU)
         if len(found) > 1:
             names = ", ".join(sorted(map(str, found)))
             raise RuntimeError(
@@ -312,6 +411,49 @@ def _written_by_name(func) -> dict[str, bool]:
 
 
 @cache
+def _takes_cpu_scalars(func) -> bool:
+    is_of_lists = func._schema.name.startswith("aten::_foreach_")
+    return is_of_lists or func in _TAKES_CPU_SCALARS or torch.Tag.pointwise in func.tags
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether autograd's engine calls an operation, and no Python code of a hook or function."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and _is_between(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+@cache
+def _is_between(file: str) -> bool:
+    return file in _BELOW or _is_fake(file)
+
+
+@cache
+def _is_composite(func) -> bool:
+    name, key = func.name(), "CompositeImplicitAutograd"
+    if name.startswith(_QUESTIONS) or not torch._C._dispatch_has_kernel(name):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def waits(func, args) -> bool:
+    """Whether the host reads results of an operation, or their sizes depend on values."""
+    if not _may_wait(func):
+        return False
+    indices = args[1] if func in _INDEXED else ()
+    return func not in _INDEXED or any(i is not None and i.dtype in _MASKS for i in indices)
+
+
+@cache
+def _may_wait(func) -> bool:
+    tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+    return func in _INDEXED or any(tag in func.tags for tag in tags)
+
+
+@cache
 def _is_view(func) -> bool:
     return func.is_view or func in _LOOKS_AT_NOTHING
 
@@ -319,6 +461,20 @@ def _is_view(func) -> bool:
 @cache
 def _makes_new(func) -> bool:
     return any(r.alias_info is None for r in func._schema.returns)
+
+
+def parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors with memory that a tensor consists of: two of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is not torch.sparse_coo:
+        return ()
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return tensor._values(), tensor._indices()
+
+
+def _forget(known: dict[int, Any], key: int, _: Any) -> None:
+    known.pop(key, None)
 
 
 def _storage(tensor: Tensor) -> Any:
@@ -340,7 +496,11 @@ def _where() -> str:
 @cache
 def _shown(file: str) -> str | None:
     """Returns the name of a file of the project or its tests; ``None`` for those of the fakes."""
-    is_fake = file.startswith(_HERE) and not Path(file).name.startswith("test_")
-    if not file.startswith(_ROOT) or is_fake or "site-packages" in file:
+    if not file.startswith(_ROOT) or _is_fake(file) or "site-packages" in file:
         return None
     return file.removeprefix(_ROOT).lstrip("/")
+
+
+@cache
+def _is_fake(file: str) -> bool:
+    return file.startswith(_HERE) and not Path(file).name.startswith("test_")

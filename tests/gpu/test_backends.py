@@ -68,6 +68,20 @@ def test_a_backend_passes_the_suite_in_order(backend, place):
         assert bool(gpus.cupy.launches) == (backend in KERNELS)
 
 
+def test_local_memory_is_reserved_while_no_gpu_is_busy(caplog):
+    with gpus_with_cupy(2) as gpus:
+        communicator = comm.create("direct", names(2))
+        gpus.cupy.local_bytes = {"direct_one_shot": 16, "direct_two_shot": 40}
+        for _ in range(2):  # the self-test has loaded no kernel for bytes
+            tensors = [torch.full((3,), i, dtype=torch.uint8, device=f"cuda:{i}") for i in (0, 1)]
+            communicator.all_reduce(tensors)  # enqueued behind what fills them
+            assert [tensor.tolist() for tensor in tensors] == [[1, 1, 1], [1, 1, 1]]
+        assert gpus.cupy.pools == {0: 40, 1: 40}
+        (message,) = caplog.messages
+        assert "direct_one_shot on cuda:0 16, direct_two_shot on cuda:0 40" in message
+        communicator.close()
+
+
 @each_once(backend=KERNELS, n=[2, 4])
 def test_training_on_kernels_is_in_order(backend, n):
     expected = train(["cpu"] * n, "dataset")

@@ -1,5 +1,7 @@
 """The simulated GPUs themselves: streams, memory, and vector clocks."""
 
+import copy
+import io
 import threading
 
 import pytest
@@ -51,6 +53,163 @@ def test_tensors_of_two_devices_do_not_mix_but_for_scalars(gpus):
             x + other
     assert (x * torch.tensor(3.0)).tolist() == [3, 3]
     assert x[torch.tensor([0])].tolist() == [1]
+
+
+def on(device, *values):
+    return torch.tensor(values, device=device)
+
+
+# What CUDA refuses: tensors of two devices in one operation. x is on cuda:0, and c on the CPU.
+MIXED = {
+    "a sum that the CPU keeps": lambda x, c: c.sum().add_(x.sum()),
+    "a sum that another GPU keeps": lambda x, c: on("cuda:1", 0.0).add_(x.sum()),
+    "an output elsewhere": lambda x, c: torch.add(x, x, out=torch.empty(2)),
+    "a bias of the CPU": lambda x, c: torch.addmm(c.sum(), x[None], x[:, None]),
+    "a stack with the CPU's": lambda x, c: torch.stack([x.sum(), c.sum()]),
+    "rows chosen by the CPU": lambda x, c: torch.index_select(x, 0, torch.tensor([0])),
+    "added where the CPU says": lambda x, c: x.index_add_(0, torch.tensor([0]), x[:1]),
+    "the CPU's rows by a GPU's indices": lambda x, c: c[on("cuda:0", 0)],
+    "values of the CPU": lambda x, c: x.index_put_((torch.tensor([0, 1]),), c),
+    "a mask of the CPU": lambda x, c: x.masked_fill(c > 0, 0.0),
+    "targets of the CPU": lambda x, c: nn.functional.mse_loss(x, c),
+    "indices of an embedding": lambda x, c: nn.functional.embedding(torch.tensor([0]), x[None]),
+    "lists": lambda x, c: torch._foreach_add_([x, x], [c, c]),
+    "a fused step": lambda x, c: torch._fused_sgd_(
+        [x], [c], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False,
+        maximize=False, is_first_step=True,
+    ),
+    "a scale of the CPU": lambda x, c: torch._amp_foreach_non_finite_check_and_unscale_(
+        [x], torch.zeros(1), torch.ones(1)
+    ),
+    "a gradient of the CPU": lambda x, c: (x.requires_grad_() * 2).backward(c),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_tensors_of_two_devices_are_refused(kind, gpus):
+    with pytest.raises(RuntimeError, match=r"same device|expected device cuda:0 but got cpu"):
+        MIXED[kind](on("cuda:0", 1.0, 2.0), torch.tensor([1.0, 2.0]))
+
+
+# What CUDA takes of the CPU: indices, and values without a dimension.
+TAKEN = {
+    "indices": lambda x, c: x[torch.tensor([1, 0])],
+    "a mask": lambda x, c: x[c > 0],
+    "a value set": lambda x, c: x.index_put_((torch.tensor([0]),), c.sum()),
+    "a factor": lambda x, c: x * c.sum(),
+    "a choice": lambda x, c: torch.where(x > 0, c.sum(), x),
+    "a filling": lambda x, c: x.masked_fill(x > 5, c.sum()).fill_(c.sum()),
+    "a factor of a list": lambda x, c: torch._foreach_mul([x, x], c.sum())[0],
+}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_indices_and_values_may_be_the_cpus(kind, gpus):
+    out = TAKEN[kind](on("cuda:0", 1.0, 2.0), torch.tensor([1.0, 2.0]))
+    assert out.device == torch.device("cuda", 0)
+
+
+def test_a_hook_that_mixes_devices_is_refused_and_autograds_own_zeros_are_not(gpus):
+    x = on("cuda:0", 1.0, 2.0).requires_grad_()
+    y = x * 2
+    y.register_hook(lambda grad: grad * torch.ones(2))
+    with pytest.raises(RuntimeError, match="same device"):
+        y.sum().backward()
+    values, _ = torch.stack([x, x]).unbind()
+    values.sum().backward()
+    assert x.grad.device == x.device
+
+
+def test_gradients_of_casts_stay_on_their_device(gpus):
+    x = on("cuda:1", 1.0, 2.0).requires_grad_()
+    x.double().sum().backward()
+    assert (str(x.grad.device), x.grad.dtype) == ("cuda:1", torch.float32)
+
+
+def test_what_is_made_like_a_tensor_is_on_its_device(gpus):
+    x = on("cuda:1", 1.0, 2.0)
+    made = [x.new(3), x.new([1]), x.new_tensor([1.0]), torch.ones(2).type_as(x)]
+    with pytest.warns(UserWarning, match="copy construct"):
+        made.append(torch.tensor(x))
+    assert {str(t.device) for t in made} == {"cuda:1"}
+    assert (x.is_cpu, torch.ones(1).is_cpu) == (False, True)
+    image = torch.ones(2, 3, 4, 4).to("cuda:1", memory_format=torch.channels_last)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_copies_and_loaded_tensors_are_on_the_device_that_they_had(gpus):
+    x = on("cuda:1", 1.0, 2.0)
+    copied, file = copy.deepcopy(nn.Parameter(x)), io.BytesIO()
+    copied.data.zero_()
+    assert (str(copied.device), x.tolist()) == ("cuda:1", [1, 2])
+    torch.save({"x": x, "host": torch.ones(1)}, file)
+    for where, expected in ((None, "cuda:1"), ("cpu", "cpu"), ({"cuda:1": "cuda:0"}, "cuda:0")):
+        file.seek(0)
+        loaded = torch.load(file, map_location=where)
+        assert str(loaded["x"].device) == expected
+        assert (loaded["x"].tolist(), loaded["host"].is_cpu) == ([1, 2], True)
+    assert not [entry for entry in torch.serialization._package_registry if entry[0] < 5]
+
+
+def test_autocast_casts_and_leaves_the_cpu_as_it_was(gpus):
+    x = torch.ones(2, 2, device="cuda:0")
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cuda", dtype=dtype):
+            assert (x @ x).dtype == dtype
+            with torch.autocast("cuda", enabled=False):
+                assert (x @ x).dtype == torch.float32
+            assert (x @ x).dtype == dtype
+    assert (x @ x).dtype == torch.float32
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def test_sparse_tensors_are_where_their_values_are(gpus):
+    embedding = nn.Embedding(4, 2, sparse=True).to("cuda:1")
+    for _ in range(2):
+        embedding(on("cuda:1", 0, 2)).sum().backward()
+    grad = embedding.weight.grad
+    made = [grad, grad.coalesce(), grad.clone(), grad.mul_(2), grad._indices(), grad.to_dense()]
+    assert {str(t.device) for t in made} == {"cuda:1"}
+    assert grad.to("cuda:0").device == torch.device("cuda", 0)
+    with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
+        grad.to_dense()
+    flagged(gpus, "stream 1 of cuda:1")
+
+
+def test_lists_are_grouped_by_the_device_they_claim(gpus):
+    tensors = [on("cuda:0", 1.0), on("cuda:1", 2.0), on("cuda:0", 3.0)]
+    groups = torch.optim.Optimizer._group_tensors_by_device_and_dtype(
+        [tensors, tensors], with_indices=True
+    )
+    assert [str(device) for device, _ in groups] == ["cuda:0", "cuda:1"]
+    assert [indices for _, indices in groups.values()] == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.bincount(x.long()),
+        lambda x: x.index_put_((x > 0,), x[0]),
+        lambda x: torch.unique_consecutive(x),
+        lambda x: torch.save(x, io.BytesIO()),
+    ],
+)
+def test_what_depends_on_values_has_the_host_wait(asks, gpus):
+    side = torch.cuda.Stream("cuda:0")
+    with torch.cuda.stream(side):
+        x = on("cuda:0", 1.0, 2.0)
+        y = x + 1
+        asks(x)
+    y += 1  # on the other stream: the host has waited
+
+
+def test_in_inference_mode_what_is_made_is_on_the_device(gpus):
+    layer = nn.Linear(2, 2).to("cuda:1")
+    with torch.inference_mode():
+        out = layer(torch.ones(1, 2).to("cuda:1")).to(torch.float64)
+    assert (str(out.device), out.dtype) == ("cuda:1", torch.float64)
 
 
 def test_gradients_go_back_over_copies_between_devices(gpus):

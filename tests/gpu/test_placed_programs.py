@@ -151,7 +151,7 @@ def test_every_way_to_name_a_device_is_renamed(strategy):
 def test_streams_of_random_numbers_differ_at_every_position(strategy):
     def draw():
         generators = [torch.cuda.default_generators[d.index] for d in context().devices]
-        return [torch.rand(3, generator=g).tolist() for g in generators]
+        return [torch.rand(3, generator=g, device=g.device).tolist() for g in generators]
 
     first, second = strategy.local_results(strategy.run(draw))
     assert first[0] == first[1]  # as one program's on two devices that one seed has seeded

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror.device.streams import ReplicaStreams
@@ -169,11 +170,34 @@ def test_what_a_step_makes_and_draws_is_on_the_device_of_each_replica():
     )
 
 
+class Attention(nn.Module):
+    """Attention with dropout, computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 8)
+        self.attention = nn.MultiheadAttention(8, 2, 0.5, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        values = self.inner(x.view(-1, 4, 2))
+        return self.head(checkpoint(self.attend, values, use_reentrant=False).mean(1))
+
+    def attend(self, values):
+        return self.attention(values, values, values, need_weights=False)[0]
+
+
 @pytest.mark.slow
+# The first step, which is not compiled, draws and checkpoints.
+@pytest.mark.filterwarnings('ignore:schedule="staggered".*take turns')
 @pytest.mark.parametrize(
     ("names", "options"),
     [
         (["cuda:0"], {}),
+        (
+            ["cuda:0", "cuda:0", "cuda:1"],
+            {"make_model": Attention, "make_optimizer": without_momentum},
+        ),
         (["cuda:1", "cuda:0"], {"make_optimizer": lambda p: torch.optim.AdamW(p, 0.01)}),
         (
             ["cuda:0", "cuda:0", "cuda:1", "cuda:1"],
@@ -183,6 +207,29 @@ def test_what_a_step_makes_and_draws_is_on_the_device_of_each_replica():
 )
 def test_a_compiled_step_is_that_of_simulated_devices(names, options):
     check(names, **options)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_rate_that_is_a_tensor_of_one_gpu_is_that_of_all(capturable):
+    def with_tensor(parameters):
+        parameters = list(parameters)
+        rate = torch.tensor(0.1, device=parameters[0].device)
+        is_on_gpu = rate.device.type == "cuda"
+        return torch.optim.AdamW(parameters, rate, capturable=capturable and is_on_gpu)
+
+    def trained(names):
+        training = Training(names, make_optimizer=with_tensor, mode="trace")
+        losses = []
+        for seed in range(4):
+            losses.append(training.call(16, seed).item())
+            training.optimizer.param_groups[0]["lr"].mul_(0.5)
+        assert training.compiled.num_traces == 1
+        training.close()
+        return losses
+
+    expected = trained(["cpu", "cpu"])
+    with compiling_gpus(2):
+        assert trained(["cuda:0", "cuda:1"]) == pytest.approx(expected, rel=1e-5)
 
 
 def adamw(parameters):
@@ -284,11 +331,12 @@ def test_a_run_goes_on_with_the_same_losses_and_draws(tmp_path, wait):
             saved.checkpoint.save(tmp_path / "c", wait=wait)
             saved.checkpoint.wait()
             generators = torch.cuda.default_generators
-            draws = [torch.rand(2, generator=generator) for generator in generators]
+            draws = [torch.rand(2, generator=g, device=g.device) for g in generators]
             expected = saved.losses()
             assert other.checkpoint.restore(tmp_path / "c")["value"] is other.value
             assert (other.value.device, other.value.unique().item()) == (saved.value.device, 1)
             for generator, drawn in zip(generators, draws, strict=True):
-                assert torch.equal(torch.rand(2, generator=generator), drawn)
+                again = torch.rand(2, generator=generator, device=generator.device)
+                assert torch.equal(again, drawn)
             other.strategy.check_replicas()
             assert other.losses() == expected

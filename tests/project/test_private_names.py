@@ -17,7 +17,7 @@ SCALERS = {
     "_scale",
 }
 # Private in name alone; the prefixes are in torch's documentation of saved tensors.
-FREE = {"_BatchNorm", "_buffers", "_modules", "_parameters", "_version"}
+FREE = {"_BatchNorm", "_base", "_buffers", "_modules", "_parameters", "_version"}
 FREE_PREFIXES = ("_foreach_", "_saved_", "_raw_saved_")
 # Python's own, those of torchmetrics, and marks that mirror puts on functions.
 OTHERS = {

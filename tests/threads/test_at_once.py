@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import mirror
@@ -24,8 +25,8 @@ N = 3
 def test_recurrent_layers_of_replicas_that_run_at_once_use_their_own_weights(
     make_strategy, monkeypatch, kind
 ):
-    # In every call an RNN makes a list of its weights, an attribute of the module that replicas
-    # share, and reads it a moment later: what another replica had put there in between.
+    # Where forward computes a weight, an RNN makes a list of its weights in every call, and reads
+    # it a moment later: if it were one for all, what another replica had put there in between.
     monkeypatch.setattr(schedule, "LONG_TURN_SECONDS", -1.0)  # all start at once
     monkeypatch.setattr(schedule, "NUM_TURNS", 1)
     both_have_made_theirs = threading.Barrier(2, timeout=60)
@@ -36,7 +37,7 @@ def test_recurrent_layers_of_replicas_that_run_at_once_use_their_own_weights(
             if mirror.has_strategy():
                 both_have_made_theirs.wait()
 
-    plain = Met(3, 2, batch_first=True)
+    plain = weight_norm(Met(3, 2, batch_first=True), "weight_hh_l0")
     strategy = make_strategy(2, schedule="staggered")
     strategy.run(lambda: None)
     layer = strategy.mirror(copy.deepcopy(plain))
@@ -216,11 +217,13 @@ def test_checkpointing_around_a_split_call_is_the_same_where_replicas_might_run_
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_saving_the_random_state_among_replicas_at_once_fails_once(make_strategy, eager):
+def test_saving_the_random_state_among_replicas_at_once_waits_for_a_turn(make_strategy, eager):
     strategy = make_strategy(N, schedule="staggered")
     for _ in range(3):
         strategy.run(meet)
-    with pytest.raises(mirror.StrategyError, match=r"pass schedule='lockstep'"):
-        strategy.run(torch.get_rng_state)
+    before = torch.get_rng_state()
     states = strategy.run(torch.get_rng_state).values
-    assert all(torch.equal(state, states[0]) for state in states)
+    in_turns = make_strategy(N, schedule="lockstep").run(torch.get_rng_state).values
+    assert all(map(torch.equal, states, in_turns))
+    assert all(map(torch.equal, strategy.run(torch.get_rng_state).values, in_turns))
+    assert torch.equal(torch.get_rng_state(), before)

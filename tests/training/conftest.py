@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.one_memory import one_memory  # noqa: F401
 from tests.pairs import EXHAUSTIVE
 from tests.training.programs import Place, compare
 

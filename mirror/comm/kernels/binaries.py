@@ -42,6 +42,8 @@ ELEMENTS = {
     torch.int64: "long long",
     torch.uint8: "unsigned char",
 }
+# The most threads of a block.
+MAX_THREADS = 512
 # Op in csrc/portable.h, in the order of mirror.comm.communicator.OPS.
 _OPS = ("kSum", "kMin", "kMax", "kProd")
 _REDUCTIONS = {
@@ -69,6 +71,16 @@ class Unit(NamedTuple):
     num_replicas: int = 0
     island_size: int = 0
     rounds: bool = False
+
+    @property
+    def num_threads(self) -> int:
+        """The number of threads of a block of its kernels, which share 65,536 registers.
+
+        512 threads may have 128 registers each. Where some versions of NVRTC need more, and use
+        local memory instead, there are 256 threads with up to 255: for bytes, each of which is in
+        a register of its own while it is reduced, and where more than 8 replicas are read at once.
+        """
+        return 256 if self.element == "unsigned char" or self.num_replicas > 8 else MAX_THREADS
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -129,6 +141,7 @@ def unit_source(unit: Unit) -> str:
             f"MIRROR_ISLAND {unit.island_size}",
             f"MIRROR_ROUNDS {int(unit.rounds)}",
         ]
+    defined.append(f"MIRROR_THREADS {unit.num_threads}")
     head = "".join(f"#define {what}\n" for what in defined)
     return head + expand(f"{unit.source}.cu")
 

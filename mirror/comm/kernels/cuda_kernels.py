@@ -1,14 +1,16 @@
 """CudaDevices: GPUs that run the kernels of csrc/, through CuPy.
 
-This has not been run on a GPU yet. tests/comm/kernels/test_cuda_kernels.py has the tests for GPUs,
-and skips them with the reason; without a GPU, only the compiler is tested, on the same source.
+It has run on one GPU with several replicas, and not yet on several GPUs. Where there is no GPU,
+tests/comm/kernels/test_cuda_kernels.py skips its tests for GPUs with the reason; then only the
+compiler is tested, on the same source.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -19,7 +21,14 @@ from typing import Any
 import torch
 
 from mirror.comm.kernels import launcher
-from mirror.comm.kernels.binaries import Unit, binary, compile_all, source_folder, unit_of
+from mirror.comm.kernels.binaries import (
+    MAX_THREADS,
+    Unit,
+    binary,
+    compile_all,
+    source_folder,
+    unit_of,
+)
 from mirror.comm.kernels.launcher import (
     ABORTED,
     FLAG_BYTES,
@@ -31,12 +40,12 @@ from mirror.comm.kernels.launcher import (
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
 
-# kMaxThreads in csrc/collective.h.
-_THREADS_PER_BLOCK = 512
 # Other libraries that copy through registers use as many (NCCL's rings 16 to 32, vLLM 36). It is
 # not measured yet: benchmarks/gpu_blocks.py finds the best number for a machine.
 _DEFAULT_BLOCKS = 32
 _PEER_ACCESS_ALREADY_ENABLED = 704
+
+_logger = logging.getLogger("mirror")
 
 _KernelKey = tuple[str, torch.device]
 """The name of a kernel, and its device."""
@@ -49,10 +58,12 @@ class _Loaded:
     Attributes:
         kernel: CuPy's object, which keeps the module loaded.
         function: the driver's handle, a CUfunction.
+        local_bytes: the local memory of each of its threads.
     """
 
     kernel: Any
     function: int
+    local_bytes: int
 
 
 class CudaDevices:
@@ -66,12 +77,13 @@ class CudaDevices:
     the order of their numbers.
 
     Kernels wait for each other, so nothing may wait for one of them before all are launched. So
-    modules are loaded on every device, and all memory is allocated, before the first launch.
+    modules are loaded on every device, and all memory is allocated, before the first launch;
+    local memory, too: see ``_warm_up``.
     """
 
     # One pack per thread. With more, a thread waits for memory several times while other
     # multiprocessors are free; with less, threads are idle.
-    bytes_per_block = 16 * _THREADS_PER_BLOCK
+    bytes_per_block = 16 * MAX_THREADS
 
     def __init__(
         self,
@@ -130,7 +142,8 @@ class CudaDevices:
         arguments.errors = self._errors.data_ptr()
         arguments.scratch_bytes = self._scratch_bytes
         arguments.state_blocks = self.max_blocks
-        compiled = _load(unit_of(kernel, dtype, arguments), tuple(self._rows))
+        unit = unit_of(kernel, dtype, arguments)
+        compiled = _load(unit, tuple(self._rows))
         launches = []
         for device, rows in self._rows.items():
             arguments.rows[: len(rows)] = rows
@@ -142,7 +155,7 @@ class CudaDevices:
                     device=device.index,
                     blocks=blocks,
                     rows=len(rows),
-                    threads=_THREADS_PER_BLOCK,
+                    threads=unit.num_threads,
                     is_cooperative=len(rows) > 1,
                 )
             )
@@ -203,11 +216,53 @@ def _load(unit: Unit, devices: tuple[torch.device, ...]) -> dict[_KernelKey, _Lo
             with torch.cuda.device(device):
                 # Reading an attribute loads the kernel now. At the launch, the device might be
                 # busy with a kernel that waits for this one.
-                if kernel.local_size_bytes > 0:
-                    raise BackendError(f"the compiler gave {name} local memory; report this")
+                local_bytes = kernel.local_size_bytes
                 # `.kernel` is the function on the current device.
-                kernels[name, device] = _Loaded(kernel, kernel.kernel.ptr)
+                kernels[name, device] = _Loaded(kernel, kernel.kernel.ptr, local_bytes)
+    _warm_up(unit, {key: kernel for key, kernel in kernels.items() if kernel.local_bytes > 0})
     return kernels
+
+
+def _warm_up(unit: Unit, kernels: Mapping[_KernelKey, _Loaded]) -> None:
+    """Launches kernels of a unit that have local memory, once, without elements; warns of them.
+
+    [Note: Local memory]
+    Problem: a GPU has one pool of local memory. The first launch that needs more per thread than
+    any before it makes the pool larger, and waits until the GPU is idle. If a kernel spins there
+    whose peer this thread launches later, neither continues before the deadline.
+    Rule: the first launch of such a kernel is not part of a collective. Without elements it ends
+    at once, and moves no flag or counter (MIRROR_KERNEL_OF in csrc/collective.h). All that was
+    enqueued before, by any library, is done: the GPUs are synchronized. What another thread has
+    enqueued since ends by itself if it is ours: launches take turns (``launch_order``), so a
+    collective is on all its GPUs. Kernels of another library that another thread launches in
+    between, and whose peers wait for this launch, are not excluded.
+    """
+    if not kernels:
+        return
+    for device in dict.fromkeys(device for _, device in kernels):
+        torch.cuda.synchronize(device)
+    no_elements = KernelArguments()
+    launches = [
+        Launch(
+            function=kernel.function,
+            stream=torch.cuda.current_stream(device).cuda_stream,
+            arguments=ctypes.pointer(no_elements),
+            device=device.index,
+            blocks=_processors(device),  # as many as a collective has at most
+            rows=1,
+            threads=unit.num_threads,
+        )
+        for (_, device), kernel in kernels.items()
+    ]
+    launch(launches, "kernels with local memory")
+    _logger.warning(
+        "the CUDA compiler gave kernels local memory, which may make them slower: %s bytes per "
+        "thread. They were launched once without data, so that the driver reserves this memory "
+        "while no collective waits. Another version of NVRTC may need none: pip install --upgrade "
+        "nvidia-cuda-nvrtc, or nvidia-cuda-nvrtc-cu12; report this with its version and %s",
+        ", ".join(f"{name} on {d} {one.local_bytes}" for (name, d), one in kernels.items()),
+        unit,
+    )
 
 
 def _processors(device: torch.device) -> int:
@@ -222,11 +277,15 @@ def _capability(device: torch.device) -> int:
 
 def _enable_peer_access(pairs: Sequence[tuple[torch.device, torch.device]]) -> None:
     """Enables access of the first device of each pair to the second one's memory."""
+    one_way = [(one, other) for one, other in pairs if (other, one) not in pairs]
+    assert not one_way, f"peers must access each other's memory; one way alone: {one_way}"
     runtime: ModuleType = import_module("cupy").cuda.runtime
     for one, other in dict.fromkeys(pairs):
         if one == other or not torch.cuda.can_device_access_peer(one, other):
             continue
-        # A copy makes torch enable access to memory that its allocator maps (expandable segments).
+        # A copy makes torch enable access to memory that its allocator maps (expandable segments):
+        # of the device that has the source to the other's memory. That is the opposite direction,
+        # and of use because the opposite pair is there as well.
         torch.ones(1, device=other).to(one)
         with torch.cuda.device(one):
             try:

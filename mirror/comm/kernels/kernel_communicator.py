@@ -67,8 +67,8 @@ class KernelCommunicator(Communicator):
     share one launch. A wait ends at its deadline. On simulated devices the same collective then
     raises ``CollectiveTimeoutError``, on GPUs the next one.
 
-    **The GPU path needs a GPU to be tested, and has not yet been run on one**; a self-test on the
-    same devices, which moves data, must pass before its first use.
+    **It has run with several replicas on one GPU, and not yet on several GPUs**; there a self-test
+    on the same devices, which moves data, must pass before its first use.
 
     Attributes:
         source: the file in csrc/ with the kernels.
@@ -134,7 +134,10 @@ class KernelCommunicator(Communicator):
     @classmethod
     @abstractmethod
     def linked_pairs(cls, num_replicas: int) -> list[tuple[int, int]]:
-        """Returns the pairs of replicas where the first must access the second's memory."""
+        """Returns the pairs of replicas where the first must access the second's memory.
+
+        With a pair, its reverse is among them: flags go both ways.
+        """
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:

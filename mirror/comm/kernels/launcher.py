@@ -1,7 +1,7 @@
 """Launches the kernels of one collective on all GPUs, by one call of a C++ library.
 
-csrc/host/launch.cpp explains why Python does not launch them in turn. This has not yet been run on
-a GPU; the tests run the same library with a driver of their own.
+csrc/host/launch.cpp explains why Python does not launch them in turn. This has run on one GPU, and
+not yet on several; the tests run the same library with a driver of their own.
 
 It also packs the arguments of the kernels in csrc/, and computes the sizes of their workspaces.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from mirror.comm.collective_lock import launch_order
 from mirror.comm.registry import unusable_reason
 from mirror.errors import BackendError
 
@@ -85,7 +86,7 @@ class Launch(ctypes.Structure):
 
 
 def launch(launches: Sequence[Launch], what: str) -> None:
-    """Launches kernels in order; releases the GIL.
+    """Launches kernels in order, before those of another collective; releases the GIL.
 
     Args:
         what: the name of the kernels, for messages.
@@ -95,7 +96,9 @@ def launch(launches: Sequence[Launch], what: str) -> None:
     """
     failed = ctypes.c_int()
     array = (Launch * len(launches))(*launches)
-    result = library().mirror_launch(array, len(launches), ctypes.byref(failed))
+    result: int = launch_order.mutex.call(
+        library().mirror_launch, array, len(launches), ctypes.byref(failed)
+    )
     if result != 0:
         text = library().mirror_driver_error(result).decode()
         raise BackendError(

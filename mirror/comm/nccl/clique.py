@@ -23,6 +23,7 @@ from time import monotonic, sleep
 
 import torch
 
+from mirror.comm.collective_lock import launch_order
 from mirror.comm.nccl.communicators import (
     Communicators,
     RankRange,
@@ -53,8 +54,8 @@ class _CallRefused(Exception):
 class Clique:
     """One communicator per replica; in one process, replica ``i`` is rank ``i``.
 
-    Any thread may call it; operations are serialized. Two cliques over the same GPUs must not be
-    called from two threads at once, since their kernels might wait for each other.
+    Any thread may call it; operations are serialized. Cliques over the same GPUs may be called
+    from several threads: ``launch_order`` gives their collectives one order on all GPUs.
     """
 
     def __init__(
@@ -120,9 +121,12 @@ class Clique:
                         function, *arguments, handles[replica_id], streams[replica_id]
                     )
 
-            with self._mutex:
-                result = self._group(enqueue, self._call_locked)
-            self._settle(result)
+            def launch() -> None:
+                with self._mutex:
+                    result = self._group(enqueue, self._call_locked)
+                self._settle(result)
+
+            launch_order.mutex.call(launch)
             num_replicas = len(self._devices)
             # See communicators.py.
             first = num_replicas - 1 if are_joint(calls, num_replicas) else 0

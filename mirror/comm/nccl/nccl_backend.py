@@ -66,8 +66,8 @@ class NcclCommunicator(Communicator):
     NCCL or torch decides the order of a sum. All replicas get the same bits, but the bits depend
     on which tensors are reduced together.
 
-    **It has not yet been run on a GPU**; a self-test on the same devices must pass before its
-    first use.
+    **It has run with one rank on one GPU, and not yet on several GPUs**; a self-test on the same
+    devices must pass before its first use.
     """
 
     waits = True

@@ -20,8 +20,10 @@ from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.compiler.torch_internals import (
     inductor_decompositions,
     is_fake,
+    is_operation,
     kernel_decompositions,
     make_fake,
+    schema_of,
     trace_graph,
 )
 
@@ -81,6 +83,22 @@ def trace_functional(
         found_nodes[id(value)] = holder
     graph.recompile()
     return graph, [*known, *found]
+
+
+def written_inputs(graph: fx.GraphModule, inputs: list[StepInput]) -> list[StepInput]:
+    """Returns the inputs that a graph with writes changes, themselves or through a view."""
+    holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    by_holder = dict(zip(holders, inputs, strict=True))
+    found: dict[fx.Node, None] = {}
+    for node in graph.graph.nodes:
+        if not is_operation(node.target) or not schema_of(node.target).is_mutable:
+            continue
+        for i, argument in enumerate(schema_of(node.target).arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+                targets = value if isinstance(value, (list, tuple)) else [value]
+                found |= {base_of_view(t): None for t in targets if isinstance(t, fx.Node)}
+    return [by_holder[node] for node in found if node in by_holder]
 
 
 def functional(

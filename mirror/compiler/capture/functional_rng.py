@@ -5,18 +5,27 @@ its program. So each replica gets one seed per call, drawn from the CPU's genera
 order. Every draw in the step has a number, and its values depend on the seed and this number only.
 The same ``torch.manual_seed`` and the same number of replicas give the same values. An uncompiled
 step draws different numbers.
+
+In a step, a generator's state is the number of the next draw, on every device. Activation
+checkpointing saves it before a layer and restores it to compute the layer again: the layer then
+drops the same elements. A step that seeds a generator, or restores a state from outside, raises
+CompileError.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mirror.compiler.torch_internals import schema_of
+from mirror.devices import RANDOM_MODULES
 from mirror.errors import CompileError
 
 aten = torch.ops.aten
@@ -30,13 +39,14 @@ class FunctionalRng:
         refusal: makes the error for what cannot be drawn so.
 
     Attributes:
-        count: how many places have drawn.
+        count: how many draws have numbers of their own.
     """
 
     def __init__(self, seed: Tensor, refusal: Callable[..., CompileError]) -> None:
         self._seed = seed
         self._refusal = refusal
-        self.count = 0
+        self.count = self._next = 0
+        self._states: list[tuple[Tensor, int]] = []  # that were saved, and the next draw then
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns the result of a random function of torch, drawn by the seed."""
@@ -49,7 +59,7 @@ class FunctionalRng:
         draw = _DRAWS.get(func)
         if draw is not None:
             return draw(self, *args, **kwargs)
-        if _draws_nothing(func, args, kwargs):
+        if draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         raise self._refusal(
             f"{func.overloadpacket.__name__}",
@@ -59,7 +69,8 @@ class FunctionalRng:
 
     def draw_for(self, mode: str, like: Tensor | None, size: Any = None, **options: Any) -> Tensor:
         """Returns ``torch.rand`` or ``torch.randn``, of this number."""
-        number, self.count = self.count, self.count + 1
+        number, self._next = self._next, self._next + 1
+        self.count = max(self.count, self._next)
         size = like.shape if like is not None and size is None else size
         found: Tensor = torch.ops.mirror.draw(list(size), self._seed, number, mode)
         dtype = options.get("dtype") or (
@@ -67,6 +78,68 @@ class FunctionalRng:
         )
         device = options.get("device") or (like.device if like is not None else None)
         return found.to(dtype=dtype) if device is None else found.to(device=device, dtype=dtype)
+
+    @contextmanager
+    def following_states(self, is_traced: Callable[[], bool]) -> Iterator[None]:
+        """Within the block, states of generators are numbers of draws: see the head of this file.
+
+        Args:
+            is_traced: whether this thread traces the step.
+        """
+        wrappers: dict[str, Callable[..., Any]] = {
+            "get_rng_state": self._save,
+            "set_rng_state": self._restore,
+            **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), self._refuse),
+        }
+        before = [
+            (module, name, vars(module)[name])
+            for module in RANDOM_MODULES
+            for name in wrappers
+            if name in vars(module)
+        ]
+        for module, name, original in before:
+            setattr(module, name, _in_trace(original, wrappers[name], is_traced))
+        try:
+            yield
+        finally:
+            for module, name, original in before:
+                setattr(module, name, original)
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        state: Tensor = original(*args, **kwargs)
+        self._states.append((state, self._next))
+        return state
+
+    def _restore(
+        self, original: Callable[..., Any], new_state: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        for state, number in self._states:
+            if state is new_state:
+                self._next = number
+                return
+        self._refuse(original)
+
+    def _refuse(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        raise self._refusal(
+            f"{original.__module__}.{original.__name__}",
+            "sets a generator, and a compiled step draws from seeds that are its inputs",
+            "call torch.manual_seed before the step, or pass fallback='eager'",
+        )
+
+
+def _in_trace(
+    original: Callable[..., Any], replacement: Callable[..., Any], is_traced: Callable[[], bool]
+) -> Callable[..., Any]:
+    """Returns a function that calls ``replacement`` if a step calls it, and torch's own if not."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if is_traced() and not caller.startswith("torch._"):  # the compiler's own care
+            return replacement(original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    return call
 
 
 def _rand(draws: FunctionalRng, size: Any, **options: Any) -> Tensor:
@@ -220,15 +293,15 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
 }
 
-# Arguments of functions that draw in some calls only: attention, recurrent layers, rrelu.
+# Arguments by which functions draw in some calls only: attention, recurrent layers, rrelu.
 _PROBABILITIES, _SWITCHES = ("dropout_p", "dropout"), ("train", "training")
 
 
-def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws nothing, as its probability of dropout says, or its mode.
+def draws_nothing(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws nothing, because its dropout is 0 or it does not train.
 
-    By the names in the schema: there are eight kinds of attention, and their backward passes,
-    which torch marks as random, too.
+    The names in the schema tell: torch marks about twenty operations of attention as random,
+    backward passes among them, and each release has others.
     """
     given = {
         argument.name: args[i]
@@ -238,5 +311,5 @@ def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     }
     if any(given.get(name) is False for name in _SWITCHES):
         return True
-    found = [given[name] for name in _PROBABILITIES if name in given]
-    return bool(found) and not any(found)
+    probabilities = [given[name] for name in _PROBABILITIES if name in given]
+    return bool(probabilities) and not any(probabilities)

@@ -1,15 +1,18 @@
 """Recurrent networks in a trace: a call for each layer, with the dropout between them.
 
 A trace sees ``torch.lstm``, ``torch.gru`` and the like as torch's decomposition in Python, which
-leaves out the dropout between layers. The LSTMs of the CPU call their kernel instead.
+leaves out the dropout between layers. The LSTMs of the CPU call their kernel instead. On GPUs no
+trace calls cuDNN, so the weights need not lie in one buffer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mirror.compiler.fused_lstm import call_lstm, can_fuse
 
@@ -18,6 +21,30 @@ _NAMES = (
     *("input", "hx", "params", "has_biases", "num_layers"),
     *("dropout", "train", "bidirectional", "batch_first"),
 )
+
+
+@contextmanager
+def keeping_weights(is_traced: Callable[[], bool]) -> Iterator[None]:
+    """Within the block, a traced step's ``flatten_parameters`` does nothing.
+
+    It compares addresses, which placeholders lack, and moves the weights for cuDNN. A layer calls
+    it by itself where its weights are other tensors than before, as placeholders are.
+
+    Args:
+        is_traced: whether this thread traces the step.
+    """
+    kind: Any = nn.RNNBase
+    flatten = kind.flatten_parameters
+
+    def flatten_parameters(layer: nn.RNNBase) -> None:
+        if not is_traced():
+            flatten(layer)
+
+    kind.flatten_parameters = flatten_parameters
+    try:
+        yield
+    finally:
+        kind.flatten_parameters = flatten
 
 
 def call_layers(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

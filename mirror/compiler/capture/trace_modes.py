@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from mirror.base.torch_private import PASS, current_autograd_node
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.recurrent_layers import RECURRENT, call_layers
+from mirror.compiler.capture.seeded_attention import ATTENTION, call_attention
 from mirror.compiler.capture.traced_numbers import TracedNumbers, has_traced
 from mirror.compiler.step_errors import current_line, find_asking_layer, is_called_by
 from mirror.compiler.torch_internals import (
@@ -98,13 +99,14 @@ class Operations(DispatchMode):
         weight: the placeholder of the replica's weight.
 
     Attributes:
-        captured: the tensors used that are neither inputs nor made in the step, by ``id``.
+        captured: the tensors used that are neither inputs nor made in the step, by ``id``, each
+            with the line of its first use.
     """
 
     def __init__(self, draws: FunctionalRng, weight: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weight = weight
-        self.captured: dict[int, Tensor] = {}
+        self.captured: dict[int, tuple[Tensor, str]] = {}
         self._draws = draws
 
     def __torch_dispatch__(
@@ -144,7 +146,8 @@ class Operations(DispatchMode):
                 "is neither mirrored nor made in the step",
                 "make its module in strategy.scope(), or use it under torch.no_grad()",
             )
-        self.captured[id(tensor)] = tensor
+        if id(tensor) not in self.captured:
+            self.captured[id(tensor)] = tensor, current_line()
 
     def _check_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for i, argument in enumerate(schema_of(func).arguments):
@@ -213,6 +216,8 @@ class Functions(TorchFunctionMode):
                 return None
         if func in RECURRENT:
             return call_layers(func, args, kwargs)
+        if func in ATTENTION:
+            return call_attention(func, args, kwargs)
         if self._numbers.sources and has_traced((args, kwargs)):
             return self._numbers.call(func, args, kwargs)
         return func(*args, **kwargs)

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.placeholders import Placeholders
+from mirror.compiler.capture.recurrent_layers import keeping_weights
 from mirror.compiler.capture.trace_modes import Functions, Operations, refusal
 from mirror.compiler.capture.traced_gradients import TracedGradients, zero_grad_unconditionally
 from mirror.compiler.capture.traced_numbers import TracedNumbers
@@ -93,6 +94,7 @@ class Tracer:
         failed_in_optimizer: whether an optimizer's step could not be traced.
         weight: the replica's weight, if the step sets it.
         scalers: the gradient scalers that it uses.
+        captured: see ``Operations``.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Tracer:
         self.weight: Tensor | None = None
         self._share: Tensor | None = None
         self.scalers: list[Any] = []
+        self.captured: dict[int, tuple[Tensor, str]] = {}
         self._skips: dict[int, Tensor] = {}  # by id of the optimizer
         self._before: dict[int, list[Any]] = {}
 
@@ -158,10 +161,11 @@ class Tracer:
             stack.callback(self.swaps.end)
             stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
-            stack.enter_context(
-                Operations(self.draws, self._placeholders.get_only(InputKind.WEIGHT))
-            )
+            weight = self._placeholders.get_only(InputKind.WEIGHT)
+            self.captured = stack.enter_context(Operations(self.draws, weight)).captured
             stack.enter_context(functions.intercepting(self._is_followed))
+            stack.enter_context(self.draws.following_states(self._is_followed))
+            stack.enter_context(keeping_weights(self._is_followed))
             stack.enter_context(functions)
             try:
                 push_context(self._replicas.strategy, replica)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from mirror.compiler.capture.functional_graph import trace_functional
+from mirror.compiler.capture.functional_graph import trace_functional, written_inputs
 from mirror.compiler.capture.placeholders import Placeholders
 from mirror.compiler.capture.side_effects import UnchangedSurroundings
 from mirror.compiler.capture.traced_numbers import TracedNumbers, is_traced_number
@@ -172,6 +172,7 @@ class _Try:
         graph, inputs = trace_functional(
             lambda: self._call_step(args), placeholders.mode, placeholders.inputs
         )
+        self._refuse_overlaps(inputs, written_inputs(graph, inputs))
         returned = leaves_of(self._result)
         is_tensor = [isinstance(leaf, Tensor) for leaf in returned]
         gradients = tracer.gradients
@@ -204,6 +205,35 @@ class _Try:
             sets_weight=tracer.weight is not None,
             scalers=list(tracer.scalers),
         )
+
+    def _refuse_overlaps(self, inputs: Sequence[StepInput], written: Sequence[StepInput]) -> None:
+        """Refuses a tensor that lies in the memory of a parameter or buffer that is written.
+
+        To the graph the two have nothing in common: a program may read one before it writes the
+        other, or write both.
+        """
+        changed = set(map(id, written))
+        spans = [
+            _Span(tensor, one.of, "", i, id(one) in changed)
+            for i, one in enumerate(inputs)
+            if one.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+            for tensor in one.of.tensors()
+        ]
+        for tensor, line in self.tracer.captured.values():
+            spans.append(_Span(tensor, None, f"{line}: "))
+        spans.sort(key=lambda span: span.begin)
+        widest = None
+        for span in spans:
+            if widest is None or span.begin >= widest.end:
+                widest = span
+                continue
+            if (span.is_written or widest.is_written) and span.number != widest.number:
+                raise CompileError(
+                    f"the step cannot be compiled: {span.line or widest.line}{span} and "
+                    f"{widest} lie in the same memory, which the step writes; use one object "
+                    "for both (b.weight = a.weight), or pass fallback='eager'"
+                )
+            widest = max(widest, span, key=lambda one: one.end)
 
     def _placeholder_for(self, index: int, leaf: Any, is_own: bool) -> Any:
         """Returns the placeholder of a leaf of the arguments."""
@@ -270,6 +300,38 @@ def _as_tensor(leaf: Any) -> Any:
         found: Tensor = leaf.numbers.tensor(leaf, dtype)
         return found.clone()
     return torch.scalar_tensor(leaf, dtype=dtype)
+
+
+class _Span:
+    """Where a tensor's elements lie.
+
+    Attributes:
+        begin, end: the first address, and the one after the last; both 0 if it has no memory.
+        place: the parameter or buffer; ``None`` for other tensors.
+        line: the line that uses it, with a colon; empty for parameters and buffers.
+        number: that of the parameter or buffer; -1 for other tensors.
+        is_written: whether the step writes it.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        place: StateTensor | None,
+        line: str,
+        number: int = -1,
+        is_written: bool = False,
+    ) -> None:
+        self.place, self.line, self.number, self.is_written = place, line, number, is_written
+        self._shape = tuple(tensor.shape)
+        self.begin = self.end = 0
+        if tensor.layout is torch.strided and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            self.begin = tensor.data_ptr()
+            self.end = self.begin + (last + 1) * tensor.element_size()
+
+    def __str__(self) -> str:  # a name takes long to find
+        return f"a tensor of shape {self._shape}" if self.place is None else repr(self.place.name)
 
 
 def layout(tensor: Tensor) -> tuple[bool, bool]:

@@ -228,7 +228,11 @@ class Bindings:
             if isinstance(rate, Tensor) or rate != self._last_rates[i]:
                 self._last_rates[i] = rate
                 for leader in self.leaders:
-                    self._templates[leader][slot].fill_(rate)
+                    own = self._templates[leader][slot]
+                    if isinstance(rate, Tensor):
+                        own.copy_(rate)  # which may come from another GPU; fill_ would wait
+                    else:
+                        own.fill_(rate)
         counted = (active, weights, count)
         if counted != self._counted:
             self._counted = counted

@@ -12,9 +12,10 @@ Inside ``run``, GradSend merges the replicas and computes the result. Outside, o
 through all replicas and must not wait: GradSend stores its gradient, and GradReduce needs those of
 all replicas. The engine takes ready nodes by descending sequence number. So GradReduce gets a
 number below every other node's, ascending from collective to collective: when it runs, a GradSend
-that has not run is not part of the pass, and its gradient is zero. That holds in one thread only:
-autograd's threads, one for each GPU, have an order each. So ``grad_tracker.py`` runs such a pass
-in the calling thread.
+that has not run is not part of the pass, and its gradient is zero. That order exists in one thread
+only, so the pass stays in the calling thread: [Note: Autograd's threads]. Numbers are counted per
+thread: a thread's number is advanced past those of GradReduce where its next nodes may join the
+replicas. If a gradient still arrives after the sum, the pass raises StrategyError.
 
 With several workers, each makes that pass from its own loss. The first GradReduce of a collective
 exchanges the workers' weighted sums. The order of collectives is the same on all workers.
@@ -38,18 +39,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mirror.base.mutex import Mutex
-from mirror.base.torch_private import current_graph_task_id, sequence_number, set_sequence_number
+from mirror.base.torch_private import (
+    current_graph_task_id,
+    queue_callback,
+    sequence_number,
+    set_sequence_number,
+)
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
+from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, replica_of
 from mirror.execution.runner import Runner
+from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.over_workers import Participants, weighted_sum_over_workers
 from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.multi_worker.pass_weights import zeros_to_differentiate
@@ -89,16 +99,30 @@ class SequenceNumbers:
                 if sequence_number(node) > self._latest:
                     return
 
-    def are_in_use(self) -> bool:
-        """Whether a backward pass may go through a collective."""
-        return self._is_in_use and self._lock.call(self._has_live)
-
     def _has_live(self) -> bool:
         self._is_in_use = len(self._live) > 0
         return self._is_in_use
 
 
 order = SequenceNumbers()
+
+
+class Arrivals:
+    """What one backward pass outside ``run`` has brought to a collective.
+
+    Attributes:
+        grads: the gradients that GradSend has stored, by replica.
+        streams: on GPUs, the streams on which the gradients were computed. The engine makes the
+            stream of a node's own GPU current, and GradReduce reads the gradients of all.
+        is_summed: whether a GradReduce has used them.
+        totals: their sums over all workers, if there are several.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.grads: dict[int, tuple[Tensor, ...]] = {}
+        self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
+        self.is_summed = False
+        self.totals: list[Tensor] | None = None
 
 
 class CollectiveState:
@@ -108,16 +132,39 @@ class CollectiveState:
         active: the replicas of this worker that take part.
         participants: the replicas of all workers that take part.
         number: the sequence number of its GradReduce nodes.
-        arrived: the gradients that GradSend has stored, by graph task and replica.
+        arrived: by graph task, what its pass has brought.
     """
 
     def __init__(self, active: Sequence[int], participants: Participants) -> None:
         self.active = tuple(active)
         self.participants = participants
-        self.number = order.enter(self) if participants.differentiable else 0
-        self.arrived: dict[int, dict[int, tuple[Tensor, ...]]] = {}
-        self._adding = Mutex()
-        self._added: tuple[int, list[Tensor]] | None = None
+        self.number = 0
+        if participants.differentiable:
+            self.number = order.enter(self)
+            serial_graphs.add(self)
+        self.arrived: dict[int, Arrivals] = {}
+
+    def store(self, replicas: Replicas, replica_id: int, grads: tuple[Tensor, ...]) -> None:
+        """Stores a replica's gradients until the pass outside ``run`` ends.
+
+        Raises:
+            StrategyError: the pass has used the sum without them.
+        """
+        task = current_graph_task_id()
+        arrivals = self.arrived.get(task)
+        if arrivals is None:
+            arrivals = self.arrived[task] = Arrivals(replicas)
+            queue_callback(partial(self.arrived.pop, task, None))
+        if arrivals.streams is not None:
+            for device in {grad.device for grad in grads}:
+                arrivals.streams.record(replica_id, device)
+        arrivals.grads[replica_id] = grads
+        if arrivals.is_summed:  # after the store, in case another thread sums now
+            raise StrategyError(
+                f"replica {replica_id}'s gradient of a collective came after the sum of the "
+                "gradients was used, so the sum lacks it; compute the loss in the thread that has "
+                "called the model, and start the pass by backward() or torch.autograd.grad()"
+            )
 
     def totals(self, replicas: Replicas, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns the sums of the gradients stored in a pass outside ``run``, like ``grads``.
@@ -125,32 +172,25 @@ class CollectiveState:
         Raises:
             StrategyError: the pass has ``create_graph=True``, and there are several workers.
         """
-        task = current_graph_task_id()
-        arrived = self.arrived[task]
-        columns = [arrived[r] for r in self.active if r in arrived]
-        if not replicas.workers.is_multi_process:
-            return [
-                reduce_tensors([column[i] for column in columns], grad.device)
-                for i, grad in enumerate(grads)
-            ]
-        if torch.is_grad_enabled():
-            raise StrategyError(
-                "a backward pass with create_graph=True went through a collective, outside run; "
-                "over several workers it cannot be differentiated again: call it inside run"
-            )
-        # Autograd has a thread for each GPU.
-        totals = self._adding.call(self._totals, replicas, task, columns)
-        return [total.to(grad.device) for total, grad in zip(totals, grads, strict=True)]
-
-    def _totals(
-        self, replicas: Replicas, task: int, columns: Sequence[Sequence[Tensor]]
-    ) -> list[Tensor]:
-        if self._added is None or self._added[0] != task:
-            rows = zip(*columns, strict=True)
-            own = [reduce_tensors(row, row[0].device) for row in rows]
-            totals = weighted_sum_over_workers(replicas, "the gradient of a collective", own)
-            self._added = task, totals
-        return self._added[1]
+        arrivals = self.arrived[current_graph_task_id()]
+        arrivals.is_summed = True  # before they are read
+        with nullcontext() if arrivals.streams is None else arrivals.streams.make_caller_wait():
+            columns = [arrivals.grads[r] for r in self.active if r in arrivals.grads]
+            rows = [*zip(*columns, strict=True)]
+            if not replicas.workers.is_multi_process:
+                devices = [grad.device for grad in grads]
+                return list(map(reduce_tensors, rows, devices))
+            if torch.is_grad_enabled():
+                raise StrategyError(
+                    "a backward pass with create_graph=True went through a collective, outside "
+                    "run; over several workers it cannot be differentiated again: call it inside "
+                    "run"
+                )
+            if arrivals.totals is None:
+                own = [reduce_tensors(row, row[0].device) for row in rows]
+                what = "the gradient of a collective"
+                arrivals.totals = weighted_sum_over_workers(replicas, what, own)
+            return [t.to(grad.device) for t, grad in zip(arrivals.totals, grads, strict=True)]
 
 
 class CollectiveEnd:
@@ -237,10 +277,7 @@ class GradSend(torch.autograd.Function):
         replica = end.current_replica()
         if replica is not None:
             return None, *end.exchange(replica, grads)
-        tasks, task = end.state.arrived, current_graph_task_id()
-        for earlier in [other for other in tasks if other != task]:
-            del tasks[earlier]
-        tasks.setdefault(task, {})[end.replica_id] = grads
+        end.state.store(end.replicas, end.replica_id, grads)
         return None, *grads
 
 

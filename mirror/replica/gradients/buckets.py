@@ -18,8 +18,9 @@ than one bucket has no overhead.
 All other cases are left to the reduction at the end of the pass, see [Note: Lazy gradients]:
 another order, an unused parameter, sparse gradients, hooks, idle replicas and replicas of weight
 0. Also a pass in which a replica sets a gradient before all have arrived, as the other replicas'
-gradients may be older. Also a second pass of a replica while others still run: autograd may be
-adding to the slots from which the bucket would be taken.
+gradients may be older. Also a second pass of a replica while others still run, or outside ``run``,
+where autograd has a thread for each GPU: it may be adding to the slots from which the bucket would
+be taken.
 """
 
 from __future__ import annotations
@@ -261,8 +262,8 @@ class Buckets:
         if self._streams is not None and not self._streams.are_complete(devices):
             return False  # a slot is filled, but its hook has not recorded the stream yet
         running = self._runner.running
-        is_alone = running is None or running.lockstep.takes_turns
-        return is_alone or not self._tracker.may_be_in_second_pass()
+        takes_turns = running is not None and running.lockstep.takes_turns
+        return takes_turns or not self._tracker.may_be_in_second_pass()
 
     @torch.no_grad()
     def _launch(self, order: ReadyGrads, part: slice) -> None:

@@ -45,6 +45,7 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
+from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
@@ -92,6 +93,7 @@ class GradTracker:
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
+        self._is_second_pass = False  # one outside run, before the reduction of an earlier pass
         self.after_fork()
         reinit_after_fork(self)
 
@@ -114,6 +116,10 @@ class GradTracker:
             within: whether it runs inside another pass of the same thread.
         """
         if replica_id is None:
+            if self.may_have_arrived:
+                self.scan()
+            if not within:
+                self._is_second_pass = any(self._passes) or any(self.pending)
             for unsettled, passes in zip(self.unsettled, self._passes, strict=True):
                 unsettled.append(this)
                 passes.append(this)
@@ -158,7 +164,7 @@ class GradTracker:
 
     def may_be_in_second_pass(self) -> bool:
         """Whether a replica may be adding to its slots in a second pass before the reduction."""
-        return max(self._num_passes) > 1
+        return self._is_second_pass or max(self._num_passes) > 1
 
     # Gradients that have arrived
 
@@ -227,6 +233,7 @@ class GradTracker:
         for copies in self.pending:
             copies.clear()
         self._num_passes = [0] * len(self.pending)
+        self._is_second_pass = False
 
     def _record_streams(self, replica_ids: Iterable[int]) -> None:
         """Records the current streams of replicas to which a pass has brought gradients.
@@ -343,9 +350,9 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if accumulates:
                 _begin_in_trackers(this, begun)
-            if replica is None and order.are_in_use():
-                # [Note: Gradients of collectives]: not in a thread for each GPU.
+            if replica is None and serial_graphs.alive:
                 with torch.autograd.set_multithreading_enabled(False):
+                    order.advance()  # create_graph=True makes nodes
                     return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
             if replica is None:
                 return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)

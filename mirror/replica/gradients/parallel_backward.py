@@ -62,6 +62,7 @@ from mirror.base.torch_private import hooks_of as hooks_of_tensor
 from mirror.execution.replica_thread import ThreadState
 from mirror.execution.run import current, push_context, save_context
 from mirror.execution.runner import Runner
+from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.threads.schedule import count_own_hooks
@@ -93,6 +94,7 @@ def mark_boundary(runner: Runner, replica_ids: Iterable[int], parts: Sequence[An
     Args:
         parts: one value per replica; values that are no dense tensors with a graph are unchanged.
     """
+    order.advance()  # the caller's next nodes join the replicas
     if len(parts) < 2 or not _starts_all_at_once(runner) or not torch.is_grad_enabled():
         return list(parts)
     return [_mark_boundary(runner, r, part) for r, part in zip(replica_ids, parts, strict=True)]
@@ -100,6 +102,7 @@ def mark_boundary(runner: Runner, replica_ids: Iterable[int], parts: Sequence[An
 
 def mark_boundaries(runner: Runner, tree: Any) -> Any:
     """Returns a nested structure with ``mark_boundary`` applied to its PerReplica values."""
+    order.advance()
     if not _starts_all_at_once(runner):
         return tree
 
@@ -329,7 +332,7 @@ class ParallelBackward:
         """Runs each replica's pass in its thread."""
         self._running.update(passes)
         sharers = 1 if self._runner.schedule.keeps_order else len(passes)
-        state = ThreadState.capture(self._replicas, sharers)
+        state = ThreadState.capture(self._replicas, sharers, may_overlap=sharers > 1)
         tasks = {r: self._task(r, passes[r], state) for r in passes}
         timed: AbstractContextManager[None] = nullcontext()
         if self._runner.schedule.keeps_order:

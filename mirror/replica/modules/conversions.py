@@ -2,7 +2,8 @@
 
 Conversions (``to``, ``cuda``, ``half``, ``share_memory`` and others): outside ``run`` they convert
 all copies; inside, each replica converts its own. The copies stay on their replicas' devices: a
-conversion that would move them raises StrategyError.
+conversion that would move them raises StrategyError. A module that is made in a scope is mirrored
+at its first use; before, conversions are torch's.
 
 Wrappers and samplers of other libraries for many devices raise an error, or a warning:
 ``nn.DataParallel`` and ``DistributedDataParallel`` would copy or reduce mirrored tensors again. A
@@ -49,42 +50,42 @@ def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Staying:
-    """A conversion that leaves variables on their replicas' devices."""
+    """A conversion that leaves variables, and their gradients, on their replicas' devices.
+
+    Tensors that are not mirrored yet may move: they go to those devices when they are.
+    """
 
     fn: Conversion
     replicas: Replicas
+    variable: MirroredTensor | None = None  # the last; torch converts its gradient next
 
     def __call__(self, tensor: Tensor) -> Tensor:
         converted = self.fn(tensor)
-        if self.replicas.places.is_model_parallel:
-            self._check_place(tensor, converted)
+        if isinstance(tensor, MirroredTensor):
+            self.variable = tensor
+            if converted.device != tensor.device:
+                self._check_device(tensor, converted.device)
+        elif self.variable is None or tensor is not self.variable.grad:
             return converted
-        devices = self.replicas.devices
-        if not isinstance(tensor, MirroredTensor):
-            return converted  # not mirrored yet: it moves to the first replica's device then
-        if converted.device not in devices and not converted.is_meta:
-            names = ", ".join(map(str, devices))
+        return converted.to(tensor.device)
+
+    def _check_device(self, tensor: Tensor, device: torch.device) -> None:
+        """Raises StrategyError for a device where a variable has no copy, such as "meta"."""
+        if self.replicas.places.is_model_parallel:
             raise StrategyError(
-                f"a mirrored module was to be moved to {converted.device}; its variables live on "
+                f"a variable on {tensor.device} was to be moved to {device}; layers are placed on "
+                "the first replica's devices "
+                f"({', '.join(map(str, self.replicas.places.replicas[0]))}) before the model is "
+                "used for the first time: move it in __init__, or before strategy.mirror(model)"
+            )
+        if device not in self.replicas.devices:
+            names = ", ".join(map(str, self.replicas.devices))
+            raise StrategyError(
+                f"a mirrored module was to be moved to {device}; its variables live on "
                 f"its replicas' devices ({names}), and calls move their arguments there: leave "
                 "the move out, or move an ordinary copy, copy.deepcopy(model)"
-            )
-        return converted
-
-    def _check_place(self, tensor: Tensor, converted: Tensor) -> None:
-        """Raises StrategyError for a move of a variable to another device."""
-        places, is_mirrored = self.replicas.places, isinstance(tensor, MirroredTensor)
-        devices = () if is_mirrored else places.replicas[0]
-        stays = converted.device == tensor.device or converted.is_meta
-        if not stays and converted.device not in devices:
-            raise StrategyError(
-                f"layers are placed on the first replica's devices "
-                f"({', '.join(map(str, places.replicas[0]))}), before the model is used "
-                "for the first "
-                f"time; a variable on {tensor.device} was to be moved to {converted.device}: move "
-                "it in __init__, or before strategy.mirror(model)"
             )
 
 

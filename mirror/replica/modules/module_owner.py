@@ -124,8 +124,12 @@ class MirroredModules(Protocol):
     def route(self, module: nn.Module) -> None:
         """Makes calls of a module split calls."""
 
-    def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
-        """Initializes a lazy module when all replicas have called it, and mirrors it."""
+    def initialize(self, module: Any, replica: Replica | None, args: Any, kwargs: Any) -> None:
+        """Initializes a lazy module when all replicas have called it, and mirrors it.
+
+        Args:
+            replica: the calling replica; ``None`` outside ``run`` of the only one.
+        """
 
 
 class Interceptor:

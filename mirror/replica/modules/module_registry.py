@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from mirror.replica.modules.conversions import (
     watch_conversions,
     watch_wrappers,
 )
+from mirror.replica.modules.flat_weights import watch_recurrent_layers
 from mirror.replica.modules.metric_calls import (
     is_metric,
     unwatched_libraries,
@@ -65,8 +67,8 @@ from mirror.replica.modules.module_owner import (
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import is_own, watch_attributes, watch_copies
 from mirror.replica.modules.split_call import CallInterceptor
-from mirror.replica.params.mirrored_buffer import Buffers
 from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
 from mirror.replica.params.torch_function import watch_functions
 from mirror.threads.merge_point import MergePoint
@@ -159,8 +161,10 @@ class ModuleRegistry:
             return
         watch_functions()
         watch_conversions()
+        watch_recurrent_layers()
         # The mirrored tensors outlive the caller's inference mode.
         with torch.inference_mode(False):
+            found = []
             for name, submodule in module.named_modules():
                 if isinstance(submodule, torch.jit.ScriptModule):
                     self._refuse_script(submodule, name or type(module).__name__)
@@ -168,17 +172,23 @@ class ModuleRegistry:
                 refuse_wrapper(submodule, name)
                 if IGNORED in submodule.__dict__:
                     warn_of_ignored(submodule, submodule.__dict__[IGNORED])
+                self._mirror_params(submodule, self._first_path(submodule, name))
+                found.append((submodule, name))
+            for submodule, name in found:  # a buffer may lie in a parameter's memory
                 self.mirror_own(submodule, name)
+
+    def _mirror_params(self, module: nn.Module, path: str) -> None:
+        for name, parameter in module.__dict__["_parameters"].items():
+            # torch.func.functional_call puts plain tensors there, for one call.
+            if isinstance(parameter, nn.Parameter) and self._is_new(parameter, name):
+                self._variables.mirror(parameter, f"{path}.{name}".lstrip("."))
 
     def mirror_own(self, module: nn.Module, path: str) -> None:
         """Mirrors the tensors of a module, without those of its submodules."""
         path = self._first_path(module, path)
         attributes = module.__dict__
-        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-        for name, parameter in parameters.items():
-            # torch.func.functional_call puts plain tensors there, for one call.
-            if isinstance(parameter, nn.Parameter) and self._is_new(parameter, name):
-                self._variables.mirror(parameter, f"{path}.{name}".lstrip("."))
+        buffers = attributes["_buffers"]
+        self._mirror_params(module, path)
         for name, buffer in buffers.items():
             if self._is_new(buffer, name):
                 record = self._buffers.mirror(buffer, f"{path}.{name}".lstrip("."), module)
@@ -194,7 +204,7 @@ class ModuleRegistry:
         self._watch_dicts(module)
         self.pending.retry(module)
         self.route(module)
-        if isinstance(module, nn.RNNBase):  # cuDNN: the copies of other replicas, too
+        if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
     def _first_path(self, module: nn.Module, path: str) -> str:
@@ -206,29 +216,36 @@ class ModuleRegistry:
         self._mirrored[id(module)] = weakref.ref(module), path
         return path
 
-    def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
+    def initialize(self, module: Any, replica: Replica | None, args: Any, kwargs: Any) -> None:
         """Initializes a lazy module when all replicas have called it, and mirrors it.
 
         The first replica's arguments and random stream determine the parameters.
+
+        Args:
+            replica: the calling replica; ``None`` outside ``run`` of the only one.
 
         Raises:
             DivergenceError: not all active replicas call it first.
         """
         if INITIALIZING not in module.__dict__:  # it has parameters, but kept its class
             return
+        if replica is None:
+            getattr(module, INFER)(module, args, kwargs)
+            self._move(module)
+            return
         name = type(module).__name__
 
         def action(payloads: dict[int, Any]) -> dict[int, None]:
             args, kwargs = payloads[min(payloads)]
-            replica.run.enter_first_stream()
-            with stream_of_caller(self.replicas.workers), disabling_remap():
+            replica.run.swap_in_first()
+            parallel_runs = self.runner.parallel_runs
+            drawing = nullcontext() if parallel_runs is None else parallel_runs.drawing_in_merge()
+            with stream_of_caller(self.replicas.workers), disabling_remap(), drawing:
                 getattr(module, INFER)(module, args, kwargs)
                 if not self.replicas.mirrors:
                     self._move(module)
                 else:
                     self.mirror_own(module, type(module).__name__)
-            if self.runner.parallel_runs is not None:
-                self.runner.parallel_runs.allow_draws()
             return dict.fromkeys(payloads)
 
         what = f"the first call of a {name}"
@@ -259,6 +276,7 @@ class ModuleRegistry:
 
     def _move(self, module: nn.Module) -> None:
         """Moves a module to the only replica's device."""
+        moved: set[Tensor] = set()
         for submodule in module.modules():
             if not isinstance(submodule, torch.jit.ScriptModule):
                 self._watch_dicts(submodule)
@@ -269,7 +287,11 @@ class ModuleRegistry:
                 home = self.replicas.places.home_of(tensor.device, name)
                 if tensor.device != home:
                     tensor.data = tensor.data.to(home)
+                    moved.add(tensor)
                 self._registry.register(tensor)
+        for submodule in module.modules():
+            if isinstance(submodule, nn.RNNBase) and not moved.isdisjoint(submodule.parameters()):
+                submodule.flatten_parameters()  # as .to(device) does
 
     def _refuse_script(self, module: torch.jit.ScriptModule, name: str) -> None:
         # A module that was traced from a mirrored one, inside the scope, shares its tensors.

@@ -30,9 +30,9 @@ Lists, dicts and sets that forward changes in place are shared by all replicas: 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,14 +41,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.base.dynamo import disable_dynamo, forget_compiled
 from mirror.base.mutex import Mutex
-from mirror.base.torch_private import HAVE_CHANGED, SPLIT_CALL, WEIGHT_LISTS, wrap_once
-from mirror.execution.parallel_runs import ProcessState, have_turns
+from mirror.base.torch_private import SPLIT_CALL, wrap_once
+from mirror.execution.parallel_runs import ProcessState, take_turns
 from mirror.execution.run import Replica, current
 from mirror.replica.modules.conversions import IGNORED, warn_of_ignored
 from mirror.replica.modules.module_owner import interceptor_of, owner_of
 from mirror.replica.modules.per_replica_values import MISSING, PerReplicaAttribute
 from mirror.replica.modules.split_call import CallInterceptor
-from mirror.replica.params.replicated_param import ReplicaParameter
 
 # The attributes that torch sets on a module, such as ``training``, are equal on all replicas.
 _SHARED = frozenset(nn.Module().__dict__)
@@ -124,16 +123,12 @@ def watch_attributes() -> None:
     """Makes attributes that replicas set on mirrored modules theirs; once, permanently."""
     wrap_once(nn.Module, "__setattr__", _wrap_setattr)
     wrap_once(nn.Module, "__delattr__", _wrap_delattr)
-    if hasattr(nn.RNNBase, HAVE_CHANGED):
-        wrap_once(nn.RNNBase, HAVE_CHANGED, _wrap_have_changed)
 
 
 def _wrap_setattr(original: Callable[..., None]) -> Callable[..., None]:
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
         if SPLIT_CALL in self.__dict__ and name not in _SHARED:
-            if name in WEIGHT_LISTS:
-                value = [_find_owner(weight) for weight in value]
-            elif current.replica is not None:
+            if current.replica is not None:
                 _notice(self, name, value)
             elif type(value) is Tensor and not torch.compiler.is_compiling():
                 _record(self)  # so that it becomes mirrored
@@ -170,37 +165,22 @@ def _record_mode(module: nn.Module, mode: bool) -> None:
         return
     if replica.replicas.num_replicas > 1:
         if module.__dict__.get("training") is not mode:
-            have_turns(replica, "changed the mode of a module, which they share, inside run")
+            _own_mode(replica, module)
         of_replicas = replica.run.modes.setdefault(id(module), (module, {}))[1]
         of_replicas[replica.replica_id] = mode
 
 
-def _wrap_have_changed(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Replicas see their copies where the layer has noted the mirrored parameters.
-
-    Else each forward would flatten the weights again, into another buffer.
-    """
-
-    def weights_have_changed(self: Any) -> bool:
-        if current.replica is None or SPLIT_CALL not in self.__dict__:
-            return original(self)
-        for reference, name in zip(self._flat_weight_refs, self._flat_weights_names, strict=False):
-            weight = _find_owner(getattr(self, name, None))
-            if weight is not None and reference is not None and reference() is not weight:
-                return True
-        return False
-
-    return weights_have_changed
-
-
-def _find_owner(weight: Any) -> Any:
-    """Returns the mirrored parameter of a replica's copy: RNNs share lists of their weights."""
-    is_reference = isinstance(weight, weakref.ref)
-    copy = weight() if is_reference else weight
-    owner = copy.variable.owner() if isinstance(copy, ReplicaParameter) else None
-    if owner is None:
-        return weight
-    return weakref.ref(owner) if is_reference else owner
+@disable_dynamo
+def _own_mode(replica: Replica, module: nn.Module) -> None:
+    """Gives each replica a mode of a module for itself, before one changes it."""
+    swapped = take_turns(replica, "changed the mode of a module, by train() or eval(), in run")
+    if swapped is not None:
+        attributes = module.__dict__
+        swapped.add(
+            ("mode", id(module)),
+            partial(attributes.get, "training"),
+            partial(attributes.__setitem__, "training"),
+        )
 
 
 def is_own(module: nn.Module, name: str) -> bool:
@@ -273,7 +253,7 @@ def _gives_all(kind: type[nn.Module]) -> bool:
 
 
 _CONTAINERS = frozenset((list, dict, set, deque))
-_TORCHS = WEIGHT_LISTS | _SHARED | {"_all_weights"}
+_TORCHS = _SHARED | {"_all_weights"}
 Mirrored = Callable[[], Iterable[tuple[nn.Module, str]]]
 
 

@@ -59,6 +59,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import (
     Replica,
     current,
+    is_recomputing,
     push_context,
     recomputing,
     refuse_within_another,
@@ -107,6 +108,7 @@ class CallInterceptor(Interceptor):
         is_checked: whether the outputs of a call were checked for a forward that mixes examples.
         varying: the positions of numbers among the outputs that depend on the part.
         verified: the kinds of calls that were compared with one device.
+        weight_lists: of a recurrent layer, by replica. See [Note: Flat weights].
     """
 
     __slots__ = (
@@ -122,6 +124,7 @@ class CallInterceptor(Interceptor):
         "renormalizes",
         "varying",
         "verified",
+        "weight_lists",
     )
 
     def __init__(
@@ -141,6 +144,7 @@ class CallInterceptor(Interceptor):
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, PerReplicaAttribute] = {}
         self.verified, self.varying = set[Any](), set[int]()
+        self.weight_lists: dict[int, dict[str, list[Any]]] = {}
         self.is_checkpointed = self.is_checked = self.has_warned_of_lists = False
 
     @skip_frame
@@ -156,6 +160,8 @@ class CallInterceptor(Interceptor):
         replica = current.replica
         if replica is None or replica.replicas is not self.replicas:
             return self._call_outside(module, args, kwargs)
+        if self.is_checkpointed and is_recomputing(replica):
+            return self._recompute_whole(module, args, kwargs)
         if not self.is_plain:
             return self._call_inside(module, replica, args, kwargs)
         if self.compiled is not None:
@@ -194,6 +200,15 @@ class CallInterceptor(Interceptor):
         if self.counts_frequencies and torch.is_grad_enabled():
             output = scale_by_frequency(replica, module, indices, output)
         return output
+
+    def _recompute_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Makes the whole call again, in the backward pass of one replica's custom function."""
+        before = save_context()
+        try:
+            push_context(self.replicas.strategy, None)
+            return self._call_outside(module, args, kwargs)
+        finally:
+            current.replica, current.strategy, current.below = before
 
     @disable_and_suspend
     def _call_outside(
@@ -267,6 +282,8 @@ class CallInterceptor(Interceptor):
         if modules.pending.modules or modules.pending.unmade:
             modules.mirror_recorded()
         if not replicas.mirrors:
+            if isinstance(module, LazyModuleMixin):
+                self.recorder.initialize(module, None, args, kwargs)
             return _call_whole(runner, args, kwargs, partial(_call_held, hold, whole))
         # 1. Plan how the arguments are split.
         sizes = _sizes(replicas.num_replicas, args, kwargs) if self._splits(module) else None

@@ -36,8 +36,9 @@ from mirror.errors import DivergenceError
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.replica.bitwise import bytes_of
-from mirror.replica.params.mirrored_buffer import Buffers, ReplicatedBuffer
+from mirror.replica.params.mirrored_buffer import ReplicatedBuffer
 from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
 from mirror.threads.user_frames import user_line

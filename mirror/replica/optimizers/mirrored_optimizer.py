@@ -341,7 +341,7 @@ class MirroredOptimizer:
         context.lent.append(loan)
         result = step(optimizer, *args, **kwargs)
         loan.is_begun = False
-        if has_hooks or not is_torchs_own(type(optimizer)):
+        if has_hooks or not is_torchs_own(type(optimizer)):  # they may assign p.data
             loan.parameters.follow_targets(context.replica_id)
         context.lent.remove(loan)
         # 3. All replicas meet again, if one could see what another one's step leaves.
@@ -521,6 +521,9 @@ class MirroredOptimizer:
         was_begun, self.loan.is_begun = self.loan.is_begun, False
         self.met.clear()
         replica = replica_of(self.replicas)
+        own = range(self.replicas.num_replicas) if replica is None else (replica.replica_id,)
+        for replica_id in own:  # as on one device, what the step has assigned stays
+            self.loan.parameters.follow_targets(replica_id)
         if was_begun:
             add_note(error, _PARTLY)
         elif replica is not None and self.loan in replica.lent and replica.replica_id > 0:

@@ -187,6 +187,7 @@ class ReplicaStates:
         if found is not self.shared:
             if is_whole and isinstance(found, SharedState) and found.is_kept():
                 return
+            _move_to_params(found)
             self.shared = self.shared_kind(self, found)
             optimizer.state = self.shared
             _replace_in_wrappers(found, self.shared)
@@ -285,6 +286,22 @@ class ReplicaStates:
             return copy.deepcopy(leaf)
 
         return map_structure(copy_leaf, value)
+
+
+def _move_to_params(entries: dict[Any, Any]) -> None:
+    """Moves state to the devices of its parameters, as ``load_state_dict`` does.
+
+    An optimizer that makes state in its constructor, as Adagrad does, makes it where the
+    parameters are: those of a scope move to the first replica's device at their first use.
+    """
+    for key, entry in entries.items():
+        variable = param_of(key)
+        if variable is None or not isinstance(entry, dict):
+            continue
+        home = variable.home
+        for name, value in entry.items():
+            if name != "step" and isinstance(value, Tensor) and value.shape == home.shape:
+                entry[name] = value.to(home.device)
 
 
 def _replace_in_wrappers(found: Any, shared: SharedState) -> None:

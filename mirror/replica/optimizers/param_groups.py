@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -22,7 +21,7 @@ from mirror.base.torch_private import WithoutSubclass
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
-from mirror.replica.params.replicated_params import follow_moved_leaves
+from mirror.replica.params.shared_memory import lie_apart
 from mirror.replica.params.torch_function import MirroredParameter
 from mirror.threads.schedule import count_own_hooks
 
@@ -38,7 +37,13 @@ class ParamGroupsView:
     """
 
     __slots__ = (
-        *("_copies", "_lists", "_of_replicas", "are_mirrored", "sizes", "targets", "variables"),
+        "_copies",
+        "_lists",
+        "_of_replicas",
+        "are_mirrored",
+        "sizes",
+        "targets",
+        "variables",
     )
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -65,20 +70,26 @@ class ParamGroupsView:
     def follow_copies(self, active: Sequence[int]) -> list[ReplicatedParam]:
         """Has targets follow copies to which code below Python has given other memory.
 
-        Looks at those of the first active replica: the others run the same code.
+        Looks at those of the first active replica: the others run the same code. Returns the
+        variables that have followed.
         """
-        if not self.variables:
-            return []
-        with WithoutSubclass():  # 130 ns for a variable
-            copies = list(map(Tensor.data_ptr, self._copies[active[0]]))
-            if copies == list(map(Tensor.data_ptr, self.targets[active[0]])):
-                return []
-        return follow_moved_leaves(self.variables, active)
+        found = []
+        for variable in self.variables if self._lie_apart(active[0]) else ():
+            moved = [variable.follow_leaf(variable.copies[r]) for r in active]
+            if any(moved):
+                found.append(variable)
+        return found
 
     def follow_targets(self, replica_id: int) -> None:
         """Has the copies follow targets to which a step has given other data."""
-        for variable in self.variables:
+        for variable in self.variables if self._lie_apart(replica_id) else ():
             variable.follow_target(replica_id)
+
+    def _lie_apart(self, replica_id: int) -> bool:
+        with WithoutSubclass():
+            return bool(self.variables) and lie_apart(
+                self._copies[replica_id], self.targets[replica_id]
+            )
 
     def groups_of(self, replica_id: int, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns one replica's copies of these groups, with options of its own.
@@ -90,8 +101,8 @@ class ParamGroupsView:
             lists = [_copies_of(parameters, replica_id) for parameters in self._lists]
             self._of_replicas[replica_id] = lists
         if replica_id:
-            device = self.variables[0].devices[replica_id] if self.variables else None
-            groups = [own_options(options, device) for options in groups]
+            replicas = self.variables[0].replicas if self.variables else None
+            groups = [own_options(options, replicas, replica_id) for options in groups]
         return [options | {"params": [*mine]} for options, mine in zip(groups, lists, strict=True)]
 
 
@@ -108,18 +119,25 @@ def state_key(variable: ReplicatedParam, replica_id: int) -> nn.Parameter:
     return variable.targets[replica_id] if replica_id else variable.home
 
 
-def own_options(options: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+def own_options(
+    options: dict[str, Any], replicas: Replicas | None, replica_id: int
+) -> dict[str, Any]:
     """Returns a copy of a group's options for one replica, with tensors of its own.
 
+    A tensor on a GPU of the first replica, as a learning rate, is copied to the same place of
+    this one: steps of lists compute with it on the device of the parameters.
+
     Args:
-        device: of the replica; a rate that is a tensor on another GPU moves there.
+        replicas: those of the group's parameters; ``None`` if no parameter is mirrored.
     """
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        moves = device is not None and value.device.type == device.type != "cpu"
-        return value.to(device, copy=True) if moves else value.clone()
+        device = value.device
+        if replicas is not None and device in replicas.places.replicas[0]:
+            device = replicas.places.peers_of(device)[replica_id]
+        return value.to(device, copy=True)
 
     return {name: copied(value) for name, value in options.items()}
 

@@ -19,7 +19,8 @@ Hooks of the step run once, around all of this, as on one device.
     sparse gradients, gaps in memory       the parameter is whole
     all others: LBFGS, global norms,       none: one step over the mirrored parameters, with the
     wrappers of other optimizers,          state on the first replica's device and no other one;
-    parameters of no module                the logger warns, see [Note: Step dispatch]
+    parameters of no module, or that       the logger warns, see [Note: Step dispatch]
+    share memory
 
 A class is measured, not listed: it steps small tensors, whole and in parts, and the results are
 compared (``piecewise_optimizers.py`` for torch's own classes).
@@ -60,6 +61,7 @@ from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
 from mirror.replica.optimizers.step_dispatch import is_torchs_own, raw_step
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
+from mirror.replica.params.shared_memory import find_shared
 from mirror.replica.replica_checks import ComparePair, VisitValue
 
 _logger = logging.getLogger("mirror")
@@ -138,8 +140,7 @@ class ShardedOptimizer(MirroredOptimizer):
         """Returns an optimizer of the same class over the slices of one replica."""
         groups: Sequence[dict[str, Any]] = optimizer.param_groups
         if replica_id:
-            device = self.replicas.devices[replica_id]
-            groups = [own_options(options, device) for options in groups]
+            groups = [own_options(options, self.replicas, replica_id) for options in groups]
         clone: Any = object.__new__(type(optimizer))
         vars(clone).update(vars(optimizer))
         clone.param_groups = [
@@ -266,6 +267,8 @@ def _explain_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str
         return "a parameter of its groups is in no mirrored module"
     if len({*parameters.variables}) < len(parameters.variables):
         return "a parameter is in its groups twice"
+    if pair := find_shared(parameters.variables):
+        return f"its parameters {pair[0].name!r} and {pair[1].name!r} share memory"
     if any(optimizers_in(optimizer)):
         return "it steps other optimizers; only the state of these is sharded"
     if not is_torchs_own(type(optimizer)) or measure_divisible(optimizer) is Divisible.NOT:

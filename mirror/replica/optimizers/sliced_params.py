@@ -28,6 +28,7 @@ from mirror.execution.replicas import Replicas
 from mirror.replica.optimizers.param_groups import ParamGroupsView
 from mirror.replica.optimizers.slice_plan import ParamSlice
 from mirror.replica.params.replicated_param import ReplicatedParam
+from mirror.replica.params.shared_memory import is_dense
 
 _MAX_EXCHANGES = 8  # that are kept, one for each set of parameters with a gradient
 
@@ -74,7 +75,7 @@ class SlicedParams:
             self.stepped.append(stepped)
         # Of whole parameters; ``map`` over these makes no call for each.
         self._shapes = [self.stepped[position].shape for position in self._whole]
-        self._strides = [self.stepped[position].stride() for position in self._whole]
+        self._strides = [_grad_strides(self.stepped[position]) for position in self._whole]
         self._is_lent = False
         self._lists = [self._params_of(r) for r in range(replicas.num_replicas)]
         self._exchanges: dict[tuple[int, ...], SliceExchange] = {}
@@ -274,6 +275,13 @@ class _Sections:
                         section = buffers[r][s * length : s * length + sum(sizes)]
                         parts += section.split_with_sizes(sizes)
                 torch._foreach_copy_(destinations, parts)
+
+
+def _grad_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the strides that autograd gives a gradient: a parameter's, if it has no gaps."""
+    if parameter.layout is not torch.strided or is_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def is_cuttable(variable: ReplicatedParam) -> bool:

@@ -21,6 +21,7 @@ from mirror.replica.bitwise import same_bits
 # tf.distribute and DistributedDataParallel; there its level is INFO.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS = (*BATCH_NORMS, *_INSTANCE_NORMS)  # write statistics without a new version
 _NUM_CHECKED_RUNS = 2
 _logger = logging.getLogger("mirror")
 _statistics_level = [logging.INFO]

@@ -59,6 +59,7 @@ from mirror.replica.params.replicated_param import (
     StorageAliases,
 )
 from mirror.replica.params.replicated_params import ReplicatedParams
+from mirror.replica.params.shared_memory import lie_alike, view_in
 
 
 class CentralParamCopy(ReplicaParameter):
@@ -104,8 +105,11 @@ class CentralParam(ReplicatedParam):
     __slots__ = ("exposed_in_run", "known")
     copy_kind = CentralParamCopy
 
-    def _first_values(self, value: Tensor, twin: ReplicatedParam | None) -> list[Tensor]:
-        return [value_on(value, device) for device in self.replicas.devices]
+    def _first_values(self, value: Tensor) -> list[Tensor]:
+        twin = self.memory.find(value, self.name)
+        if twin is None:
+            return [value_on(value, device) for device in self.replicas.devices]
+        return [view_in(twin, value, target) for target in twin.targets]
 
     def _find_home(self, parameter: nn.Parameter) -> None:
         self.exposed_in_run = StorageAliases()
@@ -176,9 +180,12 @@ class CentralParam(ReplicatedParam):
             self.exposed_in_run.add(data)
             replica.run.assigned[self] = True
             return
-        self._set_home_data(data.to(self.replicas.parameter_device))
+        data = data.to(self.replicas.parameter_device)
+        twin = self.memory.find(data, self.name, but=self)
+        self._set_home_data(data)
         for r in range(len(self.copies)):
-            self._set_replica_data(r, data)
+            own = data if twin is None else view_in(twin, data, twin.targets[r])
+            self._set_replica_data(r, own)
         self.mark_equal()
         self.handles.add(data)
 
@@ -188,13 +195,15 @@ class CentralParam(ReplicatedParam):
         if any(share_storage(value, target) for target in (self.home, *others)):
             value = value_on(data, device)
         self.targets[replica_id].data = value
-        DATA.__set__(self.copies[replica_id], value)
+        copy = self.copies[replica_id]
+        DATA.__set__(copy, value)
+        copy.flat_at = 0
 
     def follow_leaf(self, leaf: ReplicaParameter) -> bool:
         """Has ``home``, or a target, follow a leaf that C++ has given other memory."""
         if leaf is not self.shown:
             return super().follow_leaf(leaf)
-        if leaf.data_ptr() == self.home.data_ptr():
+        if lie_alike(leaf, self.home):
             return False
         self._set_home_data(DATA.__get__(leaf))
         return True
@@ -202,9 +211,11 @@ class CentralParam(ReplicatedParam):
     def _set_home_data(self, value: Tensor) -> None:
         self.home.data = value
         DATA.__set__(self.shown, value)
+        self.shown.flat_at = 0
         owner = self.owner()
         if owner is not None:
             raw_set_data(owner, value)
+        self.memory.enter(self)
 
     # requires_grad
 
@@ -232,6 +243,8 @@ class CentralParams(ReplicatedParams):
         return cast("Iterator[CentralParam]", super().__iter__())
 
     def _mark_synced(self) -> None:
+        if self._exposed:
+            self._warn_of_writes()
         for variable in self:
             if variable.exposed_in_run or variable.copies[0]._version != variable.known[0]:
                 variable.take(0)

@@ -18,16 +18,16 @@ of examples. Every run then starts from the combined value, so that it is one de
 Several workers combine their values when a run ends. So a read needs no communication, and returns
 the value over all workers.
 
-``Buffers`` has all buffers of a strategy: it mirrors them in place and distributes their combined
-values before a run. ``local_buffers`` and ``set_local_buffers`` save and restore the
-replicas' own values for checkpoints. Otherwise a resumed run would start with the combined value
-on every replica, and would differ by rounding from a run that was never interrupted.
+A view of the combined value that the program keeps, ``module.buffer.view(-1)``, sees later runs as
+on one device: while one lives, the values are combined when a run ends. A tensor that ``detach``
+returns, as those of a ``state_dict``, keeps the value that it had. A buffer in the memory of a
+mirrored parameter, ``a.weight.detach()``, is there on every replica: [Note: Shared memory].
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -36,18 +36,14 @@ from torch import Tensor, nn
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import Run, replica_of
+from mirror.execution.run import replica_of
 from mirror.replica.collectives.reduce_ops import reduce_tensors, weighted_mean
 from mirror.replica.params.buffer_differences import (
-    BATCH_NORMS,
-    are_different,
+    NORMS,
     averages_examples,
     have_equal_values,
-    log_statistics,
     num_checked_runs,
-    warn_of_buffer,
 )
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
@@ -55,8 +51,8 @@ from mirror.replica.params.mirrored_tensor import (
     resolve,
     share_storage,
 )
-from mirror.replica.params.replicated_param import StorageAliases
-from mirror.replica.params.replicated_params import MirroredTensors, put_in_order
+from mirror.replica.params.replicated_param import ReplicatedParam, StorageAliases
+from mirror.replica.params.shared_memory import view_in
 
 _version_of = attrgetter("_version")
 AGGREGATIONS = ("mean", "sum", "first", "none")
@@ -78,12 +74,16 @@ class CombinedBuffer(Tensor):
 class ReplicatedBuffer:
     """The copies of one mirrored buffer.
 
+    Args:
+        twin: the mirrored parameter, or buffer, in whose memory it lies, if any.
+
     Attributes:
         aggregation: how the copies combine, one of ``AGGREGATIONS``.
         averages_examples: whether it is a moving mean over examples; see ``count_examples``.
         combined: the combined value, on the first replica's device.
         module: returns the module that holds the buffer, ``None`` once it is gone.
         handles: the tensors that expose raw storage in the cross-replica context.
+        views: the tensors of which the views of the combined value are views.
         num_checks: how many of the next runs that write the buffer are checked for replicas that
             differ.
     """
@@ -97,6 +97,8 @@ class ReplicatedBuffer:
         "_may_differ",
         "_ran",
         "_stale",
+        "_tied",
+        "_variable",
         "averages_examples",
         "combined",
         "copies",
@@ -107,9 +109,17 @@ class ReplicatedBuffer:
         "num_checks",
         "owner",
         "replicas",
+        "views",
     )  # fmt: skip
 
-    def __init__(self, buffer: Tensor, name: str, module: nn.Module, replicas: Replicas) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        name: str,
+        module: nn.Module,
+        replicas: Replicas,
+        twin: ReplicatedParam | ReplicatedBuffer | None = None,
+    ) -> None:
         self.replicas = replicas
         self.name = name
         self.owner: Callable[[], Tensor | None] = weakref.ref(buffer)
@@ -121,8 +131,15 @@ class ReplicatedBuffer:
             buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)
         self.combined = buffer.detach()
         self.combined.__class__ = CombinedBuffer
-        self.copies = [buffer.detach().to(d, copy=True) for d in self.devices]
-        self.handles = StorageAliases()
+        if twin is None:
+            self.copies = [buffer.detach().to(d, copy=True) for d in self.devices]
+        else:
+            self.copies = [view_in(twin, buffer, target) for target in twin.targets]
+        self._variable = twin if isinstance(twin, ReplicatedParam) else None
+        known: list[ReplicatedBuffer] = twin._tied if isinstance(twin, ReplicatedBuffer) else []
+        self._tied: list[ReplicatedBuffer] = known
+        known.append(self)
+        self.handles, self.views = StorageAliases(), StorageAliases()
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
         self.averages_examples = averages_examples(module)
         self._counts: Sequence[float] | None = None  # of all replicas, if they weigh the mean
@@ -132,6 +149,18 @@ class ReplicatedBuffer:
         self.num_checks = num_checked_runs(module, name)
         self._stale = False  # whether the copies may have changed since they were combined
         self._may_differ = False  # whether they may differ from the combined value
+
+    @property
+    def home(self) -> Tensor:
+        return self.combined
+
+    @property
+    def shown(self) -> Tensor:
+        return self.combined
+
+    @property
+    def targets(self) -> Sequence[Tensor]:
+        return self.copies
 
     @property
     def aggregation(self) -> str:
@@ -155,6 +184,8 @@ class ReplicatedBuffer:
     def assign(self, replica_id: int, value: Tensor) -> None:
         """Replaces a replica's copy: ``module.buffer = value`` inside ``run``."""
         value = resolve(value)  # conversions assign the mirrored buffer itself
+        if value is not self.copies[replica_id]:  # which ``self.count += 1`` assigns
+            self.leave_shared()
         others = (copy for r, copy in enumerate(self.copies) if r != replica_id)
         # Replicas that assign one tensor must not share its memory.
         shared = any(share_storage(value, copy) for copy in others)
@@ -163,6 +194,7 @@ class ReplicatedBuffer:
 
     def set_data(self, replica_id: int, data: Tensor) -> None:
         """Sets a replica's data: ``module.buffer.data = data``, which keeps the version."""
+        self.leave_shared()
         self.copies[replica_id].data = data
         self._stale = self._may_differ = True
 
@@ -175,6 +207,44 @@ class ReplicatedBuffer:
     def give_back(self, replica_id: int, state: tuple[Any, ...]) -> None:
         """Restores a replica's copy, and what is known of it."""
         self.copies[replica_id], self._stale, self._may_differ = state
+
+    def replace(self, data: Tensor) -> None:
+        """Sets the data of all replicas: ``module.buffer.data = data`` outside ``run``."""
+        if self._is_in_parameter() or self._is_tied():
+            self.copies = [copy.detach().clone() for copy in self.copies]
+            self.leave_shared()
+        self._stale = False  # what replicas have written is replaced
+        self._set_combined(data)
+        self.handles.add(data)
+
+    def _is_in_parameter(self) -> bool:
+        """Whether the buffer still lies in the memory of a mirrored parameter."""
+        variable = self._variable
+        if variable is None:
+            return False
+        if variable.owner() is not None and share_storage(self.copies[0], variable.targets[0]):
+            if share_storage(self.combined, variable.home):
+                return True
+        self.leave_shared()
+        return False
+
+    def _is_tied(self) -> bool:
+        """Whether the buffer still lies in the memory of other buffers."""
+        others = [other for other in self._tied if other is not self]
+        if not others:
+            return False
+        if any(share_storage(self.copies[0], other.copies[0]) for other in others):
+            return True
+        self.leave_shared()
+        return False
+
+    def leave_shared(self) -> None:
+        """Gives the combined value memory of its own, once the buffer has other memory."""
+        if self._variable is not None or len(self._tied) > 1:
+            self._variable = None
+            self._tied.remove(self)
+            self._tied = [self]
+            self._move_combined(self.combined.detach().clone())
 
     def is_written(self) -> bool:
         """Whether the copies may have been written since they were combined."""
@@ -198,6 +268,8 @@ class ReplicatedBuffer:
             self._stale = self._may_differ = True
         if self._aggregation == "none":
             self._combined_version = self.copies[0]._version
+        if self.views or self.handles:
+            self._combine_for_views()
 
     def count_examples(self, counts: Mapping[int, float] | Sequence[float] | None) -> None:
         """Sets the weights of a moving mean over examples: the replicas' numbers of examples.
@@ -216,14 +288,52 @@ class ReplicatedBuffer:
             with torch.no_grad():
                 self.sync_idle([r for r in range(len(self.copies)) if r not in active])
 
+    def _combine_for_views(self) -> None:
+        """Combines at once while the program has views, which must see what a run has written."""
+        self.views.drop_dead()
+        # Workers combine after this, in any case.
+        if not self.replicas.workers.is_multi_process and (self.views or self.handles.are_live()):
+            with torch.inference_mode(False):
+                self.combine()
+
+    def view(self, make: Callable[[Tensor], Any]) -> Any:
+        """Returns a view of the combined value, or a list of them.
+
+        Args:
+            make: makes it of a tensor, which lives as long as any view of it.
+        """
+        base = self.combined.detach()
+        self.views.add(base)
+        return make(base)
+
     @torch.no_grad()
     def combine(self) -> bool:
-        """Brings the combined value up to date; returns whether the replicas had changed it."""
+        """Brings the combined value up to date; returns whether the replicas had changed it.
+
+        Raises:
+            StrategyError: the combined value was written since, through a tensor of before.
+        """
         if not self._stale or self._aggregation == "none":
             return False
+        if self._is_in_parameter():  # which is kept equal
+            self._stale = False
+            return False
         self._stale = False
+        is_lost = self._is_truth_written
+        if is_lost and not self.has_new_versions() and not isinstance(self.module(), NORMS):
+            return False  # the run has written nothing
+        is_tied = len(self._tied) > 1 and self._is_tied()
         self._set_combined(self._aggregate())
         self._copy_versions = self._versions()
+        for other in tuple(self._tied) if is_tied else ():
+            other.combine()  # the same memory: later it would undo what is written from now on
+        if is_lost:
+            raise StrategyError(
+                f"buffer {self.name!r} was written by a run, and then through a tensor that "
+                "detach(), or a state_dict, had returned before that run; that tensor had the "
+                "value of before, so the second write is dropped; read the buffer again after a "
+                "run, and write that"
+            )
         return True
 
     def must_distribute(self) -> bool:
@@ -350,13 +460,15 @@ class ReplicatedBuffer:
         known = self.combined
         is_same_kind = value.shape == known.shape and value.dtype == known.dtype
         if not is_same_kind or known.layout is not torch.strided:
-            fresh = value.detach().clone()
-            owner = self.owner()
-            if owner is not None:
-                raw_set_data(owner, fresh)
-            self.combined.data = fresh
+            self._move_combined(value.detach().clone())
         else:
             self.combined.data.copy_(value)
+
+    def _move_combined(self, fresh: Tensor) -> None:
+        owner = self.owner()
+        if owner is not None:
+            raw_set_data(owner, fresh)
+        self.combined.data = fresh
 
     def _distribute(self) -> None:
         value = self.truth.detach()
@@ -434,8 +546,24 @@ class MirroredBuffer(MirroredTensor):
         if replica_id is not None:
             self._mirrored.set_data(replica_id, data)
         else:
-            self._mirrored._set_combined(data)
-            self._mirrored.handles.add(data)
+            self._mirrored.replace(data)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        first = result[0] if type(result) in (tuple, list) and result else result
+        base = first._base if isinstance(first, Tensor) else None
+        if isinstance(base, CombinedBuffer) and args and isinstance(args[0], MirroredBuffer):
+            buffer = args[0]._mirrored
+            if base is buffer.combined:
+                return buffer.view(lambda base: func(base, *args[1:], **(kwargs or {})))
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -446,190 +574,3 @@ class MirroredBuffer(MirroredTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._resolve(Tensor.detach).detach().as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-class Buffers:
-    """The mirrored buffers of a strategy."""
-
-    def __init__(self, replicas: Replicas, registry: MirroredTensors) -> None:
-        self._replicas, self._registry = replicas, registry
-        self._by_id: dict[int, ReplicatedBuffer] = {}
-
-    def __iter__(self) -> Iterator[ReplicatedBuffer]:
-        return iter(tuple(self._by_id.values()))  # a garbage collection may remove entries
-
-    def part(self) -> LifecycleHooks:
-        """Returns the hooks that distribute combined values, and record the replicas' changes."""
-        return LifecycleHooks(
-            name="buffers",
-            prepare=WhilePending(self._by_id, self.distribute_changed),
-            on_run_end=WhilePending(self._by_id, self._on_run_end),
-            sync_idle=self._sync_idle,
-            on_run_failed=self._equalize,
-        )
-
-    def put_in_order(self, keys: Sequence[int]) -> None:
-        """Moves the buffers with these ``id``s to the end, in this order."""
-        put_in_order(self._by_id, keys)
-
-    def mirror(self, buffer: Tensor, name: str, module: nn.Module) -> ReplicatedBuffer:
-        """Mirrors a buffer in place: the object stays the same.
-
-        Args:
-            name: the buffer's path, for messages.
-            module: the module that holds it; in eval mode its runs start from combined values.
-
-        Raises:
-            StrategyError: the buffer is a tensor subclass, or requires a gradient.
-        """
-        if type(buffer) not in (Tensor, nn.Parameter):
-            raise StrategyError(
-                f"buffer {name!r} is a {type(buffer).__name__}, a tensor subclass with operations "
-                "of its own; mirror takes plain tensors"
-            )
-        if buffer.requires_grad:
-            raise StrategyError(
-                f"buffer {name!r} requires a gradient, and gradients are reduced for parameters; "
-                "make it an nn.Parameter, which an optimizer need not get, or detach it"
-            )
-        home = self._replicas.places.home_of(buffer.device, name)
-        if buffer.device != home:
-            buffer.data = buffer.data.to(home)
-        record = self._by_id[id(buffer)] = ReplicatedBuffer(buffer, name, module, self._replicas)
-        self._registry.register(buffer, self._make_forget())
-        buffer._mirrored = record  # type: ignore[attr-defined]
-        buffer.__class__ = MirroredBuffer
-        return record
-
-    def _make_forget(self) -> Callable[[int], None]:
-        reference = weakref.ref(self)
-
-        def forget(key: int) -> None:
-            buffers = reference()
-            if buffers is not None:
-                buffers._by_id.pop(key, None)
-
-        return forget
-
-    def distribute_changed(self) -> None:
-        """Distributes values that were written outside ``run``, or that an evaluation needs."""
-        # A copy of the dict: a garbage collection may remove entries.
-        changed = [buffer for buffer in tuple(self._by_id.values()) if buffer.must_distribute()]
-        if changed:
-            with torch.no_grad():
-                for buffer in changed:
-                    buffer.distribute()
-
-    def combine_workers(self) -> None:
-        """Combines what the last run may have changed over all workers; all workers call this.
-
-        It is called when an outermost run ends, because there every worker arrives. Reads are then
-        local, for example when only the chief writes a file.
-        """
-        changed = [buffer for buffer in self if buffer.must_combine_workers()]
-        if not changed:
-            return
-        workers = self._replicas.workers
-        with torch.inference_mode(False), torch.no_grad():
-            own = [buffer.local_aggregate() for buffer in changed]
-            signature = [
-                (buffer.name, buffer.aggregation, str(value.dtype), tuple(value.shape))
-                for buffer, (value, _) in zip(changed, own, strict=True)
-            ]
-            counts = [float(count) for _, count in own]
-            messages = workers.exchange_tensors(
-                f"{len(changed)} buffers that a run has changed",
-                signature,
-                [value for value, _ in own],
-                [workers.weight, *counts],
-            )
-            # A worker without examples runs too, because all workers must arrive here; its values
-            # count in sums only.
-            with_examples = [message for message in messages if message.numbers[0]] or messages
-            for i, buffer in enumerate(changed):
-                counted = messages if buffer.aggregation == "sum" else with_examples
-                buffer.combine_workers([(m.tensors[i], m.numbers[i + 1]) for m in counted])
-
-    def _on_run_end(self, run: Run) -> None:
-        active = run.active
-        for buffer in tuple(self._by_id.values()):
-            if buffer.num_checks and len(active) > 1 and buffer.is_written():
-                self._check(buffer, active)
-            buffer.record_run(active)
-            if buffer.averages_examples:
-                buffer.count_examples(run.weights() if run.counts is None else run.counts)
-
-    def _check(self, buffer: ReplicatedBuffer, active: tuple[int, ...]) -> None:
-        """Logs a warning if the replicas of a run have left a buffer different."""
-        module, is_different = buffer.module(), are_different([buffer.copies[r] for r in active])
-        if isinstance(module, BATCH_NORMS):
-            if not buffer.has_new_versions():
-                return  # the layer has not been called yet
-            buffer.num_checks -= 1
-            mean = module._buffers.get("running_mean")
-            if is_different or not isinstance(mean, MirroredBuffer):
-                return  # the run has failed on the way, or nothing is tracked
-            if are_different([mean._mirrored.copies[r] for r in active]):
-                self._report_statistics(module, buffer.name.rpartition(".")[0])
-            return
-        buffer.num_checks -= 1
-        if is_different:
-            buffer.num_checks = 0
-            warn_of_buffer(buffer.name, buffer.aggregation == "mean")
-
-    def _report_statistics(self, norm: nn.Module, name: str) -> None:
-        """Logs one message for all layers that normalise each part of the batch by itself."""
-        norms = [buffer for buffer in self if isinstance(buffer.module(), BATCH_NORMS)]
-        for buffer in norms:
-            buffer.num_checks = 0
-        num_more = len({id(buffer.module()) for buffer in norms}) - 1
-        log_statistics(norm, name, num_more)
-
-    def _sync_idle(self, source: int, idle: Sequence[int]) -> None:
-        with torch.no_grad():
-            for buffer in tuple(self._by_id.values()):
-                buffer.sync_idle(idle)
-
-    def _equalize(self, begun: tuple[int, ...]) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            for buffer in tuple(self._by_id.values()):
-                buffer.equalize(begun)
-
-
-def local_buffers(module: nn.Module) -> dict[str, tuple[list[int], list[Tensor]]]:
-    """Returns the replicas' own values of a module's buffers, where they may differ.
-
-    Returns:
-        By name, the replicas of the last run, and all replicas' copies: the tensors themselves.
-    """
-    return {
-        name: (list(ran), copies)
-        for name, buffer in _mirrored_buffers(module).items()
-        if (found := buffer.local_values()) is not None
-        for ran, copies in (found,)
-    }
-
-
-def set_local_buffers(
-    module: nn.Module, found: Mapping[str, tuple[Any, Sequence[Tensor]]]
-) -> None:
-    """Sets the values of ``local_buffers``, after the combined values were loaded.
-
-    Values for another number of replicas, or of another shape or dtype, are ignored.
-    """
-    for name, buffer in _mirrored_buffers(module).items():
-        if name in found:
-            ran, copies = found[name]
-            own = [(copy.shape, copy.dtype) for copy in buffer.copies]
-            fits = own == [(copy.shape, copy.dtype) for copy in copies]
-            if fits and all(r in range(len(own)) for r in ran):
-                with torch.no_grad():
-                    buffer.set_local_values(tuple(ran), copies)
-
-
-def _mirrored_buffers(module: nn.Module) -> dict[str, ReplicatedBuffer]:
-    return {
-        name: buffer._mirrored
-        for name, buffer in module.named_buffers()
-        if isinstance(buffer, MirroredBuffer)
-    }

@@ -61,6 +61,7 @@ from mirror.replica.params.mirrored_tensor import (
     share_storage,
     value_on,
 )
+from mirror.replica.params.shared_memory import StorageIndex, lie_alike, view_in
 
 _MAX_ALIASES = 8  # before dead ones are dropped
 
@@ -72,7 +73,13 @@ class StorageAliases(list[Callable[[], object]]):
     """
 
     def add(self, handle: Tensor | None) -> None:
-        """Adds a tensor; ``None`` for an alias that is no tensor, which counts as dead already."""
+        """Adds a tensor; of a view, the buffer that it is a part of, as views die at once.
+
+        ``None`` is an alias that is no tensor, which counts as dead already.
+        """
+        base = None if handle is None else handle._base
+        if base is not None and not isinstance(base, ReplicaParameter):
+            handle = base
         if len(self) > _MAX_ALIASES:
             self.drop_dead()
         self.append(_dead_reference if handle is None else weakref.ref(handle))
@@ -81,6 +88,15 @@ class StorageAliases(list[Callable[[], object]]):
         """Drops the aliases that no longer exist."""
         if self:
             self[:] = [reference for reference in self if reference() is not None]
+
+    def are_live(self) -> bool:
+        """Whether an alias exists."""
+        return any(reference() is not None for reference in self)
+
+    def versions(self) -> list[int | None]:
+        """Returns the versions of the aliases: an operation in place raises one."""
+        aliases = [reference() for reference in self]
+        return [alias._version if isinstance(alias, Tensor) else None for alias in aliases]
 
 
 def _dead_reference() -> None:
@@ -94,7 +110,7 @@ class ReplicaParameter(nn.Parameter):
         arrival_hook: records that a local gradient has arrived. It exists once the copy has
             required a gradient, and is removed while ``is_silent``: ``grad_tracker.py``.
         ends_passes: whether a backward pass that reaches the copy ends with a reduction.
-        flat_at: where cuDNN's flattening has put it; 0 before.
+        flat_at: the address that cuDNN's flattening has given it; 0 before, and once it has moved.
     """
 
     variable: ReplicatedParam
@@ -236,7 +252,7 @@ class ReplicatedParam:
         parameter: the parameter to mirror; it is on the first replica's device.
         name: the parameter's path, for messages.
         mirror: mirrors another parameter in the same way.
-        twin: the variable in whose memory the parameter lies, if any.
+        memory: where the strategy's parameters lie. See [Note: Shared memory].
 
     Attributes:
         devices: the device of each replica's copy.
@@ -259,6 +275,7 @@ class ReplicatedParam:
         "home",
         "hooks",
         "leaves",
+        "memory",
         "mirror",
         "name",
         "num_moves",
@@ -277,7 +294,7 @@ class ReplicatedParam:
         replicas: Replicas,
         gradients: GradientAccess,
         mirror: Callable[[nn.Parameter, str], ReplicatedParam],
-        twin: ReplicatedParam | None = None,
+        memory: StorageIndex[ReplicatedParam],
     ) -> None:
         self.replicas, self.gradients, self.mirror = replicas, gradients, mirror
         self.name, self.devices = name, replicas.places.peers_of(parameter.device)
@@ -285,8 +302,9 @@ class ReplicatedParam:
         self.handles = StorageAliases()
         self.num_moves = 0
         self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle needs this class
+        self.memory = memory
         requires_grad = parameter.requires_grad
-        values = self._first_values(parameter.detach(), twin)
+        values = self._first_values(parameter.detach())
         kind = type(parameter)
         self.targets: tuple[nn.Parameter, ...] = tuple(
             parameter_like(parameter, kind, value, requires_grad) for value in values
@@ -296,24 +314,14 @@ class ReplicatedParam:
         self.copies = tuple(self._copy(r, value, requires_grad) for r, value in enumerate(values))
         self._find_home(parameter)
         self.version = self.shown._version
+        memory.enter(self)
 
-    def _first_values(self, value: Tensor, twin: ReplicatedParam | None) -> list[Tensor]:
-        """Returns the values of the copies; the first is the parameter's own tensor.
-
-        Args:
-            twin: a variable in whose memory the value lies: it does on every replica.
-        """
+    def _first_values(self, value: Tensor) -> list[Tensor]:
+        """Returns the values of the copies; the first is the parameter's own tensor."""
+        twin = self.memory.find(value, self.name)
         if twin is None:
             return [value, *(value_on(value, device) for device in self.devices[1:])]
-        offset = value.storage_offset() - twin.targets[0].storage_offset()
-        others = [target.detach() for target in twin.targets[1:]]
-        return [
-            value,
-            *(
-                other.as_strided(value.shape, value.stride(), other.storage_offset() + offset)
-                for other in others
-            ),
-        ]
+        return [value, *(view_in(twin, value, target) for target in twin.targets[1:])]
 
     def _find_home(self, parameter: nn.Parameter) -> None:
         self.home, self.shown, self.leaves = self.targets[0], self.copies[0], self.copies
@@ -369,16 +377,23 @@ class ReplicatedParam:
         self.handles.drop_dead()
 
     def set_data(self, data: Tensor) -> None:
-        """Sets the data of the current replica; of all in the cross-replica context."""
+        """Sets the data of the current replica; of all in the cross-replica context.
+
+        Raises:
+            StrategyError: it shares memory with another parameter in part.
+        """
         replica, replica_id = current.replica, self.forward_param()
-        for r in range(len(self.copies)) if replica_id is None else (replica_id,):
-            self._set_replica_data(r, data)
-        if replica_id is None:
-            self.version = self.shown._version
-            # A view dies at once; what it is a view of, as one buffer for all, may be written.
-            self.handles.add(data if data._base is None else data._base)
-        elif replica is not None:
-            replica.run.assigned[self] = True
+        if replica_id is not None:
+            self._set_replica_data(replica_id, data)
+            if replica is not None:
+                replica.run.assigned[self] = True
+            return
+        twin = self.memory.find(data, self.name, but=self)
+        for r in range(len(self.copies)):
+            own = data if twin is None or r == 0 else view_in(twin, data, twin.targets[r])
+            self._set_replica_data(r, own)
+        self.version = self.shown._version
+        self.handles.add(data)
 
     def _set_replica_data(self, replica_id: int, data: Tensor) -> None:
         """Replaces the data of one replica's copy and target."""
@@ -389,10 +404,14 @@ class ReplicatedParam:
             value = value_on(data, device)
         self.num_moves += 1
         self.targets[replica_id].data = value
-        DATA.__set__(self.copies[replica_id], value)
+        copy = self.copies[replica_id]
+        DATA.__set__(copy, value)
+        copy.flat_at = 0
         owner = self.owner()
         if replica_id == 0 and owner is not None:
             raw_set_data(owner, value)
+        if replica_id == 0:
+            self.memory.enter(self)
 
     def follow_leaf(self, leaf: ReplicaParameter) -> bool:
         """Has the target, and ``p``, follow a leaf that C++ has given other memory.
@@ -402,10 +421,23 @@ class ReplicatedParam:
         Returns:
             Whether the leaf had other memory than the target.
         """
-        if leaf.data_ptr() == self.targets[leaf.replica_id].data_ptr():
+        if lie_alike(leaf, self.targets[leaf.replica_id]):
             return False
         self._set_replica_data(leaf.replica_id, DATA.__get__(leaf))
         return True
+
+    def follow_leaves(self) -> None:
+        """Has all tensors follow leaves that have other memory or strides, outside ``run``.
+
+        If only ``shown`` has, it is as if the program had assigned ``p.data``.
+        """
+        pairs = zip(self.copies, self.targets, strict=True)
+        is_shown_alone = all(c is self.shown or lie_alike(c, target) for c, target in pairs)
+        if not is_shown_alone:
+            for leaf in self.leaves:
+                self.follow_leaf(leaf)
+        elif not lie_alike(self.shown, self.home):
+            self.set_data(DATA.__get__(self.shown))
 
     def follow_target(self, replica_id: int) -> bool:
         """Has the copy, and ``p``, follow a target to which a step has given other data.
@@ -416,10 +448,23 @@ class ReplicatedParam:
             Whether the target had other memory than the copy.
         """
         target = self.targets[replica_id]
-        if target.data_ptr() == self.copies[replica_id].data_ptr():
+        if lie_alike(target, self.copies[replica_id]):
             return False
         self._set_replica_data(replica_id, target.data)
         return True
+
+    def explain_apart(self) -> str | None:
+        """Returns which of its tensors are not one memory, as they must be; else ``None``."""
+        pairs: list[tuple[Tensor, Tensor, str]] = [
+            (self.targets[r], copy, f"copies[{r}] and targets[{r}]")
+            for r, copy in enumerate(self.copies)
+        ]
+        pairs.append((self.home, self.shown, "the copy outside run and what optimizers step"))
+        owner = self.owner()
+        with WithoutSubclass():
+            if owner is not None:
+                pairs.append((self.shown, owner, "the parameter object and its first copy"))
+            return next((what for a, b, what in pairs if not lie_alike(a, b)), None)
 
     # requires_grad
 

@@ -19,17 +19,19 @@ assignments, and compares:
     requires_grad    at merge points, and when the run ends
     values           when the run ends, bit for bit, of the variables with ``.data`` set
 
-In-place writes are not recorded; ``check_replicas`` finds them.
+In-place writes are not recorded; ``check_replicas`` finds them. A tensor outside that shares a
+parameter's memory, such as one flat buffer for all, is one for all replicas: a run that writes it
+causes a warning.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import (
@@ -49,10 +51,11 @@ from mirror.replica.params.replicated_param import (
     ReplicatedParam,
     refuse_post_accumulate_hook,
 )
+from mirror.replica.params.shared_memory import StorageIndex, address_of, lie_alike
 from mirror.replica.params.torch_function import MirroredParameter
 
 T = TypeVar("T")
-_ADDRESS: Any = Tensor.data_ptr
+_logger = logging.getLogger("mirror")
 
 
 class MirroredTensors:
@@ -130,7 +133,10 @@ class ReplicatedParams:
     ) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._by_id: dict[int, ReplicatedParam] = {}
-        self._by_storage: dict[int, list[weakref.ref[ReplicatedParam]]] = {}
+        self.memory: StorageIndex[ReplicatedParam] = StorageIndex()
+        # Variables with live aliases, and the aliases' versions when all replicas were equal.
+        self._exposed: list[tuple[ReplicatedParam, list[int | None]]] = []
+        self._has_warned = False
         self._stale: tuple[Sequence[ReplicatedParam], Sequence[int]] = ((), ())  # and replicas
 
     def __iter__(self) -> Iterator[ReplicatedParam]:
@@ -169,10 +175,8 @@ class ReplicatedParams:
             home = self._replicas.places.home_of(parameter.device, name)
         if parameter.device != home:
             parameter.data = parameter.data.to(home)
-        twin = self._find_twin(parameter, name)
-        variable = self.kind(parameter, name, self._replicas, gradients, self.mirror, twin)
+        variable = self.kind(parameter, name, self._replicas, gradients, self.mirror, self.memory)
         self._by_id[id(parameter)] = variable
-        self._by_storage.setdefault(_storage_of(parameter), []).append(weakref.ref(variable))
         self._registry.register(parameter, self._make_forget())
         parameter.grad = None
         if hooks:
@@ -188,35 +192,6 @@ class ReplicatedParams:
             gradients.write(variable, grad)
         return variable
 
-    def _find_twin(self, parameter: nn.Parameter, name: str) -> ReplicatedParam | None:
-        """Returns the variable in whose memory a parameter lies, as after ``b.data = a.data``.
-
-        Raises:
-            StrategyError: they overlap in part.
-        """
-        if parameter.layout is not torch.strided or not parameter.numel():
-            return None
-        storage = _storage_of(parameter)
-        begin, end = _extent(parameter)
-        for reference in self._by_storage.get(storage, ()):
-            other = reference()
-            if other is None or _storage_of(other.targets[0]) != storage:
-                continue
-            first, last = _extent(other.targets[0])
-            if end <= first or last <= begin:
-                continue
-            is_inside = first <= begin and end <= last
-            if self._replicas.shards_state:
-                is_inside = False  # each is updated by another replica
-            if is_inside and other.targets[0].dtype == parameter.dtype:
-                return other
-            raise StrategyError(
-                f"parameters {other.name!r} and {name!r} overlap in memory, which replicas with "
-                "memory of their own cannot; tie them as one parameter, b.weight = a.weight, or "
-                "take views of it in forward"
-            )
-        return None
-
     def _make_forget(self) -> Callable[[int], None]:
         reference = weakref.ref(self)
 
@@ -224,6 +199,7 @@ class ReplicatedParams:
             variables = reference()
             variable = None if variables is None else variables._by_id.pop(key, None)
             if variables is not None and variable is not None:
+                variables.memory.remove(variable)
                 variables._gradients.forget(variable)
 
         return forget
@@ -231,8 +207,26 @@ class ReplicatedParams:
     # These run in every run, so they loop over a tuple, not a generator.
 
     def _mark_synced(self) -> None:
+        if self._exposed:
+            self._warn_of_writes()
         for variable in tuple(self._by_id.values()):
             variable.version = variable.shown._version
+
+    def _warn_of_writes(self) -> None:
+        exposed, self._exposed = self._exposed, []
+        for variable, versions in exposed:
+            if variable.handles.versions() != versions:
+                if not self._has_warned:
+                    self._has_warned = True
+                    _logger.warning(
+                        "a tensor that shares the memory of parameter %r was written inside "
+                        "strategy.run: it is one for all replicas, so a write by each of them is "
+                        "made %d times, to the first replica's values; write it outside run, in "
+                        "merge_call, or write the parameter itself",
+                        variable.name,
+                        self._replicas.num_replicas,
+                    )
+                return
 
     def mark_stale(self, variables: Sequence[ReplicatedParam], others: Sequence[int]) -> None:
         """Marks the copies of other replicas as stale; ``sync_changed`` updates them."""
@@ -246,16 +240,21 @@ class ReplicatedParams:
         self._stale = ((), ())
         for variable in variables:
             variable.broadcast(0, others)
-        all_variables = tuple(self._by_id.values())
-        if not all_variables:
-            return
+        changed = []
+        variables, shown, homes = self.memory.rows or self.memory.make_rows()
         with WithoutSubclass():  # halves the time of what is read for each variable
-            shown = list(map(_ADDRESS, [variable.shown for variable in all_variables]))
-            if shown != list(map(_ADDRESS, [variable.home for variable in all_variables])):
-                follow_moved_leaves(all_variables)
-            changed = [v for v in all_variables if v.handles or v.shown._version != v.version]
-        for variable in changed:
-            variable.broadcast()
+            if list(map(address_of, shown)) != list(map(address_of, homes)):
+                for variable in variables:
+                    variable.follow_leaves()
+            for variable in variables:
+                if variable.handles or variable.shown._version != variable.version:
+                    changed.append(variable)
+        if changed:
+            for variable in changed:
+                if not lie_alike(variable.shown, variable.home):  # transposed in place, say
+                    variable.follow_leaves()
+                variable.broadcast()
+            self._exposed = [(v, v.handles.versions()) for v in changed if v.handles]
 
     def _broadcast_first(self) -> None:
         """Broadcasts the first replica's values and flags, after a run that failed."""
@@ -273,36 +272,6 @@ class ReplicatedParams:
             for r in idle:
                 if variable.copies[r].requires_grad != requires_grad:
                     variable.require_grad_of(r, requires_grad)
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Returns where a tensor begins and ends in memory, in bytes."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (last + 1) * tensor.element_size()
-
-
-def follow_moved_leaves(
-    variables: Iterable[ReplicatedParam], replicas: Sequence[int] | None = None
-) -> list[ReplicatedParam]:
-    """Has targets follow leaves that code below Python has given other memory.
-
-    Args:
-        replicas: whose copies are looked at; those of all outside ``run``, if ``None``.
-
-    Returns:
-        The variables of which one had moved.
-    """
-    found = []
-    for variable in variables:
-        leaves = variable.leaves if replicas is None else [variable.copies[r] for r in replicas]
-        if any([variable.follow_leaf(leaf) for leaf in leaves]):
-            found.append(variable)
-    return found
 
 
 def mark_synced(variables: Iterable[ReplicatedParam]) -> None:

@@ -28,14 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from mirror.base.dynamo import skip_frame
-from mirror.base.torch_private import (
-    FLATTEN_WEIGHTS,
-    NEW_PARAMETER,
-    WithoutSubclass,
-    is_jit_tracing,
-    wrap_once,
-)
-from mirror.devices import using
+from mirror.base.torch_private import NEW_PARAMETER, WithoutSubclass, is_jit_tracing, wrap_once
 from mirror.errors import StrategyError
 from mirror.execution.run import (
     current,
@@ -370,38 +363,6 @@ def _get_data(self: Any) -> Any:
 @implements(DATA.__set__)
 def _set_data(self: Any, value: Tensor) -> None:
     self.data = value
-
-
-def _flatten_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
-    """Moves the weights of a recurrent layer into one buffer per replica, for cuDNN.
-
-    cuDNN does that below Python, by setting the data of each tensor that it gets: of copies alone,
-    whose targets optimizers would go on stepping in the old memory. So the targets follow. Inside
-    ``run`` it concerns one replica, outside all. Memory that is flat already stays.
-    """
-    mirrored = [w for w in weights if isinstance(w, MirroredParameter)]
-    if len(mirrored) < len(weights):  # some are computed, by a parametrization
-        result = FLATTEN_WEIGHTS(resolve(weights), *args, **kwargs)
-        for weight in mirrored:
-            weight._mirrored.follow_leaf(weight._copy())
-        return result
-    is_outside = mirrored[0]._mirrored.forward_param() is None
-    leaves = [w._mirrored.leaves if is_outside else (w._copy(),) for w in mirrored]
-    result = None
-    for row in zip(*leaves, strict=True):
-        begins = [leaf.data_ptr() for leaf in row]
-        if all(leaf.flat_at == begin for leaf, begin in zip(row, begins, strict=True)):
-            continue
-        with using(row[0].device):
-            result = FLATTEN_WEIGHTS(list(row), *args, **kwargs)
-        for weight, leaf in zip(mirrored, row, strict=True):
-            weight._mirrored.follow_leaf(leaf)
-            leaf.flat_at = leaf.data_ptr()
-    return result
-
-
-if FLATTEN_WEIGHTS is not None:
-    implements(FLATTEN_WEIGHTS)(_flatten_weights)
 
 
 _KEY = "_mirror_replica"

@@ -18,7 +18,7 @@ from mirror.base.migration_hints import add_hints
 from mirror.base.process_bound import NoCopy
 from mirror.errors import CheckpointError, StrategyError
 from mirror.execution.run import enclosing_replica
-from mirror.replica.params.mirrored_buffer import set_local_buffers
+from mirror.replica.params.replicated_buffers import set_local_buffers
 from mirror.threads.user_frames import add_note
 from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
 from mirror.train.checkpoint.snapshot import (

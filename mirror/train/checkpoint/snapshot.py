@@ -22,7 +22,7 @@ from mirror.base.tree_json import Malformed, decode, encode
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import CheckpointError
 from mirror.replica.bitwise import bytes_of
-from mirror.replica.params.mirrored_buffer import local_buffers
+from mirror.replica.params.replicated_buffers import local_buffers
 from mirror.train.checkpoint.checkpoint_directory import file_of, write_directory
 from mirror.train.checkpoint.checkpoint_file import (
     Manifest,

@@ -1,7 +1,9 @@
-// A CUDA driver that launches nothing: it notes what it is asked, and refuses on order.
+// A CUDA driver that launches nothing: it notes what it is asked, and refuses or lingers on order.
 
+#include <chrono>
 #include <cstring>
 #include <mutex>
+#include <thread>
 
 namespace {
 
@@ -15,6 +17,7 @@ struct Config {
 thread_local void* current = nullptr;
 std::mutex lock;
 int num_launches = 0, refuse_at = -1, num_retained = 0, absent_device = -1;
+int pause_ms = 0;
 
 }  // namespace
 
@@ -36,6 +39,7 @@ void fake_reset(int refuse, int absent) {
   refuse_at = refuse;
   absent_device = absent;
 }
+void fake_pause_after_launches(int milliseconds) { pause_ms = milliseconds; }
 int fake_launches() { return num_launches; }
 int fake_retained() { return num_retained; }
 void* fake_current() { return current; }
@@ -61,7 +65,7 @@ int cuCtxSetCurrent(void* context) {
   return 0;
 }
 int cuLaunchKernelEx(const Config* config, void* function, void** parameters, void**) {
-  const std::lock_guard<std::mutex> held(lock);
+  std::unique_lock<std::mutex> held(lock);
   if (num_launches == refuse_at) return 719;
   Seen& now = seen[num_launches++];
   now = {function,        config->stream,  current, config->grid_x, config->grid_y,
@@ -73,6 +77,8 @@ int cuLaunchKernelEx(const Config* config, void* function, void** parameters, vo
     if (id == 2) std::memcpy(&now.is_cooperative, attribute + 8, sizeof(int));
   }
   std::memcpy(&now.first, parameters[0], sizeof now.first);
+  held.unlock();
+  std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
   return 0;
 }
 int cuGetErrorString(int result, const char** text) {

@@ -1,6 +1,7 @@
 """binaries.py: compiling kernels for GPUs, and the folder that keeps them."""
 
 import ctypes
+import functools
 import importlib.util
 import re
 import shutil
@@ -27,6 +28,7 @@ from mirror.comm.kernels.binaries import (
 )
 from mirror.comm.kernels.launcher import KernelArguments
 from mirror.errors import BackendError
+from tests.fixtures import made_once
 from tests.pairs import each_once
 
 LIBRARIES = {"CUDA 12": "cuda_nvrtc/lib/libnvrtc.so.12", "CUDA 13": "cu13/lib/libnvrtc.so.13"}
@@ -45,9 +47,22 @@ if not COMPILERS and shutil.which("nvcc"):
     COMPILERS = ["nvcc"]
 
 
+# The assembler's report on a kernel that keeps arrays or registers in memory.
+LOCAL_MEMORY = r"[1-9]\d* bytes (?:stack frame|spill)"
+
+
 class Nvrtc:
     def __init__(self, path):
+        for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(builtins))  # it does not look for them in its own folder
         self.library = ctypes.CDLL(str(path))
+
+    def supports(self, architecture):
+        number = ctypes.c_int()
+        self.check(self.library.nvrtcGetNumSupportedArchs(ctypes.byref(number)))
+        known = (ctypes.c_int * number.value)()
+        self.check(self.library.nvrtcGetSupportedArchs(known))
+        return architecture in list(known)
 
     def compile(self, source, architecture):
         """Returns the PTX and the binary."""
@@ -62,7 +77,7 @@ class Nvrtc:
         status = self.library.nvrtcCompileProgram(program, len(options), array)
         log = self.output(program, "ProgramLog").decode()
         assert status == 0, log
-        assert not re.search(r"warning|error|[1-9]\d* bytes spill", log), log
+        assert not re.search(rf"warning|error|{LOCAL_MEMORY}", log), log
         used = re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", log, re.DOTALL)
         self.registers = {kernel: int(number) for kernel, number in used}
         parts = self.output(program, "PTX").decode(), self.output(program, "CUBIN")
@@ -84,6 +99,9 @@ class Nvcc:
     def __init__(self, folder):
         self.folder = folder
 
+    def supports(self, architecture):
+        return True
+
     def compile(self, source, architecture):
         file = self.folder / "kernels.cu"
         file.write_text(source)
@@ -92,20 +110,42 @@ class Nvcc:
             output = self.folder / f"kernels.{kind}"
             options = OPTIONS[:-1]  # the last one is NVRTC's alone
             command = ["nvcc", *options, f"-arch=sm_{architecture}", f"--{kind}", str(file)]
-            subprocess.run([*command, "-o", str(output)], check=True)
+            command += ["--ptxas-options=-v", "-o", str(output)]
+            log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+            assert not re.search(LOCAL_MEMORY, log), log
             outputs.append(output.read_bytes())
         return outputs[0].decode(), outputs[1]
 
 
 NAMES = COMPILERS or ["none"]
+# Compilers that are downloaded when a test asks for them: the oldest, and those of torch's wheels.
+PACKAGES = {
+    "CUDA 12.4": "nvidia-cuda-nvrtc-cu12==12.4.127",
+    "CUDA 12.8": "nvidia-cuda-nvrtc-cu12==12.8.93",
+    "CUDA 13.0": "nvidia-cuda-nvrtc==13.0.88",
+}
 SOURCES = ("direct", "ring", "hierarchical")
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 
+def download(package, folder):
+    """Downloads a package with a compiler's library, and unpacks it into the folder."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    subprocess.run([*command, "--dest", str(folder), package], check=True)
+    (wheel,) = folder.glob("*.whl")
+    shutil.unpack_archive(wheel, folder, "zip")
+    wheel.unlink()
+
+
 @pytest.fixture
-def compiler(name, tmp_path):
+def compiler(name, tmp_path, tmp_path_factory):
     if name == "none":
         pytest.skip("there is neither nvcc nor a package nvidia-cuda-nvrtc-cu12")
+    if name in PACKAGES:
+        make = functools.partial(download, PACKAGES[name])
+        folder = made_once(tmp_path_factory, f"NVRTC of {name}", make)
+        (path,) = folder.glob("nvidia/*/lib/libnvrtc.so.*")
+        return Nvrtc(path)
     return Nvcc(tmp_path) if name == "nvcc" else Nvrtc(nvrtc_library(name))
 
 
@@ -120,7 +160,6 @@ def unit(source, element, n=8, island=4, op=0, rounds=False):
 def check(compiler, unit, architecture):
     ptx, binary = compiler.compile(unit_source(unit), architecture)
     assert set(re.findall(r"\.entry (\w+)_kernel\b", ptx)) == set(unit.kernels)
-    # A section .nv.local is what a kernel has that keeps arrays or spilled registers in memory.
     assert b".nv.local" not in binary
     flags = re.findall(r"\b(?:ld|st|atom|red|fence)\.(?:acquire|release|relaxed|acq_rel)\S*", ptx)
     assert {flag.split(".", 2)[:2][1] for flag in flags} == {"acquire", "release"}
@@ -158,6 +197,62 @@ def test_kernels_compile_for_every_element_type_and_operation(compiler, source, 
 )
 def test_kernels_that_round_partial_sums_compile(compiler, source, element, architecture):
     check(compiler, unit(source, element, rounds=True), architecture)
+
+
+# Reductions that had local memory with some versions of NVRTC, for some architectures, when their
+# blocks had 512 threads.
+HAD_LOCAL_MEMORY = (
+    *(("direct", "unsigned char", n, n, op) for n in (2, 4) for op in ("sum", "min")),
+    *(("ring", "unsigned char", 2, 2, op) for op in ("sum", "min", "prod")),
+    *(("hierarchical", element, 16, 16, "min") for element in ("float", "double", "int")),
+)
+
+
+def reductions(source, element):
+    """Returns the reductions of a source for 2, 4, 8 and 16 replicas, in islands of any size."""
+    islands = [(n, g) for n in (2, 4, 8, 16) for g in range(1, n + 1) if n % g == 0]
+    return dict.fromkeys(
+        unit(source, element, n, g, op, rounds)
+        for n, g in islands
+        for op in range(len(OPS))
+        for rounds in (False, True)
+    )
+
+
+# Compiling checks the assembler's report, so these tests assert nothing more.
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("case", "architecture"),
+    [
+        (("direct", "unsigned char", 4, 4, "min"), 90),
+        (("ring", "unsigned char", 2, 2, "min"), 120),
+        (("hierarchical", "float", 16, 16, "min"), 90),
+    ],
+    ids=["direct", "ring", "hierarchical"],
+)
+def test_what_had_local_memory_fits_into_registers(compiler, case, architecture):
+    *what, op = case
+    compiler.compile(unit_source(unit(*what, OPS.index(op))), architecture)
+
+
+@pytest.mark.slow
+@each_once(name=NAMES, architecture=ARCHITECTURES)
+def test_all_that_had_local_memory_fits_into_registers(compiler, architecture):
+    for *what, op in HAD_LOCAL_MEMORY:
+        compiler.compile(unit_source(unit(*what, OPS.index(op))), architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("element", [*ELEMENTS.values(), None])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*NAMES, *PACKAGES])
+def test_no_kernel_has_local_memory(compiler, architecture, element, source):
+    if not compiler.supports(architecture):
+        pytest.skip(f"this compiler does not know sm_{architecture}")
+    for made in [Unit(source)] if element is None else reductions(source, element):
+        compiler.compile(unit_source(made), architecture)
 
 
 def loads_in_flight(ptx, kernel):
@@ -206,7 +301,8 @@ def test_all_replicas_are_read_before_any_is_added(compiler, case, architecture)
         assert loads_in_flight(ptx, kernel) == loads
     if isinstance(compiler, Nvrtc):
         for kernel in made.kernels:
-            assert 4 * loads < compiler.registers[f"{kernel}_kernel"] <= 128
+            most = 65536 // made.num_threads
+            assert 4 * loads < compiler.registers[f"{kernel}_kernel"] <= most
 
 
 def test_the_source_is_one_piece_of_ascii_without_includes():
@@ -231,6 +327,24 @@ def test_every_kernel_is_in_one_unit():
             is_other = unit_of(f"{source}_reduce_scatter", dtype, call) != unit
             assert is_other == (source != "direct" and dtype.itemsize == 2)
             call.rounds = False
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_a_launch_without_elements_touches_no_memory_and_no_peer(tmp_path):
+    # Compiled for the CPU. All addresses are null, and there is no grid whose threads could meet.
+    defined = ["ELEMENT int", "OP kSum", "REPLICAS 4", "ISLAND 2", "ROUNDS 0", "COPIES"]
+    lines = [f"#define MIRROR_{what}" for what in defined]
+    lines += [f"#define {what}" for what in ("__global__", "__launch_bounds__(...)")]
+    lines += ["#define __grid_constant__", *(f'#include "{source}.cu"' for source in SOURCES)]
+    units = [Unit(source, element) for source in SOURCES for element in ("int", "")]
+    calls = [f"{kernel}_kernel(Arguments{{}});" for unit in units for kernel in unit.kernels]
+    lines += ["int main() {", *calls, "}"]
+    program = tmp_path / "kernels.cpp"
+    program.write_text("\n".join(lines))
+    include = f"-I{binaries.source_folder()}"
+    command = ["g++", "-std=c++20", "-pthread", include, str(program), "-o", str(tmp_path / "run")]
+    subprocess.run(command, check=True)
+    subprocess.run([str(tmp_path / "run")], check=True)
 
 
 def test_operations_are_numbered_as_in_the_kernels():

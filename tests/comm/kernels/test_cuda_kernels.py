@@ -13,7 +13,7 @@ import torch
 from mirror import comm
 from mirror.comm import collective_lock
 from mirror.comm.kernels import cuda_kernels, kernel_communicator
-from mirror.comm.kernels.binaries import Unit
+from mirror.comm.kernels.binaries import Unit, unit_of, unit_source
 from mirror.comm.kernels.launcher import ABORTED, KernelArguments
 
 NAMES = ("direct", "ring", "hierarchical")
@@ -28,7 +28,8 @@ class FakeGpus:
 
     def __init__(self, monkeypatch, processors=100):
         self.peers, self.launches, self.loaded, self.synchronized = [], [], [], []
-        self.here, self.kept, self.functions = None, [], []
+        self.here, self.kept, self.functions, self.threads = None, [], [], []
+        self.local_bytes = {}
         properties = SimpleNamespace(multi_processor_count=processors)
         for name, value in {
             "get_device_properties": lambda device: properties,
@@ -79,7 +80,7 @@ class FakeGpus:
         def function(name):
             self.functions.append(name)
             handle = SimpleNamespace(ptr=len(self.functions) - 1)
-            return SimpleNamespace(local_size_bytes=0, kernel=handle)
+            return SimpleNamespace(local_size_bytes=self.local_bytes.get(name, 0), kernel=handle)
 
         return SimpleNamespace(get_function=function)
 
@@ -89,6 +90,7 @@ class FakeGpus:
             place = torch.device("cuda", one.device), self.functions[one.function or 0]
             grid = one.blocks, one.rows
             self.launches.append((*place, grid, told, bool(one.is_cooperative)))
+            self.threads.append(one.threads)
 
     def create(self, name, indices, **options):
         kind = comm.registry.check_name(name)
@@ -175,6 +177,20 @@ def test_every_gpu_loads_the_binary_of_its_kind_before_the_first_launch(gpus):
     assert gpus.loaded[2] == str((Unit("ring", "unsigned char"), 90))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "n", "threads"),
+    [(torch.float32, 8, 512), (torch.uint8, 2, 256), (torch.float32, 9, 256)],
+    ids=str,
+)
+def test_a_block_has_the_threads_that_its_kernel_is_compiled_for(gpus, dtype, n, threads):
+    call = KernelArguments(num_replicas=n, island_size=n)
+    machine(gpus, "direct", range(n)).run("direct_two_shot", dtype, call, 2)
+    assert gpus.threads == n * [threads]
+    assert f"#define MIRROR_THREADS {threads}\n" in unit_source(
+        unit_of("direct_two_shot", dtype, call)
+    )
+
+
 def test_only_what_is_used_is_loaded_and_once(gpus):
     both = machine(gpus, "direct", (0, 1))
     for op in (0, 2, 0):
@@ -198,6 +214,22 @@ def test_what_a_trial_needs_is_compiled_at_once(gpus):
     assert capabilities == {90, 91, 92, 93}
 
 
+def test_local_memory_is_reserved_by_a_launch_of_its_own_on_an_idle_gpu(gpus, caplog):
+    both = machine(gpus, "direct", (0, 1))
+    gpus.local_bytes = {"direct_two_shot_kernel": 40}
+    gpus.synchronized.clear()
+    for _ in range(2):
+        run(both, "direct_two_shot", torch.uint8, count=5)
+    assert [device.index for device in gpus.synchronized] == [0, 1]
+    launches = [(device.index, grid, told.count) for device, _, grid, told, _ in gpus.launches]
+    collective = [(0, (2, 1), 5), (1, (2, 1), 5)]
+    assert launches == [(0, (100, 1), 0), (1, (100, 1), 0), *collective, *collective]
+    assert {name for _, name, *_ in gpus.launches} == {"direct_two_shot_kernel"}
+    (message,) = caplog.messages
+    assert "direct_two_shot on cuda:0 40, direct_two_shot on cuda:1 40 bytes per thread" in message
+    assert "pip install" in message
+
+
 @pytest.mark.parametrize(("indices", "most"), [((0, 1), 100), ((0, 0, 1), 50)], ids=str)
 def test_all_blocks_of_a_gpu_fit_on_its_multiprocessors(gpus, indices, most):
     assert machine(gpus, "ring", indices).max_blocks == 32
@@ -207,6 +239,17 @@ def test_all_blocks_of_a_gpu_fit_on_its_multiprocessors(gpus, indices, most):
     for max_blocks in (0, most + 1):
         with pytest.raises(ValueError, match=rf"1 to {most} .* got max_blocks={max_blocks}"):
             gpus.create("ring", indices, max_blocks=max_blocks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs_of_peers_are_those_of_both_directions(gpus, name):
+    kind = comm.registry.check_name(name)
+    for n in range(1, 17):
+        pairs = kind.linked_pairs(n)
+        assert {(j, i) for i, j in pairs} == set(pairs)
+    devices = [torch.device("cuda", index) for index in (0, 1)]
+    with pytest.raises(AssertionError, match=r"one way alone: .*index=0.*index=1"):
+        cuda_kernels._enable_peer_access([(devices[0], devices[1])])
 
 
 def test_default_device_and_inference_mode_are_not_its_own(gpus):
@@ -264,7 +307,7 @@ def test_blocking_launches_are_a_reason(monkeypatch):
     assert cuda_kernels.missing_reason([]) == "no driver"
 
 
-# ------------------------------------------------------------------ with a GPU; never run so far
+# ------------------------------------------------------------------ with a GPU
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

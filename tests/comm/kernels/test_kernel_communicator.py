@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mirror import comm
+from mirror.comm import registry
 from mirror.comm.kernels import simulator
 from mirror.comm.kernels.launcher import KernelArguments
 from mirror.errors import BackendError, CollectiveTimeoutError
@@ -75,6 +76,15 @@ def test_up_to_sixteen_replicas_are_served(name, n):
     tensors = full(n, 1000)
     communicator.all_reduce(tensors)
     assert all(bool((tensor == n * (n + 1) / 2).all()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peer_access_is_mutual(name):
+    # For memory in segments that grow, torch enables the access of the other direction only.
+    kind = registry.check_name(name)
+    for n in range(1, 17):
+        pairs = set(kind.linked_pairs(n))
+        assert pairs == {(j, i) for i, j in pairs}
 
 
 @pytest.mark.parametrize("name", NAMES)

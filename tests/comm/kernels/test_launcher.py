@@ -11,6 +11,7 @@ import pytest
 from mirror.comm.kernels import launcher
 from mirror.comm.kernels.launcher import KernelArguments, Launch, launch
 from mirror.errors import BackendError
+from tests.comm.backends import can_launch_elsewhere
 from tests.pairs import each_once
 
 SOURCE = Path(__file__).with_name("fake_driver.cpp")
@@ -124,16 +125,33 @@ def test_a_device_that_is_not_there_stops_all_before_the_first_launch(driver):
     assert driver.fake_launches() == 0
 
 
-def test_threads_launch_at_once(driver):
+def test_no_other_collective_is_launched_meanwhile(monkeypatch):
+    others = []
+
+    class Library:
+        def mirror_launch(self, array, count, failed):
+            others.append(can_launch_elsewhere())
+            return 0
+
+    monkeypatch.setattr(launcher, "library", Library)
+    assert can_launch_elsewhere()
+    launch(launches(2), "x")
+    assert others == [False]
+    assert can_launch_elsewhere()
+
+
+def test_launches_of_threads_take_turns(driver):
+    driver.fake_pause_after_launches(1)
     threads = [threading.Thread(target=launch, args=(launches(2), "x")) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert driver.fake_launches() == 16
-    for i in range(16):
-        seen = driver.fake_seen(i).contents
-        assert seen.context == (100 + seen.function - 0x10) * 16
+    driver.fake_pause_after_launches(0)
+    seen = [driver.fake_seen(i).contents for i in range(driver.fake_launches())]
+    assert [(one.function, one.context) for one in seen] == 8 * [
+        (0x10 + i, (100 + i) * 16) for i in range(2)
+    ]
 
 
 def test_without_a_driver_the_reason_says_so(libraries, monkeypatch):

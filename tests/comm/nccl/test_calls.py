@@ -8,6 +8,7 @@ import torch
 from mirror.comm.nccl import clique, communicators, libnccl
 from mirror.comm.nccl.communicators import Work
 from tests.benchmarks.test_calls import calls_of
+from tests.comm.backends import can_launch_elsewhere
 from tests.comm.nccl.fake_nccl import TIMEOUT, tensors
 
 
@@ -86,6 +87,24 @@ def test_an_all_reduce_over_8_calls_no_more_than_when_it_was_counted(fake, dtype
     counts = [after - count for count, after in zip(before, nccls(), strict=True)]
     assert counts == [num_groups, num_groups, asked, 8 if num_groups == 1 else 0]
     assert calls_of(lambda: communicator.all_reduce(values)) <= most
+    fake.polls(0)
+    communicator.close()
+
+
+@pytest.mark.parametrize("polls", [0, 2])
+def test_no_other_collective_is_launched_until_all_of_one_is_enqueued(fake, monkeypatch, polls):
+    communicator, others = fake.communicator(2), []
+    settle = clique.Clique._settle
+
+    def settling(own, result):
+        settle(own, result)
+        others.append(can_launch_elsewhere())
+
+    monkeypatch.setattr(clique.Clique, "_settle", settling)
+    fake.polls(polls)
+    communicator.all_reduce(tensors(2))
+    assert others == [False]
+    assert can_launch_elsewhere()
     fake.polls(0)
     communicator.close()
 

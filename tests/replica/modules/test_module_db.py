@@ -103,7 +103,7 @@ def call(module, inputs):
 def probe(output):
     """A scalar with a different gradient for each element of the output; None if it has none."""
     terms = [
-        (t * torch.linspace(0.5, 1.5, t.numel()).view(t.shape)).sum()
+        (t * torch.linspace(0.5, 1.5, t.numel(), device=t.device).view(t.shape)).sum()
         for t in tensors(output)
         if t.requires_grad
     ]

@@ -50,14 +50,14 @@ def problem(info, seed=0):
     return sparse_net(seed) if info.only_supports_sparse_grads else tanh_net(seed)
 
 
-def hyperparameters(info):
+def hyperparameters(info, device="cpu"):
     """The database's keyword arguments, each plain and with the faster implementations."""
-    for entry in info.optim_inputs_func(device="cpu"):
+    for entry in info.optim_inputs_func(device=device):
         yield entry.kwargs
         for implementation in {"foreach", "fused"} & set(info.supported_impls):
             if implementation in entry.kwargs:
                 continue
-            if implementation == "foreach" or "cpu" in info.supports_fused_on:
+            if implementation == "foreach" or device in info.supports_fused_on:
                 yield {**entry.kwargs, implementation: True}
 
 

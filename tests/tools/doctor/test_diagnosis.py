@@ -168,12 +168,20 @@ def test_a_missing_libnccl_has_its_reason(monkeypatch):
     assert json.loads(found.to_json())["libnccl"]["version"] is None
 
 
-def test_an_installation_without_metadata_has_no_version(monkeypatch):
-    def missing(name):
-        raise diagnosis.PackageNotFoundError
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_package_without_metadata_is_used_from_a_checkout(monkeypatch, is_installed):
+    def find(name):
+        if not is_installed:
+            raise diagnosis.PackageNotFoundError
+        return "metadata of another version"
 
-    monkeypatch.setattr(diagnosis, "version", missing)
-    assert four_gpus().to_text().splitlines()[0].startswith("versions    mirror unknown, torch ")
+    monkeypatch.setattr(diagnosis, "version", find)
+    source = "" if is_installed else " from a checkout"
+    first, *_ = four_gpus().to_text().splitlines()
+    assert first.startswith(f"versions    mirror {mirror.__version__}{source}, torch ")
+    found = json.loads(four_gpus().to_json())
+    assert found["mirror"] == mirror.__version__
+    assert found["installed"] is is_installed
 
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

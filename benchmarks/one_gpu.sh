@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Runs on one GPU, within ten minutes, what shows whether replicas train as one device does.
+#
+#   benchmarks/one_gpu.sh [FOLDER]        default: results-one-gpu-DATE
+#
+# Needs an NVIDIA GPU and a Python with torch for CUDA: $PYTHON if it is set, else .venv/bin/python,
+# else python3. This checkout need not be installed. First come the checks of first_run.py --quick;
+# then those of gpu_several.py, with four replicas; then tests, which need pytest, on several
+# replicas of the GPU: PyTorch's own modules and optimizers, and as many other tests as fit. Each
+# part has a limit, and one that fails stops no other. The folder has the output of each.
+
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+case ${1:-} in
+    -h | --help) sed -n 's/^# \{0,1\}//; 2,10p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -*) echo "one_gpu.sh: unknown option $1; there is --help" >&2; exit 2 ;;
+esac
+folder=${1:-results-one-gpu-$(date +%Y%m%d-%H%M)}
+if [[ -n ${PYTHON:-} ]]; then
+    python=$PYTHON
+elif [[ -x .venv/bin/python ]]; then
+    python=.venv/bin/python
+else
+    python=python3
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+count=$("$python" -c 'import torch; print(torch.cuda.device_count())') || count=0
+((count > 0)) || { echo "one_gpu.sh: the torch of $python sees no GPU" >&2; exit 2; }
+mkdir -p "$folder"
+
+failed=()
+
+part() { # NAME SECONDS ARGUMENTS-OF-PYTHON...
+    local name=$1 seconds=$2 status=0
+    shift 2
+    echo "== $name: $*"
+    timeout --kill-after=5 "$seconds" "$python" "$@" > "$folder/$name.txt" 2>&1 || status=$?
+    grep -E '^(passed|failed|skipped) |^(FAILED|ERROR) ' "$folder/$name.txt" || true
+    tail -n 1 "$folder/$name.txt"
+    case $status in
+        0) ;;
+        124 | 137) echo "== $name ended by its limit of $seconds s: what is above has run" ;;
+        *) failed+=("$name"); echo "== $name FAILED" ;;
+    esac
+}
+
+# Plug-ins of the environment may warn, which fails a test; cores launch beside each other.
+pytest=(-m pytest -v -ra --tb=short -p no:cacheprovider -p no:benchmark)
+if "$python" -c 'import xdist' 2> /dev/null; then pytest+=(-n 8); fi
+
+part first_run 180 benchmarks/first_run.py --quick --json "$folder/first_run.json"
+part several 90 benchmarks/gpu_several.py --budget 80 --json "$folder/several.json" \
+    cuda:0 cuda:0 cuda:0 cuda:0
+part catalogues 200 "${pytest[@]}" tests/gpu/test_catalogues.py
+# The devices of fixtures in tests/conftest.py: four replicas on the GPU.
+part fixtures 100 "${pytest[@]}" -m "not slow" -k cuda0-x4 tests/replica tests/execution
+
+echo "== everything is in $folder"
+if ((${#failed[@]})); then
+    echo "== these parts failed: ${failed[*]}"
+    exit 1
+fi
