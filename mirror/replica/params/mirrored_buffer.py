@@ -27,7 +27,7 @@ mirrored parameter, ``a.weight.detach()``, is there on every replica: [Note: Sha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
