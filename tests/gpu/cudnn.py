@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import handle_torch_function, has_torch_function
 
-_SET_DATA = torch._C.TensorBase.data.__set__
+_DATA: Any = torch._C.TensorBase.data
+_SET_DATA = _DATA.__set__
 _KERNELS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
 _DTYPES = (torch.half, torch.float, torch.double)

@@ -243,10 +243,10 @@ class Mode(TorchDispatchMode):
             kwargs["device"] = _CPU
         is_pinned = bool(kwargs.pop("pin_memory", None))
         with self._streams.lock:
-            # With a GPU, as in empty_like, a tensor gives its shape alone. C++ code names the device
-            # that the tensor is physically on, and means that of the tensor.
+            # With a device, as in empty_like, a tensor gives its shape alone. C++ code names the
+            # CPU, where the tensor really is, and means the device of the tensor.
             is_copy = func is aten._to_copy.default
-            is_like = wanted is not None and wanted.type == "cuda" and not is_copy
+            is_like = wanted is not None and wanted.type != "cpu" and not is_copy
             touched = [] if is_like else self._touched(func, args, kwargs)
             if is_copy and not _thread.is_between_devices:
                 # The backward of a cast names the device that the tensor is physically on.

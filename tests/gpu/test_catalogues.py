@@ -1,4 +1,7 @@
-"""PyTorch's modules and optimizers, trained on simulated GPUs, leave what one device leaves."""
+"""PyTorch's modules and optimizers, trained on GPUs, leave what one device leaves.
+
+The GPUs are simulated, or real where torch sees any: ``benchmarks/one_gpu.sh``.
+"""
 
 import copy
 import itertools
@@ -44,14 +47,28 @@ NOT_FAKED = {
 }
 
 
+NUM_GPUS = torch.cuda.device_count()
+
+
 @contextmanager
-def on(where, **options):
-    with FakeGpus(2), mirror.MirroredStrategy(DEVICES[where], "naive", **options) as strategy:
+def strategy_on(devices, **options):
+    if not NUM_GPUS:
+        with FakeGpus(2), mirror.MirroredStrategy(devices, "naive", **options) as strategy:
+            yield strategy
+        return
+    if len(set(devices)) > NUM_GPUS:
+        pytest.skip(f"torch sees {NUM_GPUS} GPU")
+    exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+    with exact, mirror.MirroredStrategy(devices, **options) as strategy:
         yield strategy
 
 
+def on(where, **options):
+    return strategy_on(DEVICES[where], **options)
+
+
 def fails_if_not_faked(info):
-    if info.name not in NOT_FAKED:
+    if NUM_GPUS or info.name not in NOT_FAKED:
         return nullcontext()
     return pytest.raises(RuntimeError, match="on the same device, but found cpu, cuda:0")
 
@@ -178,7 +195,7 @@ def lazy_model(device):
 def test_lazy_modules_get_their_parameters_where_the_replicas_are(devices, way, device):
     x, plain = torch.ones(4, 3, 2), lazy_model("cpu")
     plain(x)
-    with FakeGpus(2), mirror.MirroredStrategy(devices, "naive") as strategy:
+    with strategy_on(devices) as strategy:
         model = strategy.mirror(lazy_model(device))
         if way == 1:
             model(x.to("cuda:0")).square().mean().backward()
