@@ -57,6 +57,7 @@ from mirror.execution.run import (
 )
 from mirror.execution.runner import Runner
 from mirror.replica.exactness.cross_example_ops import GATHER_FIRST
+from mirror.replica.exactness.layer_sums import LayerSums, RoundingErrors
 from mirror.replica.exactness.output_comparison import OutputDifference, find_output_differences
 from mirror.replica.modules.module_owner import interceptor_of
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
@@ -74,6 +75,7 @@ from mirror.replica.scatter_gather.containers import (
     is_leaf,
     is_shared,
 )
+from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan
 from mirror.threads.merge_point import NullLockstep
 from mirror.threads.user_frames import num_warned, warn_user
 from mirror.values import PerReplica, leaves_of, rebuild_node
@@ -102,6 +104,7 @@ _REMEDIES = {
 }
 
 
+Hook = Callable[[nn.Module, Any, Any], Any]
 _listeners: list[Callable[[str], object]] = []
 
 
@@ -135,8 +138,9 @@ class VerifiedCall:
     ) -> None:
         self._runner, self._module, self._make_call = runner, module, call
         self._args, self._kwargs = args, kwargs
-        self._weights = [sum(sizes), *([0] * (len(sizes) - 1))]
+        self._sizes = sizes
         self._modules = list(module.modules())
+        self._layers = LayerSums()
         self._draws = self._has_hooks = False
         self._written = set[ReplicatedParam]()
         self._whole: Any = None
@@ -150,7 +154,7 @@ class VerifiedCall:
             self._runner.prepare("a call of a mirrored module")
             device = self._runner.replicas.devices[0]
             self._copied = _Copies(device).copy((self._args, self._kwargs))
-            self._whole = self._call()
+            self._whole = self._call(self._layers.adding(0, sum(self._sizes)))
         except Unverifiable as why:
             return self._leave_out(str(why))
         except torch.OutOfMemoryError:
@@ -191,10 +195,10 @@ class VerifiedCall:
         difference = self._find_written() or self._find(joined)
         if difference is None:
             return
-        name = type(self._module).__name__
+        name, where = type(self._module).__name__, self._find_layer()
         what = (
             f"a split call of {name} does not return what one device does: {difference.path} "
-            f"{difference.what}. {_REMEDIES[difference.kind]}"
+            f"{difference.what}{where}. {_REMEDIES[difference.kind]}"
         )
         for listener in _listeners:
             listener(what)
@@ -231,7 +235,7 @@ class VerifiedCall:
         if not found or found[0].distance == float("inf"):
             return found[0] if found else None
         try:
-            noisy = self._call(_RoundingErrors(), calls_hooks=True)
+            noisy = self._call(RoundingErrors(), calls_hooks=True)
         except Exception:  # memory, say: what is known is told
             return found[0]
         errors = find_output_differences(noisy, self._whole, tolerance=0.0)
@@ -241,29 +245,62 @@ class VerifiedCall:
             None,
         )
 
+    def _find_layer(self) -> str:
+        """Returns words on the first submodule whose output differs; none if it is unknown.
+
+        The module is called on each part in turn, on the first replica.
+        """
+        sums, start = LayerSums(), 0
+        try:
+            for size in self._sizes:
+                if size:
+                    self._call(sums.adding(start, size), part=(start, size))
+                start += size
+        except Exception:  # a collective, say, which needs all replicas
+            return ""
+        layer = self._layers.first_other_than(sums)
+        name = next((n for n, one in self._module.named_modules() if one is layer), "")
+        kind = type(layer).__name__
+        return f"; the first module with another output is {name!r} ({kind})" if name else ""
+
     def _find_all(self, joined: Any) -> list[OutputDifference]:
         values = not self._draws and not any(map(_uses_statistics_of_batch, self._modules))
         return list(find_output_differences(joined, self._whole, values=values))
 
-    def _call(self, errors: _RoundingErrors | None = None, *, calls_hooks: bool = False) -> Any:
-        """Calls the module on the whole batch. See [Note: Trials]."""
+    def _call(
+        self, hook: Hook | None = None, *, calls_hooks: bool = False, part: Any = None
+    ) -> Any:
+        """Calls the module on the whole batch, or on a part of it. See [Note: Trials].
+
+        Args:
+            hook: a forward hook for all submodules.
+            calls_hooks: whether the program's forward hooks are called.
+            part: the first example of the part, and their number.
+        """
         try:
             with torch.no_grad():
-                return self._call_once(errors, calls_hooks)
+                return self._call_once(hook, calls_hooks, part)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             # A forward that differentiates, as for forces, needs a graph.
             if "grad" not in str(error) or not torch.is_grad_enabled():
                 raise
-        return self._call_once(errors, calls_hooks)
+        return self._call_once(hook, calls_hooks, part)
 
-    def _call_once(self, errors: _RoundingErrors | None, calls_hooks: bool) -> Any:
+    def _call_once(self, hook: Hook | None, calls_hooks: bool, part: Any) -> Any:
         replicas = self._runner.replicas
-        run = Run(replicas, NullLockstep(), (0,), self._weights, is_default=True)
+        num_examples, others = sum(self._sizes), [0] * (len(self._sizes) - 1)
+        weights = [num_examples if part is None else part[1], *others]
+        # Of a part alone a collective has no result, and raises.
+        run = Run(replicas, NullLockstep(), (0,), weights, is_default=part is None)
         run.is_split = run.is_trial = True
         replica, device = run.members[0], replicas.devices[0]
         args, kwargs = _Copies(device).copy(self._copied)
+        if part is not None:
+            split = SplitPlan([part[1], *others], replicas.places, num_examples)
+            split.starts[0] = part[0]
+            args, kwargs = ReplicaArgs(split, 0).from_call(args, kwargs)
         with ExitStack() as stack:
             enter = stack.enter_context
             states = enter(_keeping_generators(device))
@@ -276,8 +313,8 @@ class VerifiedCall:
             enter(using(device))
             enter(warnings.catch_warnings())  # the replicas' calls will warn
             warnings.simplefilter("ignore")
-            if errors is not None:
-                enter(errors.adding_to(self._modules))
+            if hook is not None:
+                enter(_hooking(self._modules, hook))
             before = save_context()
             push_context(replicas.strategy, replica)
             try:
@@ -464,32 +501,12 @@ def _uses_statistics_of_batch(module: nn.Module) -> bool:
     return is_batch_norm and (module.training or module.running_mean is None)
 
 
-class _RoundingErrors:
-    """Multiplies the outputs of layers by 1 + eps or 1 - eps of their dtype."""
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(127)
-
-    @contextmanager
-    def adding_to(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Adds errors to the outputs of modules without submodules, inside."""
-        layers = [module for module in modules if not module._modules]
-        handles = [layer.register_forward_hook(self._change_output) for layer in layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _change_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._change(output)
-
-    def _change(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            signs = torch.randint(0, 2, value.shape, generator=self._generator) * 2 - 1
-            eps = torch.finfo(value.dtype).eps
-            wide = value.float() if value.dtype.itemsize < 4 else value
-            return (wide * (1 + eps * signs.to(wide.device, wide.dtype))).to(value.dtype)
-        if type(value) in (tuple, list):
-            return type(value)(map(self._change, value))
-        return value
+@contextmanager
+def _hooking(modules: Sequence[nn.Module], hook: Hook) -> Iterator[None]:
+    """Adds a forward hook to all submodules, inside."""
+    handles = [module.register_forward_hook(hook) for module in modules[1:]]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -365,3 +365,34 @@ def test_a_parameter_that_forward_writes_for_its_part_is_told():
         net = strategy.mirror(Table())
         with told("parameter 'table' is written by forward"):
             net(torch.arange(6))
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.detach().mean(0)
+
+
+@pytest.mark.parametrize(
+    ("mixing", "name"),
+    [
+        (Centred(), "'1.0' (Centred)"),
+        (nn.Flatten(), None),
+    ],
+)
+def test_the_first_module_with_another_output_is_named(mixing, name):
+    layers = nn.Linear(4, 4), nn.Sequential(mixing, nn.Tanh()), nn.Linear(4, 2)
+    with mirror.MirroredStrategy(["cpu"] * 3) as strategy:
+        net = strategy.mirror(nn.Sequential(*layers))
+        with told(name and f"; the first module with another output is {name}. If forward"):
+            net(x())
+
+
+def test_no_module_is_named_where_a_collective_needs_all_replicas():
+    def compute(f, x):
+        mirror.get_replica_context().all_reduce("sum", x.mean())
+        return f(x - x[0])
+
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        net = strategy.mirror(Computing(compute))
+        with told("of its largest value. If forward computes over the examples"):
+            net(x())
