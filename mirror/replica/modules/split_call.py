@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,7 @@ from mirror.base.torch_private import (
     top_saved_tensors_hooks,
     transforms_of,
 )
-from mirror.data.split_batch import split_sizes
-from mirror.errors import BatchError, StrategyError
+from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import (
     Replica,
@@ -83,12 +82,17 @@ from mirror.replica.modules.per_replica_values import PerReplicaAttribute
 from mirror.replica.modules.verified_calls import MOST_KINDS, VerifiedCall
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
-from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
-from mirror.replica.scatter_gather.mutations import join_changes
-from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, describe_split, must_move
+from mirror.replica.scatter_gather.containers import IMMUTABLE, leaves_in
+from mirror.replica.scatter_gather.gather import join_outputs
+from mirror.replica.scatter_gather.mutations import take_changes
+from mirror.replica.scatter_gather.scatter import (
+    ReplicaArgs,
+    SplitPlan,
+    describe_split,
+    must_move,
+    sizes_of_parts,
+)
 from mirror.threads.user_frames import add_note, warn_user
-from mirror.values import PerReplica
 
 _LOSS: Any = nn.MSELoss.__base__  # the base class of torch's losses: their calls are not split
 
@@ -286,7 +290,9 @@ class CallInterceptor(Interceptor):
                 self.recorder.initialize(module, None, args, kwargs)
             return _call_whole(runner, args, kwargs, partial(_call_held, hold, whole))
         # 1. Plan how the arguments are split.
-        sizes = _sizes(replicas.num_replicas, args, kwargs) if self._splits(module) else None
+        sizes = (
+            sizes_of_parts(replicas.num_replicas, args, kwargs) if self._splits(module) else None
+        )
         if sizes is None:
             return self._call_unsplit(module, args, kwargs, whole, hold)
         # A tuple, and no call: it is made for every split call.
@@ -335,7 +341,7 @@ class CallInterceptor(Interceptor):
             # 3. Gather the outputs, and what forward has changed in its arguments.
             own = list(map(parts.__getitem__, run.results))
             joined = join_outputs(runner, run.results, sizes, own, module, self.varying)
-            _take_changes(runner, own, list(run.results), args, kwargs)
+            take_changes(runner, own, list(run.results), args, kwargs)
         except Exception as error:
             add_note(error, _describe_sizes(module, split, args, kwargs))
             raise
@@ -507,7 +513,7 @@ def _call_whole(
         result = whole(*own_args, **own_kwargs)
     finally:
         split.finish()
-    _take_changes(runner, [part], [0], args, kwargs)
+    take_changes(runner, [part], [0], args, kwargs)
     return result
 
 
@@ -531,37 +537,6 @@ def _call_held(hold: DynamoCallback, whole: Callable[..., Any], *args: Any, **kw
     return whole(*args, **kwargs)
 
 
-def _take_changes(
-    runner: Runner,
-    parts: Sequence[ReplicaArgs],
-    ids: Sequence[int],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    has_changed = False
-    for part in parts:
-        has_changed = has_changed or bool(part.given or part.shared)
-        for tensor, own, version, _ in part.tensors:
-            if own._version != version:
-                has_changed = True
-            if own.__dict__ and own is not tensor:
-                has_changed = True
-                for each in parts:
-                    each.record_attributes(tensor)
-    if has_changed:
-        joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
-        join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
-
-
-def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Returns the name of the argument that is, or holds, a value."""
-    for name, argument in (*enumerate(args), *kwargs.items()):
-        if is_in(value, argument):
-            inside = "" if argument is value else f", a {type(value).__name__} in it"
-            return f"argument {name!r} ({type(argument).__name__}{inside})"
-    return f"an argument ({type(value).__name__})"
-
-
 def _describe_sizes(
     module: nn.Module, split: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
@@ -572,53 +547,6 @@ def _describe_sizes(
         "something was split that holds no examples, give it another first dimension (x[None]) or "
         "make it in forward; to split by hand, call the module inside strategy.run"
     )
-
-
-def _sizes(
-    num_replicas: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
-    num_examples, distributed = None, None
-    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # the usual call
-        if args[0].is_nested:
-            _refuse_nested()
-        shape = args[0].shape
-        return split_sizes(shape[0], num_replicas) if shape and not args[0].is_meta else None
-    for leaf in leaves_in((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            if leaf.is_nested:
-                _refuse_nested()
-            if num_examples is None and leaf.dim() > 0:
-                num_examples = leaf.shape[0]
-                if leaf.is_meta:
-                    return None  # a tensor without values has no parts
-        elif isinstance(leaf, PerReplica) and distributed is None:
-            distributed = _sizes_of(leaf, num_replicas)
-    if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
-        return distributed
-    return split_sizes(num_examples, num_replicas)
-
-
-def _refuse_nested() -> NoReturn:
-    raise BatchError(
-        "a nested tensor cannot be split over the replicas; pass the padded tensor and its "
-        "lengths, and make the nested one in forward; or call the module inside strategy.run"
-    )
-
-
-def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
-    """Returns the number of examples of each part, of a value that a call or a loader split."""
-    if len(value.values) != num_replicas:
-        return None
-    if value.weights is not None and all(float(w).is_integer() for w in value.weights):
-        return [int(weight) for weight in value.weights]
-    sizes = [0] * num_replicas
-    for replica_id, part in value.parts():
-        shapes = [leaf.shape for leaf in leaves_in(part) if isinstance(leaf, Tensor)]
-        if not shapes or not shapes[0]:
-            return None
-        sizes[replica_id] = shapes[0][0]
-    return sizes
 
 
 def _positional_names(module: nn.Module) -> Sequence[str]:

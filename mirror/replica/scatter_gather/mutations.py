@@ -25,16 +25,57 @@ import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
+from mirror.execution.runner import Runner
 from mirror.replica.scatter_gather.containers import (
     assign,
     contents_of,
     is_held,
+    is_in,
     is_same,
     snapshot,
 )
 from mirror.replica.scatter_gather.gather import Gatherer
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
 from mirror.values import PerReplica
+
+
+def take_changes(
+    runner: Runner,
+    parts: Sequence[ReplicaArgs],
+    ids: Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Joins what the replicas of a split call have changed into the caller's arguments.
+
+    Args:
+        ids: the replicas that ran.
+
+    Raises:
+        StrategyError: see ``join_changes``.
+    """
+    has_changed = False
+    for part in parts:
+        has_changed = has_changed or bool(part.given or part.shared)
+        for tensor, own, version, _ in part.tensors:
+            if own._version != version:
+                has_changed = True
+            if own.__dict__ and own is not tensor:
+                has_changed = True
+                for each in parts:
+                    each.record_attributes(tensor)
+    if has_changed:
+        joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
+        join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
+
+
+def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns the name of the argument that is, or holds, a value."""
+    for name, argument in (*enumerate(args), *kwargs.items()):
+        if is_in(value, argument):
+            inside = "" if argument is value else f", a {type(value).__name__} in it"
+            return f"argument {name!r} ({type(argument).__name__}{inside})"
+    return f"an argument ({type(value).__name__})"
 
 
 def join_changes(

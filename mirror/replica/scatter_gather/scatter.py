@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from mirror.data.split_batch import rows_of
+from mirror.data.split_batch import rows_of, split_sizes
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
@@ -357,6 +357,53 @@ class ReplicaArgs:
         for given, part, _, _ in self.tensors:
             if given is tensor and not any(held is part.__dict__ for _, held, _ in self.given):
                 self.given.append((tensor.__dict__, part.__dict__, {}))
+
+
+def sizes_of_parts(
+    num_replicas: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[int] | None:
+    """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
+    num_examples, distributed = None, None
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # the usual call
+        if args[0].is_nested:
+            _refuse_nested()
+        shape = args[0].shape
+        return split_sizes(shape[0], num_replicas) if shape and not args[0].is_meta else None
+    for leaf in leaves_in((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            if leaf.is_nested:
+                _refuse_nested()
+            if num_examples is None and leaf.dim() > 0:
+                num_examples = leaf.shape[0]
+                if leaf.is_meta:
+                    return None  # a tensor without values has no parts
+        elif isinstance(leaf, PerReplica) and distributed is None:
+            distributed = _sizes_of(leaf, num_replicas)
+    if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
+        return distributed
+    return split_sizes(num_examples, num_replicas)
+
+
+def _refuse_nested() -> NoReturn:
+    raise BatchError(
+        "a nested tensor cannot be split over the replicas; pass the padded tensor and its "
+        "lengths, and make the nested one in forward; or call the module inside strategy.run"
+    )
+
+
+def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
+    """Returns the number of examples of each part, of a value that a call or a loader split."""
+    if len(value.values) != num_replicas:
+        return None
+    if value.weights is not None and all(float(w).is_integer() for w in value.weights):
+        return [int(weight) for weight in value.weights]
+    sizes = [0] * num_replicas
+    for replica_id, part in value.parts():
+        shapes = [leaf.shape for leaf in leaves_in(part) if isinstance(leaf, Tensor)]
+        if not shapes or not shapes[0]:
+            return None
+        sizes[replica_id] = shapes[0][0]
+    return sizes
 
 
 def _is_pinnable(value: Any) -> bool:
