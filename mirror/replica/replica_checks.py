@@ -93,6 +93,7 @@ class ReplicaChecks:
         self._runner.prepare("a comparison of the replicas")
         with torch.inference_mode(False), torch.no_grad():
             self._compare_all(_compare_exactly)
+            self._check_places()
 
     def check_sums(self) -> None:
         """Compares checksums, which every device computes from its own values.
@@ -111,6 +112,7 @@ class ReplicaChecks:
             sums = _Checksums()
             self._compare_all(sums)
             sums.compare()
+            self._check_places()
 
     def visit_first(self, visit: VisitValue) -> None:
         """Calls ``visit`` with every value of the first replica."""
@@ -128,14 +130,6 @@ class ReplicaChecks:
         if self._replicas.has_parameter_device:
             first = f"the parameter device ({self._replicas.parameter_device})"
         for variable in self._variables:
-            apart = variable.explain_apart()
-            if apart is not None:
-                raise ReplicaMismatchError(
-                    f"parameter {path_of(variable.owner(), variable.name)!r} lies in two places: "
-                    f"{apart} must be one memory, or forward computes with values that optimizers "
-                    "do not update; look for code below Python that gives a tensor other memory, "
-                    "and assign p.data instead"
-                )
             for r, other in enumerate(variable.targets):
                 if other is variable.home:
                     continue
@@ -146,6 +140,17 @@ class ReplicaChecks:
 
                 compare(variable.home, other, describe)
         self._optimizers.check(compare)
+
+    def _check_places(self) -> None:
+        for variable in self._variables:
+            apart = variable.explain_apart()
+            if apart is not None:
+                raise ReplicaMismatchError(
+                    f"parameter {path_of(variable.owner(), variable.name)!r} lies in two places: "
+                    f"{apart} must be one memory, or forward computes with values that optimizers "
+                    "do not update; look for code below Python that gives a tensor other memory, "
+                    "and assign p.data instead"
+                )
 
 
 def _compare_exactly(first: Any, other: Any, what: Callable[[], str]) -> None:

@@ -55,7 +55,8 @@ class Clique:
     """One communicator per replica; in one process, replica ``i`` is rank ``i``.
 
     Any thread may call it; operations are serialized. Cliques over the same GPUs may be called
-    from several threads: ``launch_order`` gives their collectives one order on all GPUs.
+    from several threads: ``launch_order`` gives their collectives one order on all GPUs. Those of
+    several processes must not be: no lock orders threads of different processes.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Clique:
         """
         self._library = library
         self._devices = tuple(devices)
+        self._is_local = ranks is None
         self.timeout_seconds = timeout_seconds
         self._communicators = Communicators(library, self._devices, ranks)
         self._state_word = ctypes.c_int(SUCCESS)  # used only by the owner of the mutex
@@ -126,7 +128,10 @@ class Clique:
                     result = self._group(enqueue, self._call_locked)
                 self._settle(result)
 
-            launch_order.mutex.call(launch)
+            if self._is_local:
+                launch_order.mutex.call(launch)
+            else:  # it may wait for other processes
+                launch()
             num_replicas = len(self._devices)
             # See communicators.py.
             first = num_replicas - 1 if are_joint(calls, num_replicas) else 0

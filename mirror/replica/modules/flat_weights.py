@@ -23,7 +23,7 @@ from torch import nn
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WEIGHT_LISTS, WEIGHT_REFERENCES, WEIGHTS, wrap_once
-from mirror.execution.run import current
+from mirror.execution.run import Tracing, current
 from mirror.replica.modules.module_owner import interceptor_of, owner_of
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.replica.params.mirrored_tensor import resolve
@@ -36,6 +36,11 @@ def watch_recurrent_layers() -> None:
     if wrap_once(nn.RNNBase, "flatten_parameters", _wrap_flatten):
         for name in WEIGHT_LISTS:
             setattr(nn.RNNBase, name, _WeightList(name))
+
+
+_traced: weakref.WeakKeyDictionary[Tracing, dict[int, dict[int, dict[str, list[Any]]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _WeightList:
@@ -71,14 +76,14 @@ def _own_lists(module: nn.RNNBase) -> dict[str, list[Any]] | None:
         return None
     if call.replicas is not replica.replicas or not call.replicas.mirrors:
         return None
-    own = call.weight_lists.get(replica.replica_id)
+    # The tensors of a trace are its own, and are gone after it.
+    traced = None if replica.tracing is None else _traced.setdefault(replica.tracing, {})
+    lists = call.weight_lists if traced is None else traced.setdefault(id(call), {})
+    own = lists.get(replica.replica_id)
     if own is None:
         weights = resolve(list(module.__dict__[WEIGHTS]))
         references = [None if weight is None else weakref.ref(weight) for weight in weights]
-        own = call.weight_lists[replica.replica_id] = {
-            WEIGHTS: weights,
-            WEIGHT_REFERENCES: references,
-        }
+        own = lists[replica.replica_id] = {WEIGHTS: weights, WEIGHT_REFERENCES: references}
     return own
 
 

@@ -405,8 +405,9 @@ class MirroredOptimizer:
     def _meet(self, optimizer: Optimizer, context: Replica, seen: dict[int, Options]) -> None:
         refuse_different(optimizer, seen, _BEFORE)
         context.run.stepped.setdefault(self, {})
-        for variable in self.loan.parameters.follow_copies(context.run.active):
-            context.run.assigned[variable] = True
+        if context.tracing is None:  # the tensors of a trace have no addresses
+            for variable in self.loan.parameters.follow_copies(context.run.active):
+                context.run.assigned[variable] = True
         self._optimizers.reduce(context.run)
 
     def _merge(
@@ -521,7 +522,9 @@ class MirroredOptimizer:
         was_begun, self.loan.is_begun = self.loan.is_begun, False
         self.met.clear()
         replica = replica_of(self.replicas)
-        own = range(self.replicas.num_replicas) if replica is None else (replica.replica_id,)
+        own: Sequence[int] = range(self.replicas.num_replicas)
+        if replica is not None:  # the tensors of a trace have no addresses
+            own = (replica.replica_id,) if replica.tracing is None else ()
         for replica_id in own:  # as on one device, what the step has assigned stays
             self.loan.parameters.follow_targets(replica_id)
         if was_begun:
