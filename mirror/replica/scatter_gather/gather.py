@@ -191,7 +191,7 @@ class Gatherer:
             sizes = {getattr(entry, "shape", ())[:1] for entry in entries}
             return len(sizes) > 1
         tensors = [leaf for leaf in leaves_in(entries) if isinstance(leaf, Tensor)]
-        return not tensors or not all(t.shape[:1] == (self._counts[0],) for t in tensors)
+        return not any(tensor.shape[:1] == (self._counts[0],) for tensor in tensors)
 
     def _are_alike(self, parts: Sequence[list[Any]]) -> bool:
         try:

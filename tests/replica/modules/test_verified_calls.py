@@ -99,7 +99,7 @@ KEEPS = {
     "labels": lambda f, x: labels(f(x)),
     "detections": lambda f, x: [{"boxes": row.repeat(1 + row.argmax(), 1)} for row in f(x)],
     "boxes": lambda f, x: [row.repeat(1 + row.argmax(), 1) for row in f(x)],
-    "numbers": lambda f, x: f(x).sum(1).tolist(),
+    "numbers": lambda f, x: f(x).double().sum(1).tolist(),
     "layers": lambda f, x: [f(x), f(x) * 2, f(x) * 3],
     "dropout": lambda f, x: F.dropout(f(x), 0.5),
     "forces": forces,
