@@ -95,8 +95,8 @@ class MirroredStrategy(Strategy):
             device. See [Note: Sharded state] in ``replica/optimizers/sharded_states.py``.
         verify: ``"first"``: the first split call of each kind is also made on the whole batch, on
             the first replica and without gradients, and its outputs are compared; a difference is
-            a warning. ``"error"``: it raises ``StrategyError``. ``"off"``: no comparison. See
-            [Note: Trials] in ``replica/modules/verified_calls.py``.
+            a warning. ``"error"``: it raises ``StrategyError``. ``"off"``: no comparison, nor with
+            several workers. See [Note: Trials] in ``replica/modules/verified_calls.py``.
 
     **Layers on several devices.** With ``devices=[["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]`` a
     model is written for the first replica: ``self.top.to("cuda:1")`` at its creation, and

@@ -146,7 +146,7 @@ class ParamSync:
         changes: StateChanges,
         grads: dict[StateTensor, Tensor | None],
         active: tuple[int, ...],
-        weights: dict[int, float] | None,
+        weights: Sequence[float] | None,
     ) -> None:
         """Records the changes of a compiled step, and the gradients that it leaves."""
         if changes.optimizers:

@@ -180,7 +180,8 @@ def scale_by_frequency(replica: Replica, module: Any, indices: Tensor, output: T
     own = indices.detach().reshape(-1)
     every, size = all_gather(replica, own), module.num_embeddings
     ratio = torch.bincount(own, minlength=size) / torch.bincount(every, minlength=size)
-    scaled: Tensor = _ScaledGradient.apply(output, ratio[indices].unsqueeze(-1))
+    apply: Any = _ScaledGradient.apply
+    scaled: Tensor = apply(output, ratio[indices].unsqueeze(-1))
     return scaled
 
 

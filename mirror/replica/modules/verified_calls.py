@@ -391,7 +391,8 @@ def _copying_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
             own.append((attributes, {name: one.suspend() for name, one in attributes.items()}))
             before.append((module.__dict__, dict(module.__dict__)))
             # Hooks and submodules that forward adds, at its first call say.
-            tables += [(held, dict(held)) for held in map(module.__dict__.get, _TABLES)]
+            for name in _TABLES:
+                tables.append((module.__dict__[name], dict(module.__dict__[name])))
             for name, value in before[-1][1].items():
                 if name not in _TORCHS and not isinstance(value, (nn.Module, nn.Parameter)):
                     module.__dict__[name] = copies.copy(value)

@@ -86,6 +86,11 @@ def test_a_difference_is_told_once(name):
             net(x(), TARGETS)
 
 
+def gathered(x):
+    context = mirror.get_replica_context()
+    return x if context is None else context.all_gather(x)
+
+
 def forces(f, x):
     x = x.requires_grad_()
     return torch.autograd.grad(f(x).square().sum(), x, create_graph=True)[0]
@@ -104,11 +109,7 @@ KEEPS = {
     "dropout": lambda f, x: F.dropout(f(x), 0.5),
     "forces": forces,
     "checkpoints": lambda f, x: checkpoint(f, x, use_reentrant=False),
-    "what all give": lambda f, x: (
-        f(x) - mirror.get_replica_context().all_gather(x).mean(0).sum()
-        if mirror.get_replica_context()
-        else f(x) - x.mean(0).sum()
-    ),
+    "what all give": lambda f, x: f(x) - gathered(x).mean(0).sum(),
     "in place": lambda f, x: f(x.add_(1).clamp_(max=2)),
 }
 
