@@ -200,8 +200,8 @@ def _add_run(commands: Any) -> None:
     parser.add_argument(
         "--verify",
         choices=("first", "error", "off"),
-        help="compare the first split call of each kind with one device, and warn (default), "
-        "raise an error, or do not compare",
+        help="compare the first split call of each kind with one device, and warn, or raise an "
+        "error; default: off",
     )
     parser.add_argument("--trace", metavar="FILE", help="write a timeline for ui.perfetto.dev")
     parser.add_argument(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from mirror.base.torch_private import UNTRACKED_VIEW
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.input_options import InputOptions
 from mirror.errors import BatchError, StructureError
@@ -34,9 +35,6 @@ from mirror.values import (
 )
 
 Copy = Callable[[Tensor, torch.device], Tensor]
-
-# In autograd its result is a tensor of its own: torch's composite operations use it so.
-_UNTRACKED_VIEW = torch.ops.aten._unsafe_view.default
 
 
 class ExampleCounts(tuple[float, ...]):
@@ -313,7 +311,7 @@ def rows_of(tensor: Tensor, start: int, size: int) -> Tensor:
     """
     # Not tensor_split: autograd forbids in-place changes of views that one call has returned.
     part = tensor.narrow(0, start, size)
-    own: Tensor = _UNTRACKED_VIEW(part, part.shape)
+    own: Tensor = UNTRACKED_VIEW(part, part.shape)
     return own
 
 

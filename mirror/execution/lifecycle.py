@@ -98,7 +98,7 @@ class LifecycleHooks:
     on_merge: Callable[[Run], None] = do_nothing
     on_return: Callable[[], None] | WhilePending = do_nothing
     finish: Callable[[Run], None] | WhilePending = do_nothing
-    on_run_end: Callable[[Run], None] | WhilePending = do_nothing
+    on_run_end: Callable[[tuple[int, ...]], None] | WhilePending = do_nothing
     sync_idle: Callable[[int, Sequence[int]], None] = do_nothing
     on_synced: Callable[[], None] = do_nothing
     recover: Callable[[], None] = do_nothing
@@ -185,7 +185,7 @@ class AllLifecycleHooks:
         """Reports the replicas that may have changed something."""
         for work, on_run_end in self._run_end_hooks:
             if work:
-                on_run_end(run)
+                on_run_end(run.active)
 
     def sync_idle(self, run: Run) -> None:
         """Copies the state of an active replica to the idle ones; then all count as equal."""

@@ -77,7 +77,7 @@ class Strategy(NoCopy):
         workers: LocalWorkerGroup | None = None,
         parameter_device: torch.device | None = None,
         shards_state: bool = False,
-        verify: str = "first",
+        verify: str = "off",
     ) -> None:
         self._devices = mesh.positions[0]
         self._backend = communicator.name
@@ -128,7 +128,6 @@ class Strategy(NoCopy):
             StrategyError: it is entered inside another strategy's scope, inside ``run``, or after
                 ``close``.
         """
-        self._group.plain.has_scope = True
         return Scope(self._group)
 
     def mirror(self, module: ModuleT, *more: Any) -> ModuleT:
@@ -388,11 +387,9 @@ class Strategy(NoCopy):
             dataset.close()
 
     def __enter__(self: StrategyT) -> StrategyT:
-        self._group.plain.enter()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._group.plain.leave(warns=exception[0] is None)
         self.close()
 
     def _check_cross(self, what: str) -> None:

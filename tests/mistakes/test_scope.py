@@ -377,30 +377,6 @@ def test_a_model_of_a_strategy_of_one_replica_may_train_beside_an_idle_strategy(
 # Calls of the strategy
 
 
-def with_the_strategy():
-    with mirror.MirroredStrategy(["cpu"] * 2):
-        model = net()
-        step(model, sgd(model))
-
-
-test_with_a_strategy_in_place_of_its_scope_is_warned_of = warned("with strategy.scope():")(
-    with_the_strategy
-)
-
-
-@pytest.mark.filterwarnings("error")
-def test_with_a_strategy_that_mirrors_or_runs_is_not_warned_of():
-    with mirror.MirroredStrategy(["cpu"] * 2) as one:
-        one.mirror(net())
-    with mirror.MirroredStrategy(["cpu"] * 2) as two:
-        net()
-        two.run(lambda: None)
-    with mirror.MirroredStrategy(["cpu"] * 2) as three, three.scope():
-        net()(X)
-    with mirror.MirroredStrategy(["cpu"] * 2):
-        pass
-
-
 CALLS = {
     "arguments one by one": (lambda s: s.run(max, 1, 2, 3), TypeError, "args=(x, y, ...)"),
     "keywords": (lambda s: s.run(dict, batch=X), TypeError, "kwargs={'batch': ...}", "got batch"),

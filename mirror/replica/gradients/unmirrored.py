@@ -66,7 +66,7 @@ class UnmirroredParams:
         self.losses = LocalLosses()
         self.leaves: weakref.WeakKeyDictionary[Run, UnmirroredLeaves] = weakref.WeakKeyDictionary()
         self._unused = [replicas]  # until their first use
-        self._has_warned = self._has_idled = self.has_scope = False
+        self._has_warned = False
         _by_replicas.put(replicas, self)
 
     def part(self) -> LifecycleHooks:
@@ -80,25 +80,6 @@ class UnmirroredParams:
         self._unused.clear()
         if self.replicas.mirrors and not self._registry.has_owned:
             _used.add(self)
-
-    def enter(self) -> None:
-        """Records that the strategy itself has been entered by ``with``, as its scope would be."""
-        _entered.add(self)
-
-    def leave(self, *, warns: bool) -> None:
-        """Ends that, and warns if a model was trained inside, and the strategy not used."""
-        _entered.discard(self)
-        is_idle = self._unused and self.has_nothing and not self.has_scope
-        if warns and self._has_idled and is_idle:
-            kind = type(self.replicas.strategy).__name__
-            warn_user(
-                f"with {kind}(...): only closes the strategy at its end; it was not used, and a "
-                "model was trained inside on one device: write with strategy.scope(): around them"
-            )
-
-    def record_step_beside(self) -> None:
-        """Records that an optimizer has stepped unmirrored parameters."""
-        self._has_idled = self.replicas.mirrors
 
     @property
     def has_nothing(self) -> bool:
@@ -129,7 +110,6 @@ class UnmirroredParams:
 
 
 _used: WeakRegistry[UnmirroredParams] = WeakRegistry()  # used with nothing mirrored
-_entered: WeakRegistry[UnmirroredParams] = WeakRegistry()  # by ``with strategy:``
 _by_replicas: WeakReplicaMap[UnmirroredParams] = WeakReplicaMap()
 _unmirrored_of = _by_replicas.get
 
@@ -221,11 +201,7 @@ def check_step(optimizer: Optimizer) -> None:
         if len(replica.run.active) > 1:
             leaves = _unmirrored_of(replica.replicas).leaves_in(replica.run)
             leaves.claim_step(optimizer, replica.replica_id)
-        return
-    if _entered and _trains_parameters(optimizer):
-        for unmirrored in _entered:
-            unmirrored.record_step_beside()
-    if (_used or current.strategy is not None) and optimizer not in _warned:
+    elif (_used or current.strategy is not None) and optimizer not in _warned:
         idle = _idle_strategy()
         if idle is not None and _trains_parameters(optimizer):
             _warned.add(optimizer)

@@ -79,7 +79,7 @@ from mirror.replica.layers.unsplit_layers import (
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
 from mirror.replica.modules.module_owner import Interceptor, MirroredModules
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
-from mirror.replica.modules.verified_calls import MOST_KINDS, VerifiedCall
+from mirror.replica.modules.verified_calls import MOST_KINDS, VerifiedCall, kind_of_call
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.scatter_gather.containers import IMMUTABLE, leaves_in
@@ -295,18 +295,11 @@ class CallInterceptor(Interceptor):
         )
         if sizes is None:
             return self._call_unsplit(module, args, kwargs, whole, hold)
-        # A tuple, and no call: it is made for every split call.
-        kind: Any = (module.training, torch.is_grad_enabled(), sizes[0] != sizes[-1])
-        kind = (kind, sizes[-1] < 2)  # parts of one example lose a dimension by squeeze()
-        for value in args:
-            kind = (kind, type(value))
-            if type(value) is Tensor:
-                kind = (kind, value.dtype, value.ndim)
-        for name in kwargs:
-            kind = (kind, name)
         verified = None
-        if kind not in self.verified and modules.verify != "off":
-            verified = self._begin_to_verify(module, kind, args, kwargs, sizes, each)
+        if modules.verify != "off":
+            kind = kind_of_call(module, args, kwargs, sizes)
+            if kind not in self.verified:
+                verified = self._begin_to_verify(module, kind, args, kwargs, sizes, each)
         if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
             return _call_lone(runner, module, args, kwargs, hold, sizes)
         split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies)

@@ -43,8 +43,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
+from mirror.base.torch_private import (
+    FORWARD_HOOKS,
+    read_parametrize_cache,
+    write_parametrize_cache,
+)
 from mirror.devices import random_state, set_random_state, using
 from mirror.errors import StrategyError
 from mirror.execution.run import (
@@ -116,6 +120,23 @@ def recording_unequal_calls(listener: Callable[[str], object]) -> Iterator[None]
         yield
     finally:
         _listeners.remove(listener)
+
+
+def kind_of_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int]
+) -> Any:
+    """Returns the kind of a call, hashable; of each kind the first call is compared.
+
+    Parts of one example are a kind of their own: ``squeeze()`` takes their dimension.
+    """
+    given = [(type(value), _type_of(value)) for value in args]
+    named = [(name, type(value), _type_of(value)) for name, value in kwargs.items()]
+    mode = module.training, torch.is_grad_enabled(), sizes[0] != sizes[-1], sizes[-1] < 2
+    return (*mode, *given, *named)
+
+
+def _type_of(value: Any) -> Any:
+    return (value.dtype, value.ndim) if type(value) is Tensor else None
 
 
 class VerifiedCall:
@@ -416,7 +437,7 @@ def _remove_hooks(modules: Iterable[nn.Module]) -> bool:
     """
     has_found = False
     for module in modules:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in map(module.__dict__.__getitem__, FORWARD_HOOKS):
             for key, hook in list(hooks.items()):
                 kind = hook if isinstance(hook, FunctionType) else type(hook)
                 if not kind.__module__.startswith("torch."):
@@ -487,14 +508,14 @@ def _generator_states(device: torch.device) -> tuple[Any, ...]:
 @contextmanager
 def _without_caches() -> Iterator[None]:
     """Keeps autocast and ``parametrize.cached`` from caching values without a graph."""
-    casts, parametrized = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
+    casts, parametrized = torch.is_autocast_cache_enabled(), read_parametrize_cache()
     torch.set_autocast_cache_enabled(False)
-    parametrize._cache_enabled = 0
+    write_parametrize_cache((0, {}))
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(casts)
-        parametrize._cache_enabled = parametrized
+        write_parametrize_cache(parametrized)
 
 
 def _uses_statistics_of_batch(module: nn.Module) -> bool:

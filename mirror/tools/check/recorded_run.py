@@ -125,7 +125,7 @@ def recording(
         strategy = None
         if options.replicas or options.devices:
             devices = options.devices or ["cpu"] * options.replicas
-            strategy = MirroredStrategy(devices, schedule="lockstep")
+            strategy = MirroredStrategy(devices, schedule="lockstep", verify="first")
             stack.enter_context(recording_unequal_calls(recorder.record.unequal_calls.append))
         # The patches go around those of the strategy.
         stack.enter_context(patching_torch(recorder, no_dropout=options.no_dropout))

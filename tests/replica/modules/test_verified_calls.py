@@ -78,7 +78,7 @@ TELLS = {
 @pytest.mark.parametrize("name", TELLS)
 def test_a_difference_is_told_once(name):
     compute, what = TELLS[name]
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="first") as strategy:
         net = strategy.mirror(Computing(compute))
         with told(what):
             net(x(), TARGETS)
@@ -226,7 +226,7 @@ def test_a_trial_calls_no_hook_of_the_program_unless_it_matters():
 
 
 def test_forward_runs_once_more_for_each_kind_of_call():
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="first") as strategy:
         net = strategy.mirror(Computing(lambda f, x, *rest: f(x)))
         calls = calls_of(net)
         kinds = {
@@ -266,7 +266,7 @@ def test_an_error_of_the_whole_batch_alone_is_told():
             raise ValueError("at most 4 examples")
         return f(x)
 
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="first") as strategy:
         net = strategy.mirror(Computing(few))
         with told("on one device ValueError is raised: at most 4 examples"):
             assert net(x()).shape == (6, 3)
@@ -322,7 +322,7 @@ def test_casts_and_parametrizations_of_a_trial_are_not_kept():
         def forward(self, weight):
             return weight * 2
 
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="first") as strategy:
         net = Computing(lambda f, x: f(x))
         parametrize.register_parametrization(net.layer, "weight", Scaled())
         strategy.mirror(net)
@@ -333,7 +333,7 @@ def test_casts_and_parametrizations_of_a_trial_are_not_kept():
 
 
 def test_batch_norm_has_a_message_of_its_own():
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="first") as strategy:
         net = strategy.mirror(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
         with told(None):
             net(x())
@@ -343,7 +343,7 @@ def test_numbers_of_the_part_are_never_constants():
     def right(f, x, y):
         return f(x), int((f(x).argmax(1) == y).sum()), 3
 
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="first") as strategy:
         net = strategy.mirror(Computing(right))
         y = net.layer(x()).argmax(1)
         for targets in (y, y.roll(1), y):
@@ -364,7 +364,7 @@ def test_a_parameter_that_forward_writes_for_its_part_is_told():
         def forward(self, ids):
             return F.embedding(ids, self.table, max_norm=1.0)
 
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="first") as strategy:
         net = strategy.mirror(Table())
         with told("parameter 'table' is written by forward"):
             net(torch.arange(6))
@@ -384,7 +384,7 @@ class Centred(nn.Module):
 )
 def test_the_first_module_with_another_output_is_named(mixing, name):
     layers = nn.Linear(4, 4), nn.Sequential(mixing, nn.Tanh()), nn.Linear(4, 2)
-    with mirror.MirroredStrategy(["cpu"] * 3) as strategy:
+    with mirror.MirroredStrategy(["cpu"] * 3, verify="first") as strategy:
         net = strategy.mirror(nn.Sequential(*layers))
         with told(name and f"; the first module with another output is {name}. If forward"):
             net(x())
@@ -395,7 +395,7 @@ def test_no_module_is_named_where_a_collective_needs_all_replicas():
         mirror.get_replica_context().all_reduce("sum", x.mean())
         return f(x - x[0])
 
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="first") as strategy:
         net = strategy.mirror(Computing(compute))
         with told("of its largest value. If forward computes over the examples"):
             net(x())
