@@ -197,6 +197,12 @@ def _add_run(commands: Any) -> None:
         help="how replicas take turns",
     )
     parser.add_argument("--backend", metavar="NAME", help="of communication; see mirror doctor")
+    parser.add_argument(
+        "--verify",
+        choices=("first", "error", "off"),
+        help="compare the first split call of each kind with one device, and warn, or raise an "
+        "error; default: off",
+    )
     parser.add_argument("--trace", metavar="FILE", help="write a timeline for ui.perfetto.dev")
     parser.add_argument(
         "--report", action="store_true", help="print at the end where the time of steps went"
@@ -211,9 +217,9 @@ def _add_run(commands: Any) -> None:
 def _run_script(args: argparse.Namespace) -> int:
     from mirror.tools.run.run_command import RunOptions, run_command
 
-    names = "devices replicas strategy backend schedule trace report sync_batch_norm".split()
+    names = "devices replicas strategy backend schedule verify trace report sync_batch_norm"
     return run_command(
-        _script_of(args), RunOptions(**{name: getattr(args, name) for name in names})
+        _script_of(args), RunOptions(**{name: getattr(args, name) for name in names.split()})
     )
 
 

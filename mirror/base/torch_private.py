@@ -349,6 +349,7 @@ INFER = "_infer_parameters"
 INITIALIZING = "_initialize_hook"  # in a lazy module's __dict__ before its first call
 # Lists in a recurrent layer: its weights, and weak references to them.
 WEIGHTS, WEIGHT_REFERENCES = WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
+FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
 METADATA = "_metadata"  # of a state_dict: the versions of its modules
 
 # Optimizers
@@ -473,3 +474,7 @@ def read_parametrize_cache() -> tuple[int, dict[Any, Any]]:
 def write_parametrize_cache(value: tuple[int, dict[Any, Any]]) -> None:
     """Sets what ``read_parametrize_cache`` has returned."""
     parametrize._cache_enabled, parametrize._cache = value[0], {**value[1]}
+
+
+# Views: in autograd its result is a tensor of its own, which torch's composite operations use.
+UNTRACKED_VIEW: Any = torch.ops.aten._unsafe_view.default._op  # no function of Python

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -101,6 +101,13 @@ class DistributedDataset(NoCopy):
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
         if self._is_own:
             self._num_steps = max_num_steps(workers, self._own_steps())
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Raises TypeError: batches are distributed as a loop asks for them."""
+        raise TypeError(
+            "a distributed dataset is not subscriptable; its first batch is next(iter(batches)), "
+            "and the first n are list(itertools.islice(batches, n))"
+        )
 
     def __iter__(self) -> DistributedIterator:
         """Begins a pass; with ``prefetch`` a thread reads ahead from the first batch on.

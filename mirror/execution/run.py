@@ -142,6 +142,10 @@ class Replica:
             self.lent.pop()
 
 
+class Unverifiable(Exception):
+    """A trial of a call cannot be made; the message says why. See [Note: Trials]."""
+
+
 class Run:
     """The state that the replicas of one call of ``run`` share.
 
@@ -157,6 +161,7 @@ class Run:
         has_stepped: whether an optimizer has stepped, here or in a nested run; set on outermost
             runs only.
         is_split: whether this is the run of a split call, written for the whole batch.
+        is_trial: whether it leaves no trace. See [Note: Trials] in ``modules/verified_calls.py``.
         is_left: whether an interrupt of the outer run has abandoned this one.
         assigned: mirrored variables that replicas have assigned; True if values, not just flags.
         checks: the ``on_merge`` hooks.
@@ -171,7 +176,8 @@ class Run:
 
     __slots__ = (
         *("__weakref__", "_on_streams", "active", "assigned", "checks", "counts", "depth"),
-        *("has_stepped", "is_default", "is_given", "is_left", "is_split", "is_weighted"),
+        *("has_stepped", "is_default", "is_given", "is_left", "is_split", "is_trial"),
+        *("is_weighted",),
         *("lockstep", "members", "modes", "outer", "replicas", "results", "stepped"),
         *("shared", "stopwatches", "swapped"),
     )
@@ -200,7 +206,7 @@ class Run:
         if type(weights) is GivenWeights:
             self.counts = weights.counts
         self.is_default = is_default
-        self.is_left = self.is_split = self.has_stepped = False
+        self.is_left = self.is_split = self.is_trial = self.has_stepped = False
         self.outer = outer
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.checks = checks

@@ -22,6 +22,7 @@ from mirror.strategy.strategy_options import (
     Guards,
     Mode,
     Schedule,
+    Verify,
 )
 
 
@@ -49,7 +50,7 @@ class CentralStorageStrategy(MirroredStrategy):
             all visible CUDA devices, else one CPU.
         parameter_device: the device of parameters and optimizer state. If it is the only compute
             GPU, the strategy works like ``OneDeviceStrategy``.
-        backend, communication_options, guards, gradient_reduction, schedule: see
+        backend, communication_options, guards, gradient_reduction, schedule, verify: see
             ``MirroredStrategy``.
 
     Raises:
@@ -68,6 +69,7 @@ class CentralStorageStrategy(MirroredStrategy):
         guards: Guards | None = None,
         gradient_reduction: GradientReduction = "mean",
         schedule: Schedule = "auto",
+        verify: Verify = "off",
     ) -> None:
         if compute_devices is not None and not isinstance(compute_devices, (str, int)):
             if not tuple(compute_devices):
@@ -84,6 +86,7 @@ class CentralStorageStrategy(MirroredStrategy):
             guards=guards,
             gradient_reduction=gradient_reduction,
             schedule=schedule,
+            verify=verify,
         )
 
     @property

@@ -62,6 +62,7 @@ class Group:
         workers: the processes that train together; ``None`` for this process only.
         parameter_device: the device of parameters and optimizer state; ``None`` for the replicas'.
         shards_state: whether each replica holds a part of the optimizers' state.
+        verify: whether split calls are compared with one device.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Group:
         workers: LocalWorkerGroup | None = None,
         parameter_device: torch.device | None = None,
         shards_state: bool = False,
+        verify: str = "off",
     ) -> None:
         replicas = Replicas(
             mesh,
@@ -114,7 +116,7 @@ class Group:
         self.replicas, self.runner, self.registry = replicas, runner, registry
         self.gradients, self.variables = gradients, variables
         self.modules = ModuleRegistry(
-            replicas, runner, registry, recorded, variables, buffers, attributes
+            replicas, runner, registry, recorded, variables, buffers, attributes, verify
         )
         is_multi_process = replicas.workers.is_multi_process
         checks = WorkerChecks if is_multi_process else ReplicaChecks

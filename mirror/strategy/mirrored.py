@@ -35,6 +35,7 @@ from mirror.strategy.strategy_options import (
     Guards,
     OptimizerState,
     Schedule,
+    Verify,
     check_choice,
     make_mesh_communicator,
 )
@@ -44,6 +45,7 @@ Device = torch.device | str | int
 _SCHEDULES = get_args(Schedule)
 _GRADIENT_REDUCTIONS = get_args(GradientReduction)
 _OPTIMIZER_STATES = get_args(OptimizerState)
+_VERIFY = get_args(Verify)
 
 _GIL = (
     'schedule="parallel": the replicas run at once, but this interpreter has a GIL, which they '
@@ -91,6 +93,10 @@ class MirroredStrategy(Strategy):
             ``"sharded"``: each of the N replicas has and updates 1/N of it, and gets the new
             values of the rest from the others. State dicts and checkpoints are those of one
             device. See [Note: Sharded state] in ``replica/optimizers/sharded_states.py``.
+        verify: ``"first"``: the first split call of each kind is also made on the whole batch, on
+            the first replica and without gradients, and its outputs are compared; a difference is
+            a warning. ``"error"``: it raises ``StrategyError``. ``"off"``: no comparison, nor with
+            several workers. See [Note: Trials] in ``replica/modules/verified_calls.py``.
 
     **Layers on several devices.** With ``devices=[["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]`` a
     model is written for the first replica: ``self.top.to("cuda:1")`` at its creation, and
@@ -105,7 +111,8 @@ class MirroredStrategy(Strategy):
         DeviceError: a device does not exist, or CPU is mixed with CUDA; or lists differ in
             length, are empty, are mixed with devices, or have a GPU twice.
         BackendError: the backend is unknown or cannot serve the devices.
-        ValueError: ``gradient_reduction``, ``schedule`` or ``optimizer_state`` is unknown.
+        ValueError: ``gradient_reduction``, ``schedule``, ``optimizer_state`` or ``verify`` is
+            unknown.
         StrategyError: the state is to be sharded, and replicas have several devices each.
     """
 
@@ -119,10 +126,12 @@ class MirroredStrategy(Strategy):
         gradient_reduction: GradientReduction = "mean",
         schedule: Schedule = "auto",
         optimizer_state: OptimizerState = "replicated",
+        verify: Verify = "off",
     ) -> None:
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
         check_choice("optimizer_state", optimizer_state, _OPTIMIZER_STATES)
+        check_choice("verify", verify, _VERIFY)
         options = resolve_options(communication_options, CommunicationOptions)
         mesh = DeviceMesh(self._resolve_devices(devices))
         if optimizer_state == "sharded" and mesh.is_model_parallel:
@@ -152,6 +161,7 @@ class MirroredStrategy(Strategy):
             workers=self._join_workers(resolved, backend, options),
             parameter_device=self._choose_parameter_device(resolved),
             shards_state=optimizer_state == "sharded",
+            verify=verify,
         )
 
     @property
@@ -287,6 +297,11 @@ def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
         names = ", ".join(AGGREGATIONS)
         raise ValueError(f"aggregation must be one of {names}, got {short_repr(how)}")
     buffers: dict[str, Any] = module._buffers
+    if buffer_name in module._parameters:
+        raise AttributeError(
+            f"{buffer_name!r} is a parameter of {type(module).__name__}, and parameters are equal "
+            "on all replicas; set_aggregation is for buffers, which replicas write"
+        )
     if buffers.get(buffer_name) is None:
         raise AttributeError(f"{type(module).__name__} has no buffer {buffer_name!r}")
     if not is_mirrored(dict.__getitem__(buffers, buffer_name)):

@@ -27,6 +27,7 @@ from mirror.strategy.strategy_options import (
     Guards,
     OptimizerState,
     Schedule,
+    Verify,
 )
 from mirror.threads.user_frames import line_of, user_line
 
@@ -74,6 +75,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         gradient_reduction: GradientReduction = "mean",
         schedule: Schedule = "auto",
         optimizer_state: OptimizerState = "replicated",
+        verify: Verify = "off",
     ) -> None:
         self._resolver = cluster_resolver
         super().__init__(
@@ -83,6 +85,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             guards=guards,
             gradient_reduction=gradient_reduction,
             schedule=schedule,
+            verify=verify,
             optimizer_state=optimizer_state,
         )
         try:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ class Strategy(NoCopy):
 
     Args:
         mesh: the devices of all replicas.
-        schedule, weighted, workers, parameter_device, shards_state: see ``Group``.
+        schedule, weighted, workers, parameter_device, shards_state, verify: see ``Group``.
     """
 
     _instead = "make a strategy in each process; copy.deepcopy(model) gives an ordinary model"
@@ -77,6 +77,7 @@ class Strategy(NoCopy):
         workers: LocalWorkerGroup | None = None,
         parameter_device: torch.device | None = None,
         shards_state: bool = False,
+        verify: str = "off",
     ) -> None:
         self._devices = mesh.positions[0]
         self._backend = communicator.name
@@ -91,6 +92,7 @@ class Strategy(NoCopy):
             workers=workers,
             parameter_device=parameter_device,
             shards_state=shards_state,
+            verify=verify,
         )
         self._copies = SharedCopies(self._group.modules, self._group.runner.parallel_runs)
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
@@ -128,7 +130,7 @@ class Strategy(NoCopy):
         """
         return Scope(self._group)
 
-    def mirror(self, module: ModuleT) -> ModuleT:
+    def mirror(self, module: ModuleT, *more: Any) -> ModuleT:
         """Mirrors an existing module (a pretrained one), in place, and returns it.
 
         Raises:
@@ -137,6 +139,12 @@ class Strategy(NoCopy):
             TypeError: the argument is not a module.
         """
         self._check_cross("mirror")
+        if more:
+            kinds = ", ".join(type(one).__name__ for one in more)
+            raise TypeError(
+                f"mirror takes one module, and got also: {kinds}; an optimizer over parameters of "
+                "a mirrored module needs no call of its own, and other modules are mirrored each"
+            )
         if not isinstance(module, nn.Module):
             raise TypeError(f"mirror takes a torch.nn.Module, got a {type(module).__name__}")
         self._group.modules.mirror(module)
@@ -150,6 +158,8 @@ class Strategy(NoCopy):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
+        *more: Any,
+        **named: Any,
     ) -> Any:
         """Calls ``fn`` once per replica of this process and returns the results regrouped.
 
@@ -171,6 +181,8 @@ class Strategy(NoCopy):
             BaseException: the error that ``fn`` raised on a replica, with a note that names the
                 replica.
         """
+        if more or named:
+            _refuse_arguments(more, named)
         check_call(fn, args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
         runner, num_replicas = self._group.runner, len(self._devices)
@@ -387,6 +399,20 @@ class Strategy(NoCopy):
                 f"strategy.{what} was called inside run; use the replica context there: "
                 "mirror.get_replica_context().all_reduce, all_gather or merge_call"
             )
+
+
+def _refuse_arguments(more: Sequence[Any], named: Mapping[str, Any]) -> NoReturn:
+    """Raises TypeError for arguments of ``fn`` that were passed to ``run`` itself."""
+    if named:
+        names = ", ".join(f"{name!r}: ..." for name in named)
+        raise TypeError(
+            f"run takes the keyword arguments of fn as a dict: run(fn, kwargs={{{names}}}); got "
+            f"{', '.join(named)} as its own"
+        )
+    raise TypeError(
+        f"run takes the arguments of fn as a tuple: run(fn, args=(x, y, ...)); got {len(more)} "
+        "more than args and kwargs"
+    )
 
 
 def make_compiled_step(

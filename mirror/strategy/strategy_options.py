@@ -20,6 +20,7 @@ Fallback: TypeAlias = Literal["error", "eager"]
 GradientReduction: TypeAlias = Literal["mean", "sum"]
 Mode: TypeAlias = Literal["auto", "inductor", "trace"]
 OptimizerState: TypeAlias = Literal["replicated", "sharded"]
+Verify: TypeAlias = Literal["first", "error", "off"]
 Schedule: TypeAlias = Literal["auto", "lockstep", "staggered", "parallel"]
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

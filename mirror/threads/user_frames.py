@@ -136,8 +136,18 @@ def _line_of_user(frame: FrameType, number: int) -> str | None:
     return f"{filename}:{number} in {frame.f_code.co_name}"
 
 
+_num_warned = 0
+
+
+def num_warned() -> int:
+    """Returns how often ``warn_user`` has been called."""
+    return _num_warned
+
+
 def warn_user(message: str) -> None:
     """Issues a UserWarning that points at the innermost line outside mirror and torch."""
+    global _num_warned
+    _num_warned += 1
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
         level, frame = level + 1, frame.f_back

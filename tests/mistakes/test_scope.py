@@ -372,3 +372,30 @@ def test_a_model_of_a_strategy_of_one_replica_may_train_beside_an_idle_strategy(
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()  # a warning would be an error
+
+
+# Calls of the strategy
+
+
+CALLS = {
+    "arguments one by one": (lambda s: s.run(max, 1, 2, 3), TypeError, "args=(x, y, ...)"),
+    "keywords": (lambda s: s.run(dict, batch=X), TypeError, "kwargs={'batch': ...}", "got batch"),
+    "a model and an optimizer": (
+        lambda s: s.mirror(m := net(), sgd(m)),
+        TypeError,
+        "takes one module",
+        "SGD",
+    ),
+    "a batch by its index": (lambda s: s.distribute_dataset([X])[0], TypeError, "next(iter("),
+    "the aggregation of a parameter": (
+        lambda s: mirror.set_aggregation(s.mirror(nn.Linear(2, 2)), "weight", "sum"),
+        AttributeError,
+        "is a parameter of Linear",
+        "buffers",
+    ),
+}
+
+
+@each(CALLS)
+def test_a_call_with_other_arguments_says_what_to_write(case, strategy):
+    check_refusal(case, strategy)

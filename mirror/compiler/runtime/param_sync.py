@@ -146,12 +146,15 @@ class ParamSync:
         changes: StateChanges,
         grads: dict[StateTensor, Tensor | None],
         active: tuple[int, ...],
+        weights: Sequence[float] | None,
     ) -> None:
         """Records the changes of a compiled step, and the gradients that it leaves."""
         if changes.optimizers:
             self._replicas.workers.num_steps += 1
         for buffer in changes.buffers:
             buffer.record_write(active)
+            if buffer.averages_examples:
+                buffer.count_examples(weights)
         if not self._replicas.mirrors:
             for place, grad in grads.items():
                 place.owner.grad = grad

@@ -201,7 +201,7 @@ class StepProgram:
         if self.trace.sets_weight:
             self.weights = {r: check_weight(values[slots[-1]]) for r, values in own.items()}
         results, grads = self._launcher.keep_outputs(results, grads)
-        self._param_sync.record_step(self._changes, grads, active)
+        self._param_sync.record_step(self._changes, grads, active, weights)
         return results
 
     def _launch(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:

@@ -98,7 +98,9 @@ def mixing_operation(uses: Sequence[Sequence[Use]], counts: Sequence[float]) -> 
         if len({name for name, _ in of_node}) > 1:
             return None  # the replicas' graphs differ from here on
         for sizes in zip(*(sizes for _, sizes in of_node), strict=False):
-            if all(s * counts[0] == sizes[0] * c for s, c in zip(sizes, counts, strict=True)):
+            # Empty dimensions are in proportion to any counts.
+            pairs = zip(sizes, counts, strict=True)
+            if sizes[0] and all(s * counts[0] == sizes[0] * c for s, c in pairs):
                 return str(of_node[0][0]).lower()
     return None
 

@@ -43,7 +43,7 @@ from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import current, renaming
+from mirror.execution.run import Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
 from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.autograd_nodes import order
@@ -334,6 +334,8 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         if timeline is not None:
             timeline.begin(lane, BACKWARD)
         if replica is not None:
+            if replica.run.is_trial and accumulates:
+                raise Unverifiable("forward calls backward, which would add to gradients twice")
             if len(args[1]) > 1 or (args[1][0] is not None and args[1][0].dim()):
                 args = _clone_gradients(*args)
             if accumulates:

@@ -105,8 +105,10 @@ class MirroredModules(Protocol):
         attributes: the attributes that replicas set.
         pending: the modules that are mirrored at the next use.
         overridden: the ``ReplicaDict`` objects in which a parameter was replaced inside ``run``.
+        verify: whether split calls are compared with one device, "first", "error" or "off".
     """
 
+    verify: str
     replicas: Replicas
     runner: Runner
     attributes: ModuleAttributes

@@ -86,6 +86,7 @@ class ModuleRegistry:
     Attributes:
         overridden: the dicts in which a parameter was replaced inside ``run``.
         routes_calls: whether calls are split, or their arguments moved.
+        verify: whether split calls are compared with one device. See ``verified_calls.py``.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class ModuleRegistry:
         variables: ReplicatedParams,
         buffers: Buffers,
         attributes: ModuleAttributes,
+        verify: str = "off",
     ) -> None:
+        self.verify = verify
         self.replicas = replicas
         self.runner = runner
         self.attributes = attributes

@@ -164,6 +164,16 @@ class PerReplicaAttribute:
             self._left = values
             self._set_joined({r: v for r, v in values.items() if v is not MISSING}, run)
 
+    def suspend(self) -> tuple[Any, ...]:
+        """Forgets the replicas' values; returns them, for ``resume``."""
+        state = self._now, self._left, self._joined, self._is_batched, self.is_set
+        self._now, self._left = _InRun(), {}
+        return state
+
+    def resume(self, state: tuple[Any, ...]) -> None:
+        """Restores what ``suspend`` has returned."""
+        self._now, self._left, self._joined, self._is_batched, self.is_set = state
+
     def _module_dict(self) -> dict[str, Any]:
         """Returns the module's ``__dict__``."""
         module = self._module()

@@ -53,7 +53,6 @@ from mirror.base.torch_private import (
     top_saved_tensors_hooks,
     transforms_of,
 )
-from mirror.data.split_batch import split_sizes
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import (
@@ -71,21 +70,29 @@ from mirror.replica.exactness.cross_example_ops import warn_if_mixing
 from mirror.replica.layers.unsplit_layers import (
     LAYERS,
     call_with_sequences,
+    counts_frequencies,
     is_sequence_first,
     renormalize_everywhere,
     renormalizes,
+    scale_by_frequency,
 )
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
 from mirror.replica.modules.module_owner import Interceptor, MirroredModules
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
+from mirror.replica.modules.verified_calls import MOST_KINDS, VerifiedCall, kind_of_call
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
-from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
-from mirror.replica.scatter_gather.mutations import join_changes
-from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, describe_split, must_move
+from mirror.replica.scatter_gather.containers import IMMUTABLE, leaves_in
+from mirror.replica.scatter_gather.gather import join_outputs
+from mirror.replica.scatter_gather.mutations import take_changes
+from mirror.replica.scatter_gather.scatter import (
+    ReplicaArgs,
+    SplitPlan,
+    describe_split,
+    must_move,
+    sizes_of_parts,
+)
 from mirror.threads.user_frames import add_note, warn_user
-from mirror.values import PerReplica
 
 _LOSS: Any = nn.MSELoss.__base__  # the base class of torch's losses: their calls are not split
 
@@ -103,11 +110,14 @@ class CallInterceptor(Interceptor):
         own: the replicas' values of the module's attributes. See [Note: Own attributes].
         is_checkpointed: whether a whole call may be recomputed in backward.
         is_checked: whether the outputs of a call were checked for a forward that mixes examples.
+        varying: the positions of numbers among the outputs that depend on the part.
+        verified: the kinds of calls that were compared with one device.
         weight_lists: of a recurrent layer, by replica. See [Note: Flat weights].
     """
 
     __slots__ = (
         "compiled",
+        "counts_frequencies",
         "has_sequences",
         "has_warned_of_lists",
         "is_checked",
@@ -116,6 +126,8 @@ class CallInterceptor(Interceptor):
         "is_plain",
         "own",
         "renormalizes",
+        "varying",
+        "verified",
         "weight_lists",
     )
 
@@ -130,9 +142,12 @@ class CallInterceptor(Interceptor):
         self.renormalizes = renormalizes(module)
         self.has_sequences = isinstance(module, LAYERS)
         self.is_metric = is_metric(module)
+        self.counts_frequencies = counts_frequencies(module)
         is_special = self.renormalizes or self.has_sequences or self.is_metric
+        is_special = is_special or self.counts_frequencies
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, PerReplicaAttribute] = {}
+        self.verified, self.varying = set[Any](), set[int]()
         self.weight_lists: dict[int, dict[str, list[Any]]] = {}
         self.is_checkpointed = self.is_checked = self.has_warned_of_lists = False
 
@@ -178,13 +193,17 @@ class CallInterceptor(Interceptor):
         if self.has_sequences:
             call = self.compiled or getattr(module, WHOLE_CALL)
             return call_with_sequences(replica, module, call, args, kwargs)
-        if self.compiled is not None and not self.renormalizes:
+        if self.compiled is not None and not (self.renormalizes or self.counts_frequencies):
             return self.compiled(*args, **kwargs)
         if self.is_metric:
             return merge_call_joined(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
+        indices = args[0] if args else kwargs.get("input")
         if self.renormalizes:
-            renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
-        return getattr(module, WHOLE_CALL)(*args, **kwargs)
+            renormalize_everywhere(module, replica, indices)
+        output = getattr(module, WHOLE_CALL)(*args, **kwargs)
+        if self.counts_frequencies and torch.is_grad_enabled():
+            output = scale_by_frequency(replica, module, indices, output)
+        return output
 
     def _recompute_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Makes the whole call again, in the backward pass of one replica's custom function."""
@@ -271,9 +290,16 @@ class CallInterceptor(Interceptor):
                 self.recorder.initialize(module, None, args, kwargs)
             return _call_whole(runner, args, kwargs, partial(_call_held, hold, whole))
         # 1. Plan how the arguments are split.
-        sizes = _sizes(replicas.num_replicas, args, kwargs) if self._splits(module) else None
+        sizes = (
+            sizes_of_parts(replicas.num_replicas, args, kwargs) if self._splits(module) else None
+        )
         if sizes is None:
             return self._call_unsplit(module, args, kwargs, whole, hold)
+        verified = None
+        if modules.verify != "off":
+            kind = kind_of_call(module, args, kwargs, sizes)
+            if kind not in self.verified:
+                verified = self._begin_to_verify(module, kind, args, kwargs, sizes, each)
         if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
             return _call_lone(runner, module, args, kwargs, hold, sizes)
         split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies)
@@ -307,15 +333,47 @@ class CallInterceptor(Interceptor):
                     _warn_of_list(module, lists[0])
             # 3. Gather the outputs, and what forward has changed in its arguments.
             own = list(map(parts.__getitem__, run.results))
-            joined = join_outputs(runner, run.results, sizes, own, module)
-            _take_changes(runner, own, list(run.results), args, kwargs)
+            joined = join_outputs(runner, run.results, sizes, own, module, self.varying)
+            take_changes(runner, own, list(run.results), args, kwargs)
         except Exception as error:
             add_note(error, _describe_sizes(module, split, args, kwargs))
             raise
         finally:
             if runner.copies is not None:
                 split.finish()
+        if verified is not None:
+            varying = verified.varying_numbers(joined)
+            if not varying <= self.varying:
+                self.varying |= varying
+                joined = join_outputs(runner, run.results, sizes, own, module, self.varying)
+            verified.compare(joined, raises=modules.verify == "error")
         return joined
+
+    def _begin_to_verify(
+        self,
+        module: nn.Module,
+        kind: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: Sequence[int],
+        each: Each | None,
+    ) -> VerifiedCall | None:
+        """Returns the trial of a split call; ``None`` if there is nothing to compare with."""
+        if len(self.verified) >= MOST_KINDS or each is not None:
+            return None
+        if self.replicas.workers.is_multi_process or sum(map(bool, sizes)) < 2:
+            return None
+        if any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers())):
+            return None  # this call makes them; the next one is compared
+        self.verified.add(kind)
+
+        def call(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self.is_plain:
+                return self._call_inside(module, replica, args, kwargs)
+            return getattr(module, WHOLE_CALL)(*args, **kwargs)
+
+        verified = VerifiedCall(self.recorder.runner, module, args, kwargs, sizes, call)
+        return verified if verified.begin() else None
 
     def _splits(self, module: nn.Module) -> bool:
         """Whether a call of the module is split if its arguments are: it must hold variables."""
@@ -450,7 +508,7 @@ def _call_whole(
         result = whole(*own_args, **own_kwargs)
     finally:
         split.finish()
-    _take_changes(runner, [part], [0], args, kwargs)
+    take_changes(runner, [part], [0], args, kwargs)
     return result
 
 
@@ -474,29 +532,6 @@ def _call_held(hold: DynamoCallback, whole: Callable[..., Any], *args: Any, **kw
     return whole(*args, **kwargs)
 
 
-def _take_changes(
-    runner: Runner,
-    parts: Sequence[ReplicaArgs],
-    ids: Sequence[int],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    for part in parts:
-        if part.given or part.tensors or part.shared:
-            joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
-            join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
-            return
-
-
-def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Returns the name of the argument that is, or holds, a value."""
-    for name, argument in (*enumerate(args), *kwargs.items()):
-        if is_in(value, argument):
-            inside = "" if argument is value else f", a {type(value).__name__} in it"
-            return f"argument {name!r} ({type(argument).__name__}{inside})"
-    return f"an argument ({type(value).__name__})"
-
-
 def _describe_sizes(
     module: nn.Module, split: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
@@ -507,42 +542,6 @@ def _describe_sizes(
         "something was split that holds no examples, give it another first dimension (x[None]) or "
         "make it in forward; to split by hand, call the module inside strategy.run"
     )
-
-
-def _sizes(
-    num_replicas: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
-    num_examples, distributed = None, None
-    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # the usual call
-        shape = args[0].shape
-        return split_sizes(shape[0], num_replicas) if shape and not args[0].is_meta else None
-    for leaf in leaves_in((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            if num_examples is None and leaf.dim() > 0:
-                num_examples = leaf.shape[0]
-                if leaf.is_meta:
-                    return None  # a tensor without values has no parts
-        elif isinstance(leaf, PerReplica) and distributed is None:
-            distributed = _sizes_of(leaf, num_replicas)
-    if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
-        return distributed
-    return split_sizes(num_examples, num_replicas)
-
-
-def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
-    """Returns the number of examples of each part, of a value that a call or a loader split."""
-    if len(value.values) != num_replicas:
-        return None
-    if value.weights is not None and all(float(w).is_integer() for w in value.weights):
-        return [int(weight) for weight in value.weights]
-    sizes = [0] * num_replicas
-    for replica_id, part in value.parts():
-        shapes = [leaf.shape for leaf in leaves_in(part) if isinstance(leaf, Tensor)]
-        if not shapes or not shapes[0]:
-            return None
-        sizes[replica_id] = shapes[0][0]
-    return sizes
 
 
 def _positional_names(module: nn.Module) -> Sequence[str]:

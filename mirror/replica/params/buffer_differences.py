@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from mirror.replica.bitwise import same_bits
+
 # The first runs that write a buffer are checked. Statistics of batch normalisations, which are
 # averaged, get a message of their own, one for all layers. It is a warning under `mirror run`:
 # its scripts do not expect replicas. A program that makes a strategy has the default of
@@ -43,15 +45,26 @@ def num_checked_runs(module: nn.Module, name: str) -> int:
     """
     if isinstance(module, BATCH_NORMS):
         return _NUM_CHECKED_RUNS if name.endswith("num_batches_tracked") else 0
-    return 0 if isinstance(module, _INSTANCE_NORMS) else _NUM_CHECKED_RUNS
+    return 0 if averages_examples(module) else _NUM_CHECKED_RUNS
+
+
+def averages_examples(module: nn.Module) -> bool:
+    """Returns whether a module's floating buffers are moving means over the examples."""
+    return isinstance(module, _INSTANCE_NORMS)
 
 
 def are_different(copies: Sequence[Tensor]) -> bool:
     """Returns whether copies of one buffer differ."""
-    return any(
-        other.shape != copies[0].shape or not torch.equal(other.to(copies[0].device), copies[0])
-        for other in copies[1:]
-    )
+    return not all(have_equal_values(copy, copies[0]) for copy in copies[1:])
+
+
+def have_equal_values(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors of any layout have equal shapes and numbers."""
+    if a.shape != b.shape:
+        return False
+    if a.layout is torch.strided and b.layout is torch.strided:
+        return torch.equal(a.to(b.device), b)
+    return same_bits(a, b)
 
 
 def warn_of_buffer(name: str, is_mean: bool) -> None:

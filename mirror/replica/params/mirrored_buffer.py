@@ -7,10 +7,13 @@ module in eval mode starts each run from the combined value, so that evaluation 
 which replica gets an example.
 
     aggregation   a read returns                             a write of x sets
-    mean          the mean over the last run's replicas      x on all
+    mean          the mean over the last run's replicas (1)  x on all
     first         the first replica's value                  x on all
     sum           the sum over all replicas, exactly         x on the first, zero on the rest
     none          (raises StrategyError)                     x on all
+
+(1) Of a moving mean over examples (statistics of InstanceNorm), weighted by the replicas' numbers
+of examples. Every run then starts from the combined value, so that it is one device's.
 
 Several workers combine their values when a run ends. So a read needs no communication, and returns
 the value over all workers.
@@ -24,7 +27,7 @@ mirrored parameter, ``a.weight.detach()``, is there on every replica: [Note: Sha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -36,7 +39,12 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import replica_of
 from mirror.replica.collectives.reduce_ops import reduce_tensors, weighted_mean
-from mirror.replica.params.buffer_differences import NORMS, num_checked_runs
+from mirror.replica.params.buffer_differences import (
+    NORMS,
+    averages_examples,
+    have_equal_values,
+    num_checked_runs,
+)
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
     raw_set_data,
@@ -71,6 +79,7 @@ class ReplicatedBuffer:
 
     Attributes:
         aggregation: how the copies combine, one of ``AGGREGATIONS``.
+        averages_examples: whether it is a moving mean over examples; see ``count_examples``.
         combined: the combined value, on the first replica's device.
         module: returns the module that holds the buffer, ``None`` once it is gone.
         handles: the tensors that expose raw storage in the cross-replica context.
@@ -84,11 +93,13 @@ class ReplicatedBuffer:
         "_aggregation",
         "_combined_version",
         "_copy_versions",
+        "_counts",
         "_may_differ",
         "_ran",
         "_stale",
         "_tied",
         "_variable",
+        "averages_examples",
         "combined",
         "copies",
         "devices",
@@ -116,6 +127,8 @@ class ReplicatedBuffer:
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
         self.devices = replicas.places.peers_of(buffer.device)
+        if _overlaps_itself(buffer):  # expanded: no operation writes into such memory
+            buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)
         self.combined = buffer.detach()
         self.combined.__class__ = CombinedBuffer
         if twin is None:
@@ -128,6 +141,8 @@ class ReplicatedBuffer:
         known.append(self)
         self.handles, self.views = StorageAliases(), StorageAliases()
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
+        self.averages_examples = averages_examples(module)
+        self._counts: Sequence[float] | None = None  # of all replicas, if they weigh the mean
         self._combined_version = self.combined._version
         self._copy_versions = self._versions()
         # The setter of aggregation also ends the checks.
@@ -183,6 +198,16 @@ class ReplicatedBuffer:
         self.copies[replica_id].data = data
         self._stale = self._may_differ = True
 
+    def lend_copy(self, replica_id: int) -> tuple[Any, ...]:
+        """Gives a replica a clone of its copy, for a time; returns the state for ``give_back``."""
+        own = self.copies[replica_id]
+        self.copies[replica_id] = own.clone()
+        return own, self._stale, self._may_differ
+
+    def give_back(self, replica_id: int, state: tuple[Any, ...]) -> None:
+        """Restores a replica's copy, and what is known of it."""
+        self.copies[replica_id], self._stale, self._may_differ = state
+
     def replace(self, data: Tensor) -> None:
         """Sets the data of all replicas: ``module.buffer.data = data`` outside ``run``."""
         if self._is_in_parameter() or self._is_tied():
@@ -236,12 +261,24 @@ class ReplicatedBuffer:
             return  # another thread has written the combined value, which will be distributed
         module = self.module()
         # In training batch_norm writes its statistics without a new version.
-        if module is None or module.training or self._versions() != self._copy_versions:
+        is_unversioned = module is None or module.training
+        if is_unversioned and self.combined.layout is not torch.strided:
+            is_unversioned = False
+        if is_unversioned or self._versions() != self._copy_versions:
             self._stale = self._may_differ = True
         if self._aggregation == "none":
             self._combined_version = self.copies[0]._version
         if self.views or self.handles:
             self._combine_for_views()
+
+    def count_examples(self, counts: Mapping[int, float] | Sequence[float] | None) -> None:
+        """Sets the weights of a moving mean over examples: the replicas' numbers of examples.
+
+        Args:
+            counts: those of the last run, by replica; equal if ``None``.
+        """
+        is_used = counts is not None and any(counts[r] for r in self._ran)
+        self._counts = [counts[r] for r in self._ran] if is_used and counts is not None else None
 
     def record_write(self, active: tuple[int, ...]) -> None:
         """Records that these replicas have written their copies; idle replicas follow them."""
@@ -307,6 +344,8 @@ class ReplicatedBuffer:
             return True
         if not self._may_differ or self._aggregation == "none":
             return False
+        if self.averages_examples:
+            return self._aggregation == "mean"
         module = self.module()
         return module is not None and not module.training  # evaluates
 
@@ -345,6 +384,7 @@ class ReplicatedBuffer:
             for r in begun
             if self.copies[r].shape == first.shape and self.copies[r].dtype == first.dtype
         )
+        self._counts = None
         self._stale = True
         self.distribute()
         # Several workers combine it next.
@@ -364,7 +404,7 @@ class ReplicatedBuffer:
         self.distribute()
         for mine, copy in zip(self.copies, copies, strict=True):
             mine.data.copy_(copy)
-        self._ran = ran
+        self._ran, self._counts = ran, None
         self._may_differ = True
         self._stale = not self.replicas.workers.is_multi_process  # workers combine when runs end
         self._copy_versions = self._versions()
@@ -373,9 +413,10 @@ class ReplicatedBuffer:
         """Whether the last run may have changed the value, so that workers must combine it."""
         return self._stale and self._aggregation != "none"
 
-    def local_aggregate(self) -> tuple[Tensor, int]:
-        """Returns the combined value of this worker's replicas, and their number."""
-        return self._aggregate().detach(), len(self._ran)
+    def local_aggregate(self) -> tuple[Tensor, float]:
+        """Returns the combined value of this worker's replicas, and its weight: their number."""
+        weight = len(self._ran) if self._counts is None else sum(self._counts)
+        return self._aggregate().detach(), weight
 
     def combine_workers(self, aggregates: Sequence[tuple[Tensor, float]]) -> None:
         """Sets the combined value from each worker's ``local_aggregate``.
@@ -413,10 +454,12 @@ class ReplicatedBuffer:
         values = [copy.to(device) for copy in self.copies]
         if self._aggregation == "sum":
             return reduce_tensors(values, device)
-        return mean_of([values[r] for r in ran], [1] * len(ran))
+        return mean_of([values[r] for r in ran], self._counts or [1] * len(ran))
 
     def _set_combined(self, value: Tensor) -> None:
-        if value.shape != self.combined.shape or value.dtype != self.combined.dtype:
+        known = self.combined
+        is_same_kind = value.shape == known.shape and value.dtype == known.dtype
+        if not is_same_kind or known.layout is not torch.strided:
             self._move_combined(value.detach().clone())
         else:
             self.combined.data.copy_(value)
@@ -447,11 +490,19 @@ class ReplicatedBuffer:
         self._stale = self._may_differ = False
 
 
+def _overlaps_itself(buffer: Tensor) -> bool:
+    """Returns whether elements of a tensor share memory, as those of an expanded one."""
+    if buffer.layout is not torch.strided:
+        return False
+    sizes = zip(buffer.shape, buffer.stride(), strict=True)
+    return any(stride == 0 and size > 1 for size, stride in sizes)
+
+
 def mean_of(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
     """Returns the mean of buffers; of integer buffers the first."""
     first = values[0]
     # The mean of equal values must be that value; 3 * (x / 3) may differ from x in the last bit.
-    if all(torch.equal(value, first) for value in values[1:]):
+    if all(have_equal_values(value, first) for value in values[1:]):
         return first
     if not first.is_floating_point() and not first.is_complex():
         return first

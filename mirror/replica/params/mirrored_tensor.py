@@ -149,7 +149,9 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def share_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two strided tensors share a storage."""
+    """Whether two strided tensors share a storage; other layouts have several, or none."""
+    if not a.layout is b.layout is torch.strided:
+        return False
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
+from mirror.execution.run import Run
 from mirror.replica.params.buffer_differences import (
     BATCH_NORMS,
     are_different,
@@ -42,6 +43,8 @@ class Buffers:
         self._replicas, self._registry, self._memory = replicas, registry, memory
         self._own_memory: StorageIndex[ReplicatedBuffer] = StorageIndex()
         self._by_id: dict[int, ReplicatedBuffer] = {}
+        self._means: dict[int, ReplicatedBuffer] = {}  # over examples
+        self._counts: Mapping[int, float] | Sequence[float] | None = None
 
     def __iter__(self) -> Iterator[ReplicatedBuffer]:
         return iter(tuple(self._by_id.values()))  # a garbage collection may remove entries
@@ -51,6 +54,7 @@ class Buffers:
         return LifecycleHooks(
             name="buffers",
             prepare=WhilePending(self._by_id, self.distribute_changed),
+            finish=WhilePending(self._means, self._count_examples),
             on_run_end=WhilePending(self._by_id, self._on_run_end),
             sync_idle=self._sync_idle,
             on_run_failed=self._equalize,
@@ -68,13 +72,18 @@ class Buffers:
             module: the module that holds it; in eval mode its runs start from combined values.
 
         Raises:
-            StrategyError: the buffer is a tensor subclass, or shares memory with a mirrored
-                parameter in part.
+            StrategyError: the buffer is a tensor subclass, requires a gradient, or shares memory
+                with a mirrored parameter in part.
         """
         if type(buffer) not in (Tensor, nn.Parameter):
             raise StrategyError(
                 f"buffer {name!r} is a {type(buffer).__name__}, a tensor subclass with operations "
                 "of its own; mirror takes plain tensors"
+            )
+        if buffer.requires_grad:
+            raise StrategyError(
+                f"buffer {name!r} requires a gradient, and gradients are reduced for parameters; "
+                "make it an nn.Parameter, which an optimizer need not get, or detach it"
             )
         home = self._replicas.places.home_of(buffer.device, name)
         if buffer.device != home:
@@ -85,6 +94,8 @@ class Buffers:
                 twin = self._own_memory.find(buffer, name)
         record = ReplicatedBuffer(buffer, name, module, self._replicas, twin)
         self._by_id[id(buffer)] = record
+        if record.averages_examples:
+            self._means[id(buffer)] = record
         self._own_memory.enter(record)
         self._registry.register(buffer, self._make_forget())
         buffer._mirrored = record  # type: ignore[attr-defined]
@@ -98,6 +109,7 @@ class Buffers:
             buffers = reference()
             record = None if buffers is None else buffers._by_id.pop(key, None)
             if buffers is not None and record is not None:
+                buffers._means.pop(key, None)
                 buffers._own_memory.remove(record)
                 record.leave_shared()
 
@@ -142,11 +154,18 @@ class Buffers:
                 counted = messages if buffer.aggregation == "sum" else with_examples
                 buffer.combine_workers([(m.tensors[i], m.numbers[i + 1]) for m in counted])
 
+    def _count_examples(self, run: Run) -> None:
+        """Records the replicas' numbers of examples, for moving means over examples."""
+        self._counts = run.weights() if run.counts is None else run.counts
+
     def _on_run_end(self, active: tuple[int, ...]) -> None:
+        counts, self._counts = self._counts, None  # of this run
         for buffer in tuple(self._by_id.values()):
             if buffer.num_checks and len(active) > 1 and buffer.is_written():
                 self._check(buffer, active)
             buffer.record_run(active)
+            if buffer.averages_examples:
+                buffer.count_examples(counts)
 
     def _check(self, buffer: ReplicatedBuffer, active: tuple[int, ...]) -> None:
         """Logs a warning if the replicas of a run have left a buffer different."""

@@ -5,6 +5,7 @@
     0-d floating tensors                           the whole batch's value, see loss_reduction.py
     equal numbers or strings, or one object        that value
     equal sizes, without a dimension of examples   that size
+    lists with an entry for each of their examples one list, in the order of the examples
     their copies of an argument                    the argument
     objects that are data, with tensors inside     one object, its attributes joined
     anything else                                  PerReplica
@@ -15,7 +16,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -44,10 +45,18 @@ from mirror.replica.scatter_gather.containers import (
     is_leaf,
     is_object,
     is_shared,
+    leaves_in,
 )
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
 from mirror.threads.user_frames import warn_user
-from mirror.values import ABSENT, PerReplica, is_number, map_structure, rebuild_node
+from mirror.values import (
+    ABSENT,
+    PerReplica,
+    are_identical,
+    is_number,
+    map_structure,
+    rebuild_node,
+)
 
 
 def join_outputs(
@@ -56,6 +65,7 @@ def join_outputs(
     sizes: Sequence[float],
     parts: Sequence[ReplicaArgs] = (),
     module: nn.Module | None = None,
+    varying: Container[int] = (),
 ) -> Any:
     """Returns the replicas' outputs, joined into what one device would return.
 
@@ -69,13 +79,18 @@ def join_outputs(
         parts: the replicas' arguments in a split call: arguments that are returned become the
             caller's objects, and objects that are data are joined.
         module: the module of the split call.
+        varying: the positions, among the leaves of the outputs, of numbers that depend on the
+            part: they become PerReplica although they may be equal.
 
     Raises:
         StructureError: the replicas' outputs differ in structure.
     """
-    gatherer = Gatherer(runner, sizes, list(results), parts, module)
+    gatherer = Gatherer(runner, sizes, list(results), parts, module, varying)
+    outputs: Sequence[Any] = tuple(results.values())
+    if parts and type(outputs[0]) is not Tensor:
+        outputs = gatherer.mark_entries(outputs)
     try:
-        return map_structure(gatherer.output, *results.values())
+        return map_structure(gatherer.output, *outputs)
     except StructureError as error:
         raise StructureError(
             f"the replicas' outputs of a split call differ in structure: {error}; return the same "
@@ -90,6 +105,15 @@ class _NotJoined(Exception):
     """The parts cannot be joined into one value."""
 
 
+class _Entries:
+    """A replica's list with an entry for each of its examples: a leaf of its outputs."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+
 class Gatherer:
     """Joins values of the replicas that ran.
 
@@ -98,6 +122,7 @@ class Gatherer:
         ids: the replicas that ran.
         parts: the replicas' arguments, for values of a split call.
         module: the called module, for its outputs.
+        varying: see ``join_outputs``.
     """
 
     def __init__(
@@ -107,7 +132,9 @@ class Gatherer:
         ids: Sequence[int],
         parts: Sequence[ReplicaArgs] = (),
         module: nn.Module | None = None,
+        varying: Container[int] = (),
     ) -> None:
+        self._varying, self._num_outputs = varying, 0
         self._runner = runner
         self._sizes = sizes
         self._ids = ids
@@ -125,9 +152,61 @@ class Gatherer:
         self._joined_objects: dict[int, Any] = {}
         self._is_new = False  # the object being joined is not, and is not in, an argument
 
+    def mark_entries(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Returns the replicas' outputs, with lists of entries of examples as leaves."""
+        first = parts[0]
+        kind = type(first)
+        if kind is Tensor or is_leaf(first) or any(type(part) is not kind for part in parts):
+            return parts
+        if kind is list:
+            if self._are_of_examples(parts):
+                return [_Entries(part) for part in parts]
+        elif kind not in (tuple, dict) and not isinstance(first, (tuple, MutableMapping)):
+            return parts
+        held = [contents_of(part) for part in parts]
+        if any(one.keys() != held[0].keys() for one in held):
+            return parts
+        rows = {key: self.mark_entries([one[key] for one in held]) for key in held[0]}
+        if all(are_identical(row, [one[key] for one in held]) for key, row in rows.items()):
+            return parts
+        marked = [{key: row[i] for key, row in rows.items()} for i in range(len(parts))]
+        return list(map(rebuild_node, parts, marked))
+
+    def _are_of_examples(self, parts: Sequence[list[Any]]) -> bool:
+        """Returns whether lists have an entry for each of the replica's examples.
+
+        Lists of uneven parts leave no choice. Else a list of tensors of one size may have one for
+        each layer, modality or loss; of several sizes (boxes, say) it has one for each example.
+        """
+        if [len(part) for part in parts] != self._counts:
+            return False
+        if len(parts) < 2 or all(part is parts[0] for part in parts):
+            return False
+        if len(set(self._counts)) > 1:
+            return True
+        if self._counts[0] == 1 and self._are_alike(parts):
+            return False  # one value for the call
+        entries = [entry for part in parts for entry in part]
+        if any(isinstance(entry, Tensor) for entry in entries):
+            sizes = {getattr(entry, "shape", ())[:1] for entry in entries}
+            return len(sizes) > 1
+        tensors = [leaf for leaf in leaves_in(entries) if isinstance(leaf, Tensor)]
+        return not any(tensor.shape[:1] == (self._counts[0],) for tensor in tensors)
+
+    def _are_alike(self, parts: Sequence[list[Any]]) -> bool:
+        try:
+            return all(bool(part == parts[0]) for part in parts)
+        except (RuntimeError, ValueError):  # of tensors or arrays
+            return False
+
     def output(self, *parts: Any) -> Any:
         """Joins one leaf of the outputs."""
         first = parts[0]
+        position, self._num_outputs = self._num_outputs, self._num_outputs + 1
+        if type(first) is _Entries:
+            return self.concatenate([part.values for part in parts])
+        if position in self._varying and len(parts) > 1:
+            return self.as_per_replica(parts)
         if len(parts) > 1 and parts[1] is first and all(part is first for part in parts):
             return self._origin_of(parts, first)
         if False not in [isinstance(part, Tensor) for part in parts]:
@@ -218,7 +297,8 @@ class Gatherer:
 
     def concatenate(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns the entries of all parts, one replica after the other."""
-        return [self.to_first_device(entry) for part in parts for entry in part]
+        entries = (entry for part in parts for entry in part)
+        return [map_structure(self.to_first_device, entry) for entry in entries]
 
     def to_first_device(self, value: Any) -> Any:
         """Returns one replica's value on the first replica's device."""

@@ -21,19 +21,61 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
+from mirror.execution.runner import Runner
 from mirror.replica.scatter_gather.containers import (
     assign,
     contents_of,
     is_held,
+    is_in,
     is_same,
     snapshot,
 )
 from mirror.replica.scatter_gather.gather import Gatherer
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
 from mirror.values import PerReplica
+
+
+def take_changes(
+    runner: Runner,
+    parts: Sequence[ReplicaArgs],
+    ids: Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Joins what the replicas of a split call have changed into the caller's arguments.
+
+    Args:
+        ids: the replicas that ran.
+
+    Raises:
+        StrategyError: see ``join_changes``.
+    """
+    has_changed = False
+    for part in parts:
+        has_changed = has_changed or bool(part.given or part.shared)
+        for tensor, own, version, _ in part.tensors:
+            if own._version != version:
+                has_changed = True
+            if own.__dict__ and own is not tensor:
+                has_changed = True
+                for each in parts:
+                    each.record_attributes(tensor)
+    if has_changed:
+        joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
+        join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
+
+
+def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns the name of the argument that is, or holds, a value."""
+    for name, argument in (*enumerate(args), *kwargs.items()):
+        if is_in(value, argument):
+            inside = "" if argument is value else f", a {type(value).__name__} in it"
+            return f"argument {name!r} ({type(argument).__name__}{inside})"
+    return f"an argument ({type(value).__name__})"
 
 
 def join_changes(
@@ -74,15 +116,15 @@ def _collect_writes(
     writes: list[Callable[[], object]] = []
     changed: dict[int, Tensor] = {}
     for part in parts:
-        for tensor, own, version in part.tensors:
+        for tensor, own, version, node in part.tensors:
             if own._version == version:
                 continue
             if own is tensor and len(parts) > 1:
                 shape = tuple(tensor.shape)
                 _refuse(where(tensor), f"in place a tensor of shape {shape} that all share")
             elif own is not tensor and part.split.is_batched(tensor):
-                rows = part.split.rows(tensor, part.replica_id)
-                writes.append(partial(rows.copy_, own))
+                is_in_graph = own.grad_fn is not node
+                writes.append(partial(_write_rows, part, tensor, own, is_in_graph))
             elif own is not tensor:
                 changed[id(tensor)] = tensor
     for tensor in changed.values():
@@ -92,6 +134,17 @@ def _collect_writes(
             _refuse(where(tensor), f"in place a tensor of shape {shape}, differently on each")
         writes.append(partial(tensor.copy_, value))
     return writes
+
+
+def _write_rows(part: ReplicaArgs, tensor: Tensor, own: Tensor, is_in_graph: bool) -> None:
+    """Writes a replica's rows into the caller's tensor, whose version and graph show it.
+
+    Args:
+        own: the rows; they may lie in the same memory.
+        is_in_graph: whether the replica's operations were recorded by autograd.
+    """
+    with torch.set_grad_enabled(is_in_graph and torch.is_grad_enabled()):
+        part.split.rows(tensor, part.replica_id).copy_(own)
 
 
 def _merge_contents(

@@ -6,7 +6,7 @@ gets its own part of everything that can be changed. Its changes are joined into
 object by the rules for outputs, so the object ends as on one device.
 
     an argument                                 a replica gets
-    tensor or array, batched                    its rows: a view if they are on its device
+    tensor or array, batched                    its rows: in the same memory, if on its device
     tensor, not batched                         a copy, if it is small and needs no gradient
     list, dict, set, deque, dataclass           a copy with the replica's parts inside
     object that is data (a key-value cache)     a copy with the replica's parts inside
@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from mirror.data.split_batch import rows_of, split_sizes
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
@@ -144,7 +145,10 @@ class SplitPlan:
         shape = tensor.shape
         part = tensor
         if len(shape) > 0 and shape[0] == self.num_examples:
-            part = tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
+            start, size = self.starts[replica_id], self.sizes[replica_id]
+            if tensor.device == device:
+                return rows_of(tensor, start, size)
+            part = tensor.narrow(0, start, size)
         if self._copies is None or part.device == device:
             return part.to(device)
         if is_ready or (_is_pinnable(part) and not part.is_pinned()):
@@ -160,7 +164,7 @@ class ReplicaArgs:
     Attributes:
         own: by ``id`` of a caller's value: that value, and the replica's value for it.
         given: the caller's objects, the replica's copies, and the copies' first contents.
-        tensors: the caller's tensors, the replica's, and the replica's first versions.
+        tensors: the caller's tensors, the replica's, and the replica's first versions and nodes.
         shared: the objects that all replicas share, and their first contents.
         unsplit: the caller's lists that may have an entry for each example.
         has_share: whether the arguments have a ``num_items_in_batch``.
@@ -175,7 +179,7 @@ class ReplicaArgs:
         self.replica_id = replica_id
         self.own: dict[int, tuple[Any, Any]] = {}
         self.given: list[tuple[Any, Any, dict[Any, Any]]] = []
-        self.tensors: list[tuple[Tensor, Tensor, int]] = []
+        self.tensors: list[tuple[Tensor, Tensor, int, Any]] = []
         self.shared: list[tuple[Any, dict[Any, Any]]] = []
         self.unsplit: list[Any] = []
         self.has_share = False
@@ -321,7 +325,7 @@ class ReplicaArgs:
             return tensor
         split, shape = self.split, tensor.shape
         if len(shape) > 0 and shape[0] == split.num_examples:
-            if tensor.layout is not torch.strided and not tensor.is_nested:
+            if tensor.layout is not torch.strided:
                 raise BatchError(
                     f"a {str(tensor.layout).removeprefix('torch.')} tensor of shape "
                     f"{tuple(shape)} cannot be split over the replicas by its first dimension; "
@@ -329,8 +333,6 @@ class ReplicaArgs:
                     "(a graph's adjacency), call the module inside strategy.run"
                 )
             part = split.to_replica(tensor, self.replica_id)
-            if part.device == tensor.device:
-                return part  # a view
         elif len(split.active) > 1 and _is_copied(tensor):
             # Outside the caller's inference mode, so that the copy has a version.
             with torch.inference_mode(False), torch.no_grad():
@@ -339,8 +341,69 @@ class ReplicaArgs:
         else:
             part = split.to_replica(tensor, self.replica_id)
         if not part.is_inference():
-            self.tensors.append((tensor, part, part._version))
+            self.tensors.append((tensor, part, part._version, part.grad_fn))
+        if tensor.__dict__ and part is not tensor:
+            self._copy_attributes(tensor, part)
         return part
+
+    def _copy_attributes(self, tensor: Tensor, part: Tensor) -> None:
+        """Gives a part the attributes that the program has set on the tensor, as arguments."""
+        contents = {name: self.part_of(value) for name, value in tensor.__dict__.items()}
+        part.__dict__.update(contents)
+        self.given.append((tensor.__dict__, part.__dict__, contents))
+
+    def record_attributes(self, tensor: Tensor) -> None:
+        """Records that the replicas may have set attributes on their parts of a tensor."""
+        for given, part, _, _ in self.tensors:
+            if given is tensor and not any(held is part.__dict__ for _, held, _ in self.given):
+                self.given.append((tensor.__dict__, part.__dict__, {}))
+
+
+def sizes_of_parts(
+    num_replicas: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[int] | None:
+    """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
+    num_examples, distributed = None, None
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # the usual call
+        if args[0].is_nested:
+            _refuse_nested()
+        shape = args[0].shape
+        return split_sizes(shape[0], num_replicas) if shape and not args[0].is_meta else None
+    for leaf in leaves_in((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            if leaf.is_nested:
+                _refuse_nested()
+            if num_examples is None and leaf.dim() > 0:
+                num_examples = leaf.shape[0]
+                if leaf.is_meta:
+                    return None  # a tensor without values has no parts
+        elif isinstance(leaf, PerReplica) and distributed is None:
+            distributed = _sizes_of(leaf, num_replicas)
+    if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
+        return distributed
+    return split_sizes(num_examples, num_replicas)
+
+
+def _refuse_nested() -> NoReturn:
+    raise BatchError(
+        "a nested tensor cannot be split over the replicas; pass the padded tensor and its "
+        "lengths, and make the nested one in forward; or call the module inside strategy.run"
+    )
+
+
+def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
+    """Returns the number of examples of each part, of a value that a call or a loader split."""
+    if len(value.values) != num_replicas:
+        return None
+    if value.weights is not None and all(float(w).is_integer() for w in value.weights):
+        return [int(weight) for weight in value.weights]
+    sizes = [0] * num_replicas
+    for replica_id, part in value.parts():
+        shapes = [leaf.shape for leaf in leaves_in(part) if isinstance(leaf, Tensor)]
+        if not shapes or not shapes[0]:
+            return None
+        sizes[replica_id] = shapes[0][0]
+    return sizes
 
 
 def _is_pinnable(value: Any) -> bool:

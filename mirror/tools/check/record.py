@@ -72,6 +72,7 @@ class Record:
         dtypes: the floating dtypes that were seen.
         processes: what it started: forked children, and steps that these took.
         output: what it printed, and the warnings of mirror.
+        unequal_calls: the split calls whose outputs differ from one device's, in sentences.
     """
 
     events: list[RecordedEvent] = field(default_factory=list)
@@ -81,6 +82,7 @@ class Record:
     dtypes: list[str] = field(default_factory=list)
     processes: dict[str, Any] = field(default_factory=dict)
     output: str = ""
+    unequal_calls: list[str] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
         """Writes it to a folder."""
@@ -282,6 +284,8 @@ def tensors_in(values: Any) -> list[Tensor]:
 def tensors_or_parts_in(values: Any, depth: int = 0) -> list[Tensor | PerReplica[Any]]:
     """Returns the tensors in a structure, and each PerReplica of tensors as it is."""
     if isinstance(values, Tensor):
+        if values.is_nested:
+            return list(values.unbind())
         return [] if values.is_meta or values.is_quantized else [values]
     if isinstance(values, PerReplica):
         return [values] if all(isinstance(part, Tensor) for _, part in values.parts()) else []

@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mirror.replica.layers.sync_batch_norm import synchronize_all
+from mirror.replica.modules.verified_calls import recording_unequal_calls
 from mirror.replica.params.buffer_differences import statistics_are_warnings
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.threads.user_frames import line_of
@@ -124,7 +125,8 @@ def recording(
         strategy = None
         if options.replicas or options.devices:
             devices = options.devices or ["cpu"] * options.replicas
-            strategy = MirroredStrategy(devices, schedule="lockstep")
+            strategy = MirroredStrategy(devices, schedule="lockstep", verify="first")
+            stack.enter_context(recording_unequal_calls(recorder.record.unequal_calls.append))
         # The patches go around those of the strategy.
         stack.enter_context(patching_torch(recorder, no_dropout=options.no_dropout))
         if strategy is not None:

@@ -210,6 +210,8 @@ class Recorder:
             if threading.get_ident() != self._thread:
                 return None
             return self._logs.setdefault(OUTSIDE, ReplicaLog())
+        if replica.run.is_trial:
+            return None
         if replica.run.is_default:
             return self._logs.setdefault(OUTSIDE, ReplicaLog())
         return self._logs.setdefault(replica.replica_id, ReplicaLog())

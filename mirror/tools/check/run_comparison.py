@@ -77,7 +77,9 @@ class RunComparison:
             if is_chaotic and (step := self._first_unrepeated_step(one.num_steps)):
                 return self._unrepeatable(step)
             bad_step = self._first_bad_step()
-            return self._not_a_number() if bad_step == 1 else self._equal(bad_step)
+            if bad_step == 1:
+                return self._not_a_number()
+            return self._unequal_call() if many.unequal_calls else self._equal(bad_step)
         if found is None:
             return CheckResult(
                 DIFFERENT,
@@ -164,6 +166,22 @@ class RunComparison:
         return first
 
     # Results
+
+    def _unequal_call(self) -> CheckResult:
+        """Returns the result of a run whose training is equal, but not its split calls."""
+        first = self._many.unequal_calls[0]
+        return CheckResult(
+            DIFFERENT,
+            f"different: the training is equal, and the outputs of a split call are not: {first}",
+            steps=self._one.num_steps,
+            replicas=self._replicas,
+            quantity="output",
+            cause="outputs that do not join into those of the whole batch",
+            why=first,
+            remedy="return tensors that have the examples as their first dimension, or call the "
+            "module inside strategy.run",
+            reported=True,
+        )
 
     def _not_a_number(self) -> CheckResult:
         return CheckResult(

@@ -36,7 +36,7 @@ from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.strategy_base import Strategy
-from mirror.strategy.strategy_options import Schedule
+from mirror.strategy.strategy_options import Schedule, Verify
 
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 _kept: list[ModuleType | None] = []  # keeps the globals of an earlier __main__
@@ -239,7 +239,7 @@ class RunOptions:
         replicas: so many, on the GPUs in turn or all on the CPU, instead of ``devices``.
         strategy: one of ``STRATEGIES``; ``None``: multi-worker where a launcher has started
             several processes, else mirrored.
-        backend, schedule: those of the strategy.
+        backend, schedule, verify: those of the strategy; ``None`` for its defaults.
         trace: the file for a trace of the whole script.
         report: whether to print at the end where the time of the last steps went.
         sync_batch_norm: whether BatchNorm uses the statistics of the whole batch.
@@ -250,6 +250,7 @@ class RunOptions:
     strategy: str | None = None
     backend: str | None = None
     schedule: Schedule | None = None
+    verify: Verify | None = None
     trace: str | None = None
     report: bool = False
     sync_batch_norm: bool = False
@@ -293,28 +294,26 @@ def make_strategy(options: RunOptions) -> Strategy:
     if kind == "one-device":
         return _one_device(options, devices)
     if kind == "central-storage":
-        return CentralStorageStrategy(
-            devices, backend=options.backend or "auto", schedule=_schedule(options)
-        )
-    make = MultiWorkerMirroredStrategy if kind == "multi-worker" else MirroredStrategy
-    return make(devices, options.backend or "auto", schedule=_schedule(options))
+        make: Any = CentralStorageStrategy
+    else:
+        make = MultiWorkerMirroredStrategy if kind == "multi-worker" else MirroredStrategy
+    given = {name: getattr(options, name) for name in ("backend", "schedule", "verify")}
+    made: Strategy = make(devices, **{k: v for k, v in given.items() if v is not None})
+    return made
 
 
 def _one_device(options: RunOptions, devices: Sequence[str] | None) -> Strategy:
-    given = [name for name in ("backend", "schedule") if getattr(options, name) is not None]
+    names = "backend", "schedule", "verify"
+    given = [name for name in names if getattr(options, name) is not None]
     if given:
         raise StrategyError(f"--strategy one-device has no --{given[0]}; leave it out")
-    names = [str(device) for device in devices or resolve(None)[:1]]
-    if len(names) != 1:
+    found = [str(device) for device in devices or resolve(None)[:1]]
+    if len(found) != 1:
         raise StrategyError(
-            f"--strategy one-device needs one device, got {len(names)}; name one with --devices, "
+            f"--strategy one-device needs one device, got {len(found)}; name one with --devices, "
             "or leave --strategy out"
         )
-    return OneDeviceStrategy(names[0])
-
-
-def _schedule(options: RunOptions) -> Schedule:
-    return options.schedule or "auto"
+    return OneDeviceStrategy(found[0])
 
 
 def _devices(options: RunOptions) -> Sequence[str] | None:

@@ -39,7 +39,7 @@ class Warns:
 
 @dataclass(frozen=True)
 class Documented:
-    """Words of docs/exact-and-not-exact.md."""
+    """Words of docs/limits.md."""
 
     words: str
 

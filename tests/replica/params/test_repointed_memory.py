@@ -15,7 +15,7 @@ from tests.oracle import assert_same
 from tests.pairs import EXHAUSTIVE
 from tests.replica.params.memory_programs import PROGRAMS, Documented, Raises, Warns, train
 
-DOCS = Path(__file__).parents[3] / "docs" / "exact-and-not-exact.md"
+DOCS = Path(__file__).parents[3] / "docs" / "limits.md"
 AXES = list(itertools.product((1, 3), (False, True), ("replicated", "sharded")))
 
 
