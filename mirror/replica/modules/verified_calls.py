@@ -1,8 +1,8 @@
 """Verifies split calls: the first call of each kind is compared with one device.
 
-How the outputs of a split call join is a guess, by their shapes and graphs. So the first call of
-each kind is also made on the whole batch, before the replicas make theirs, and what the caller
-gets is compared with that: every output of it.
+How the outputs of a split call join is a guess, by their shapes and graphs. So with
+``verify="first"`` or ``"error"`` the first call of each kind is also made on the whole batch,
+before the replicas make theirs, and every output that the caller gets is compared with that.
 
     a call's kind: the module's mode, the grad mode, whether parts are uneven, and the types,
     dtypes and numbers of dimensions of the arguments
