@@ -38,6 +38,7 @@ from mirror.base.dynamo import (
     DynamoCallback,
     call_under_dynamo,
     disable_and_suspend,
+    is_compiled,
     limits_for,
     resume_dynamo,
     skip_frame,
@@ -365,6 +366,8 @@ class CallInterceptor(Interceptor):
             return None
         if any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers())):
             return None  # this call makes them; the next one is compared
+        if self.compiled is not None or any(map(is_compiled, module.modules())):
+            return None  # the whole batch would be compiled as well
         self.verified.add(kind)
 
         def call(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -525,8 +525,8 @@ def _uses_statistics_of_batch(module: nn.Module) -> bool:
 
 @contextmanager
 def _hooking(modules: Sequence[nn.Module], hook: Hook) -> Iterator[None]:
-    """Adds a forward hook to all submodules, inside."""
-    handles = [module.register_forward_hook(hook) for module in modules[1:]]
+    """Adds a forward hook to all submodules, or to a module without any, inside."""
+    handles = [module.register_forward_hook(hook) for module in modules[1:] or modules]
     try:
         yield
     finally:

@@ -399,3 +399,12 @@ def test_no_module_is_named_where_a_collective_needs_all_replicas():
         net = strategy.mirror(Computing(compute))
         with told("of its largest value. If forward computes over the examples"):
             net(x())
+
+
+def test_a_compiled_model_is_not_compared():
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        net = strategy.mirror(Computing(lambda f, x: f(x - x[0])))
+        net.compile(backend="eager")
+        calls = calls_of(net)
+        net(x())
+        assert len(calls) == 2
