@@ -162,6 +162,12 @@ _REMEDIES = (
         "mirror.get_replica_context() has all_reduce, all_gather, merge_call, "
         "replica_id_in_sync_group (for a rank) and num_replicas_in_sync (for a world size)",
     ),
+    (
+        "Expected more than 1 value per channel when training",
+        "this replica's part of the batch has one example, of which BatchNorm has no statistics; "
+        "mirror.nn.convert_sync_batchnorm(model) uses the whole batch, and drop_last=True leaves "
+        "a small last batch out",
+    ),
 )
 
 

@@ -129,3 +129,10 @@ def test_a_nested_tensor_is_refused(layout, make_strategy):
     )
     with pytest.raises(mirror.BatchError, match="a nested tensor cannot be split"):
         net(nested)
+
+
+def test_a_part_too_small_for_batch_norm_has_the_remedy(make_strategy):
+    net = make_strategy(2).mirror(nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        net(torch.ones(2, 3))
+    assert any("convert_sync_batchnorm" in note for note in caught.value.__notes__)
