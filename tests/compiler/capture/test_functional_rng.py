@@ -226,16 +226,17 @@ OUTSIDE = torch.get_rng_state()
     ],
 )
 def test_a_step_that_sets_a_generator_is_refused(name, sets):
-    strategy = mirror.MirroredStrategy(["cpu"] * 2)
-
     def step(x):
         with torch.random.fork_rng():
             if torch.compiler.is_compiling():  # which a trace is
                 sets()
             return torch.rand(3)
 
-    compiled = strategy.compile(step, mode="trace")
-    (first, _), (second, _) = strategy.distribute_dataset(batches([8, 8]))
-    compiled(first)
-    with pytest.raises(CompileError, match=rf"random\.{name} sets a generator.*before the step"):
-        compiled(second)
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        compiled = strategy.compile(step, mode="trace")
+        (first, _), (second, _) = strategy.distribute_dataset(batches([8, 8]))
+        compiled(first)
+        with pytest.raises(
+            CompileError, match=rf"random\.{name} sets a generator.*before the step"
+        ):
+            compiled(second)
