@@ -185,6 +185,7 @@ def test_a_restored_state_repeats_draws_and_others_go_on():
             assert before is None or not torch.equal(before, drawn)
             before = drawn
     assert compiled.num_traces == 1
+    strategy.close()
 
 
 def test_states_of_gpus_are_followed_too(monkeypatch):
