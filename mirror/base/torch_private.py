@@ -474,7 +474,3 @@ def read_parametrize_cache() -> tuple[int, dict[Any, Any]]:
 def write_parametrize_cache(value: tuple[int, dict[Any, Any]]) -> None:
     """Sets what ``read_parametrize_cache`` has returned."""
     parametrize._cache_enabled, parametrize._cache = value[0], {**value[1]}
-
-
-# Views: in autograd its result is a tensor of its own, which torch's composite operations use.
-UNTRACKED_VIEW: Any = torch.ops.aten._unsafe_view.default._op  # no function of Python

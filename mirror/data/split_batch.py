@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from mirror.base.torch_private import UNTRACKED_VIEW
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.input_options import InputOptions
 from mirror.errors import BatchError, StructureError
@@ -187,7 +186,7 @@ def split_batch(
                 return PerReplica([tree, *(tree.clone() for _ in devices[1:])])
             own = tree if num_local == num_examples else tree.narrow(0, begin, num_local)
             whole = own if pin is None else pin(own)
-            return make_parts(lambda start, size: _part_of(whole, start, size))
+            return make_parts(lambda start, size: _narrow(whole, start, size))
         if isinstance(tree, np.ndarray) and tree.ndim:
             tensor = tree if pin is None else host_part(tree)
             if isinstance(tensor, Tensor):
@@ -302,21 +301,9 @@ def check_weight(value: Any, replica_id: int) -> float:
     return weight
 
 
-def rows_of(tensor: Tensor, start: int, size: int) -> Tensor:
-    """Returns rows of a strided tensor in its memory, with a version counter of their own.
-
-    Views share one counter. A replica that writes to its part in place would then seem to autograd
-    to have written to the parts that others have saved for their backward passes. So this is no
-    view to autograd; its gradient flows to ``tensor`` all the same.
-    """
+def _narrow(tensor: Tensor, start: int, size: int) -> Tensor:
     # Not tensor_split: autograd forbids in-place changes of views that one call has returned.
     part = tensor.narrow(0, start, size)
-    own: Tensor = UNTRACKED_VIEW(part, part.shape)
-    return own
-
-
-def _part_of(tensor: Tensor, start: int, size: int) -> Tensor:
-    part = rows_of(tensor, start, size)
     # The rows of an expanded tensor share one memory.
     return part.clone() if tensor.stride(0) == 0 and len(tensor) > 1 else part
 

@@ -152,9 +152,9 @@ class ParamSync:
         if changes.optimizers:
             self._replicas.workers.num_steps += 1
         for buffer in changes.buffers:
-            buffer.record_write(active)
             if buffer.averages_examples:
-                buffer.count_examples(weights)
+                buffer.count_examples(active, weights)
+            buffer.record_write(active)
         if not self._replicas.mirrors:
             for place, grad in grads.items():
                 place.owner.grad = grad

@@ -12,8 +12,7 @@ are split along their steps cause a warning, since each replica then computes a 
 every sequence.
 
 Embeddings with ``max_norm`` renormalize, in forward, the rows that they look up. So every replica
-renormalizes the rows of the whole batch. With ``scale_grad_by_freq`` they divide the gradient of a
-row by how often it was looked up, which is counted over the whole batch.
+renormalizes the rows of the whole batch.
 """
 
 from __future__ import annotations
@@ -148,52 +147,11 @@ def renormalize_everywhere(module: Any, replica: Replica, indices: Tensor) -> No
                 break
 
 
-def counts_frequencies(module: nn.Module) -> bool:
-    """Returns whether the module divides the gradients of rows by how often they are looked up.
-
-    Warns of an EmbeddingBag, whose tokens share an output, so that theirs cannot be told apart.
-    """
-    if isinstance(module, nn.EmbeddingBag) and module.scale_grad_by_freq:
+def warn_of_frequencies(module: nn.Module) -> None:
+    """Warns of an embedding that counts how often the batch has a row."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
         warn_user(
-            "EmbeddingBag(scale_grad_by_freq=True) divides the gradient of a row by how often the "
-            "replica's part of the batch has it, and one device by how often the batch has it; "
-            "use nn.Embedding(scale_grad_by_freq=True) and a sum, which count the whole batch"
+            f"{type(module).__name__}(scale_grad_by_freq=True) divides the gradient of a row by "
+            "how often the replica's part of the batch has it, and one device by how often the "
+            "batch has it; leave scale_grad_by_freq out, and scale the gradient after backward"
         )
-    return isinstance(module, nn.Embedding) and bool(module.scale_grad_by_freq)
-
-
-@disable_dynamo
-def scale_by_frequency(replica: Replica, module: Any, indices: Tensor, output: Tensor) -> Tensor:
-    """Makes the gradient of an embedding's rows that of the frequencies in the whole batch.
-
-    The layer divides by the frequency in the part, so the gradient of its output is multiplied by
-    the ratio of both. This is a collective: all replicas must call the module.
-
-    Raises:
-        CompileError: a step is being traced.
-    """
-    if replica.tracing is not None:
-        replica.tracing.refuse(
-            f"{type(module).__name__}(scale_grad_by_freq=True), which counts a batch's tokens,",
-            "leave scale_grad_by_freq out, or call strategy.run",
-        )
-    own = indices.detach().reshape(-1)
-    every, size = all_gather(replica, own), module.num_embeddings
-    ratio = torch.bincount(own, minlength=size) / torch.bincount(every, minlength=size)
-    apply: Any = _ScaledGradient.apply
-    scaled: Tensor = apply(output, ratio[indices].unsqueeze(-1))
-    return scaled
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The identity; multiplies the gradient by a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(factor)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (factor,) = ctx.saved_tensors
-        return grads[0] * factor.to(grads[0].dtype), None

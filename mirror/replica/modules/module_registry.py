@@ -39,7 +39,7 @@ from mirror.execution.runner import Runner
 from mirror.replica.keras.keras_call import KerasCall
 from mirror.replica.keras.keras_layers import is_layer
 from mirror.replica.layers.sync_batch_norm import wrap_torch_sync_batch_norm
-from mirror.replica.layers.unsplit_layers import renormalizes
+from mirror.replica.layers.unsplit_layers import renormalizes, warn_of_frequencies
 from mirror.replica.modules.conversions import (
     IGNORED,
     refuse_wrapper,
@@ -185,6 +185,8 @@ class ModuleRegistry:
 
     def mirror_own(self, module: nn.Module, path: str) -> None:
         """Mirrors the tensors of a module, without those of its submodules."""
+        if self.replicas.num_replicas > 1:
+            warn_of_frequencies(module)
         path = self._first_path(module, path)
         attributes = module.__dict__
         buffers = attributes["_buffers"]

@@ -71,11 +71,9 @@ from mirror.replica.exactness.cross_example_ops import warn_if_mixing
 from mirror.replica.layers.unsplit_layers import (
     LAYERS,
     call_with_sequences,
-    counts_frequencies,
     is_sequence_first,
     renormalize_everywhere,
     renormalizes,
-    scale_by_frequency,
 )
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
 from mirror.replica.modules.module_owner import Interceptor, MirroredModules
@@ -118,7 +116,6 @@ class CallInterceptor(Interceptor):
 
     __slots__ = (
         "compiled",
-        "counts_frequencies",
         "has_sequences",
         "has_warned_of_lists",
         "is_checked",
@@ -143,9 +140,7 @@ class CallInterceptor(Interceptor):
         self.renormalizes = renormalizes(module)
         self.has_sequences = isinstance(module, LAYERS)
         self.is_metric = is_metric(module)
-        self.counts_frequencies = counts_frequencies(module)
         is_special = self.renormalizes or self.has_sequences or self.is_metric
-        is_special = is_special or self.counts_frequencies
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, PerReplicaAttribute] = {}
         self.verified, self.varying = set[Any](), set[int]()
@@ -194,17 +189,13 @@ class CallInterceptor(Interceptor):
         if self.has_sequences:
             call = self.compiled or getattr(module, WHOLE_CALL)
             return call_with_sequences(replica, module, call, args, kwargs)
-        if self.compiled is not None and not (self.renormalizes or self.counts_frequencies):
+        if self.compiled is not None and not self.renormalizes:
             return self.compiled(*args, **kwargs)
         if self.is_metric:
             return merge_call_joined(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
-        indices = args[0] if args else kwargs.get("input")
         if self.renormalizes:
-            renormalize_everywhere(module, replica, indices)
-        output = getattr(module, WHOLE_CALL)(*args, **kwargs)
-        if self.counts_frequencies and torch.is_grad_enabled():
-            output = scale_by_frequency(replica, module, indices, output)
-        return output
+            renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
+        return getattr(module, WHOLE_CALL)(*args, **kwargs)
 
     def _recompute_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Makes the whole call again, in the backward pass of one replica's custom function."""

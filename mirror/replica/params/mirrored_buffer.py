@@ -271,14 +271,17 @@ class ReplicatedBuffer:
         if self.views or self.handles:
             self._combine_for_views()
 
-    def count_examples(self, counts: Mapping[int, float] | Sequence[float] | None) -> None:
-        """Sets the weights of a moving mean over examples: the replicas' numbers of examples.
+    def count_examples(
+        self, active: tuple[int, ...], counts: Mapping[int, float] | Sequence[float] | None
+    ) -> None:
+        """Sets the weights of a moving mean over examples, before the run is recorded.
 
         Args:
-            counts: those of the last run, by replica; equal if ``None``.
+            active: the replicas of the run.
+            counts: the numbers of examples, by replica; equal if ``None``.
         """
-        is_used = counts is not None and any(counts[r] for r in self._ran)
-        self._counts = [counts[r] for r in self._ran] if is_used and counts is not None else None
+        is_used = counts is not None and any(counts[r] for r in active)
+        self._counts = [counts[r] for r in active] if is_used and counts is not None else None
 
     def record_write(self, active: tuple[int, ...]) -> None:
         """Records that these replicas have written their copies; idle replicas follow them."""

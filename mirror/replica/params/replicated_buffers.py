@@ -163,9 +163,9 @@ class Buffers:
         for buffer in tuple(self._by_id.values()):
             if buffer.num_checks and len(active) > 1 and buffer.is_written():
                 self._check(buffer, active)
-            buffer.record_run(active)
             if buffer.averages_examples:
-                buffer.count_examples(counts)
+                buffer.count_examples(active, counts)
+            buffer.record_run(active)
 
     def _check(self, buffer: ReplicatedBuffer, active: tuple[int, ...]) -> None:
         """Logs a warning if the replicas of a run have left a buffer different."""

@@ -5,7 +5,7 @@
     0-d floating tensors                           the whole batch's value, see loss_reduction.py
     equal numbers or strings, or one object        that value
     equal sizes, without a dimension of examples   that size
-    lists with an entry for each of their examples one list, in the order of the examples
+    lists with an entry for each example, uneven   one list, in the order of the examples
     their copies of an argument                    the argument
     objects that are data, with tensors inside     one object, its attributes joined
     anything else                                  PerReplica
@@ -45,7 +45,6 @@ from mirror.replica.scatter_gather.containers import (
     is_leaf,
     is_object,
     is_shared,
-    leaves_in,
 )
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
 from mirror.threads.user_frames import warn_user
@@ -175,29 +174,10 @@ class Gatherer:
     def _are_of_examples(self, parts: Sequence[list[Any]]) -> bool:
         """Returns whether lists have an entry for each of the replica's examples.
 
-        Lists of uneven parts leave no choice. Else a list of tensors of one size may have one for
-        each layer, modality or loss; of several sizes (boxes, say) it has one for each example.
+        Uneven parts leave no choice. Lists of even parts may have an entry for each layer or loss.
         """
-        if [len(part) for part in parts] != self._counts:
-            return False
-        if len(parts) < 2 or all(part is parts[0] for part in parts):
-            return False
-        if len(set(self._counts)) > 1:
-            return True
-        if self._counts[0] == 1 and self._are_alike(parts):
-            return False  # one value for the call
-        entries = [entry for part in parts for entry in part]
-        if any(isinstance(entry, Tensor) for entry in entries):
-            sizes = {getattr(entry, "shape", ())[:1] for entry in entries}
-            return len(sizes) > 1
-        tensors = [leaf for leaf in leaves_in(entries) if isinstance(leaf, Tensor)]
-        return not any(tensor.shape[:1] == (self._counts[0],) for tensor in tensors)
-
-    def _are_alike(self, parts: Sequence[list[Any]]) -> bool:
-        try:
-            return all(bool(part == parts[0]) for part in parts)
-        except (RuntimeError, ValueError):  # of tensors or arrays
-            return False
+        is_of_each = [len(part) for part in parts] == self._counts
+        return is_of_each and len(set(self._counts)) > 1
 
     def output(self, *parts: Any) -> Any:
         """Joins one leaf of the outputs."""

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
@@ -54,19 +53,11 @@ def take_changes(
     Raises:
         StrategyError: see ``join_changes``.
     """
-    has_changed = False
     for part in parts:
-        has_changed = has_changed or bool(part.given or part.shared)
-        for tensor, own, version, _ in part.tensors:
-            if own._version != version:
-                has_changed = True
-            if own.__dict__ and own is not tensor:
-                has_changed = True
-                for each in parts:
-                    each.record_attributes(tensor)
-    if has_changed:
-        joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
-        join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
+        if part.given or part.tensors or part.shared:
+            joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
+            join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
+            return
 
 
 def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -116,15 +107,15 @@ def _collect_writes(
     writes: list[Callable[[], object]] = []
     changed: dict[int, Tensor] = {}
     for part in parts:
-        for tensor, own, version, node in part.tensors:
+        for tensor, own, version in part.tensors:
             if own._version == version:
                 continue
             if own is tensor and len(parts) > 1:
                 shape = tuple(tensor.shape)
                 _refuse(where(tensor), f"in place a tensor of shape {shape} that all share")
             elif own is not tensor and part.split.is_batched(tensor):
-                is_in_graph = own.grad_fn is not node
-                writes.append(partial(_write_rows, part, tensor, own, is_in_graph))
+                rows = part.split.rows(tensor, part.replica_id)
+                writes.append(partial(rows.copy_, own))
             elif own is not tensor:
                 changed[id(tensor)] = tensor
     for tensor in changed.values():
@@ -134,17 +125,6 @@ def _collect_writes(
             _refuse(where(tensor), f"in place a tensor of shape {shape}, differently on each")
         writes.append(partial(tensor.copy_, value))
     return writes
-
-
-def _write_rows(part: ReplicaArgs, tensor: Tensor, own: Tensor, is_in_graph: bool) -> None:
-    """Writes a replica's rows into the caller's tensor, whose version and graph show it.
-
-    Args:
-        own: the rows; they may lie in the same memory.
-        is_in_graph: whether the replica's operations were recorded by autograd.
-    """
-    with torch.set_grad_enabled(is_in_graph and torch.is_grad_enabled()):
-        part.split.rows(tensor, part.replica_id).copy_(own)
 
 
 def _merge_contents(

@@ -6,7 +6,7 @@ gets its own part of everything that can be changed. Its changes are joined into
 object by the rules for outputs, so the object ends as on one device.
 
     an argument                                 a replica gets
-    tensor or array, batched                    its rows: in the same memory, if on its device
+    tensor or array, batched                    its rows: a view if they are on its device
     tensor, not batched                         a copy, if it is small and needs no gradient
     list, dict, set, deque, dataclass           a copy with the replica's parts inside
     object that is data (a key-value cache)     a copy with the replica's parts inside
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from mirror.data.split_batch import rows_of, split_sizes
+from mirror.data.split_batch import split_sizes
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
@@ -145,10 +145,7 @@ class SplitPlan:
         shape = tensor.shape
         part = tensor
         if len(shape) > 0 and shape[0] == self.num_examples:
-            start, size = self.starts[replica_id], self.sizes[replica_id]
-            if tensor.device == device:
-                return rows_of(tensor, start, size)
-            part = tensor.narrow(0, start, size)
+            part = tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
         if self._copies is None or part.device == device:
             return part.to(device)
         if is_ready or (_is_pinnable(part) and not part.is_pinned()):
@@ -164,7 +161,7 @@ class ReplicaArgs:
     Attributes:
         own: by ``id`` of a caller's value: that value, and the replica's value for it.
         given: the caller's objects, the replica's copies, and the copies' first contents.
-        tensors: the caller's tensors, the replica's, and the replica's first versions and nodes.
+        tensors: the caller's tensors, the replica's, and the replica's first versions.
         shared: the objects that all replicas share, and their first contents.
         unsplit: the caller's lists that may have an entry for each example.
         has_share: whether the arguments have a ``num_items_in_batch``.
@@ -179,7 +176,7 @@ class ReplicaArgs:
         self.replica_id = replica_id
         self.own: dict[int, tuple[Any, Any]] = {}
         self.given: list[tuple[Any, Any, dict[Any, Any]]] = []
-        self.tensors: list[tuple[Tensor, Tensor, int, Any]] = []
+        self.tensors: list[tuple[Tensor, Tensor, int]] = []
         self.shared: list[tuple[Any, dict[Any, Any]]] = []
         self.unsplit: list[Any] = []
         self.has_share = False
@@ -333,6 +330,10 @@ class ReplicaArgs:
                     "(a graph's adjacency), call the module inside strategy.run"
                 )
             part = split.to_replica(tensor, self.replica_id)
+            if part.device == tensor.device:  # a view
+                if tensor.__dict__:
+                    self._copy_attributes(tensor, part)
+                return part
         elif len(split.active) > 1 and _is_copied(tensor):
             # Outside the caller's inference mode, so that the copy has a version.
             with torch.inference_mode(False), torch.no_grad():
@@ -341,22 +342,23 @@ class ReplicaArgs:
         else:
             part = split.to_replica(tensor, self.replica_id)
         if not part.is_inference():
-            self.tensors.append((tensor, part, part._version, part.grad_fn))
+            self.tensors.append((tensor, part, part._version))
         if tensor.__dict__ and part is not tensor:
             self._copy_attributes(tensor, part)
         return part
 
     def _copy_attributes(self, tensor: Tensor, part: Tensor) -> None:
-        """Gives a part the attributes that the program has set on the tensor, as arguments."""
-        contents = {name: self.part_of(value) for name, value in tensor.__dict__.items()}
+        """Gives a part the attributes that the program has set on the tensor.
+
+        Those that are tensors are split as arguments; others are the program's own objects.
+        """
+        self.own[id(tensor)] = tensor, part  # an attribute may be the tensor itself
+        contents = {
+            name: self.part_of(value) if isinstance(value, Tensor) else value
+            for name, value in tensor.__dict__.items()
+        }
         part.__dict__.update(contents)
         self.given.append((tensor.__dict__, part.__dict__, contents))
-
-    def record_attributes(self, tensor: Tensor) -> None:
-        """Records that the replicas may have set attributes on their parts of a tensor."""
-        for given, part, _, _ in self.tensors:
-            if given is tensor and not any(held is part.__dict__ for _, held, _ in self.given):
-                self.given.append((tensor.__dict__, part.__dict__, {}))
 
 
 def sizes_of_parts(
@@ -371,7 +373,7 @@ def sizes_of_parts(
         return split_sizes(shape[0], num_replicas) if shape and not args[0].is_meta else None
     for leaf in leaves_in((args, kwargs)):
         if isinstance(leaf, Tensor):
-            if leaf.is_nested:
+            if leaf.is_nested and (num_examples is None or leaf.layout is torch.strided):
                 _refuse_nested()
             if num_examples is None and leaf.dim() > 0:
                 num_examples = leaf.shape[0]

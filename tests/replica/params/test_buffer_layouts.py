@@ -117,26 +117,18 @@ def test_a_buffer_that_requires_a_gradient_is_refused(make_strategy):
         make_strategy(2).mirror(net)
 
 
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_gradients_scaled_by_frequency_count_the_whole_batch(n, way, make_strategy):
-    tokens = torch.tensor([[0, 1], [0, 2], [0, 0], [2, 3], [1, 0]])
-    plain = nn.Embedding(5, 3, scale_grad_by_freq=True, padding_idx=3)
-    strategy = make_strategy(n)
-    net = strategy.mirror(copy.deepcopy(plain))
-
-    def gradients(net, tokens):
-        net(tokens).square().mean().backward()
-
-    gradients(plain, tokens)
-    if way == 1:
-        gradients(net, tokens)
-    else:
-        for part in strategy.distribute_dataset([tokens]):
-            strategy.run(gradients, args=(net, part))
-    assert_same(net.weight.grad, plain.weight.grad, tolerance=1e-6)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_counts_frequencies_is_warned_of(kind, make_strategy):
+    with pytest.warns(UserWarning, match=rf"{kind.__name__}\(scale_grad_by_freq=True\) divides"):
+        make_strategy(2).mirror(kind(5, 3, scale_grad_by_freq=True))
 
 
-def test_an_embedding_bag_with_frequencies_is_told(make_strategy):
-    with pytest.warns(UserWarning, match=r"EmbeddingBag\(scale_grad_by_freq=True\) divides"):
-        make_strategy(2).mirror(nn.EmbeddingBag(5, 3, scale_grad_by_freq=True))
+def test_instance_norm_is_exact_while_a_view_of_its_statistics_is_kept(make_strategy):
+    plain = nn.Sequential(nn.Conv1d(1, 1, 1), nn.InstanceNorm1d(1, track_running_stats=True))
+    net = make_strategy(2).mirror(copy.deepcopy(plain))
+    view = net[1].running_mean.view(-1)
+    for size in (3, 5, 3):
+        x = torch.arange(float(size))[:, None, None].expand(size, 1, 4)
+        plain(x), net(x)
+    assert_same(net.state_dict(), plain.state_dict(), tolerance=1e-6)
+    assert_same(view, plain[1].running_mean, tolerance=1e-6)
