@@ -152,11 +152,18 @@ def _wrap_assignment(original: Function) -> Function:
     @functools.wraps(original)
     def assign(self: Any, module: Any, value: Any) -> None:
         replica = current.replica
-        if replica is not None and self.getter() != value:
+        if replica is not None and _is_other(self.getter, value):
             _own_flags(replica)
         original(self, module, value)
 
     return assign
+
+
+def _is_other(getter: Callable[[], Any], value: Any) -> bool:
+    try:
+        return bool(getter() != value)
+    except RuntimeError:  # flags that it stands for differ
+        return True
 
 
 def _own_flags(replica: Replica) -> None:
@@ -215,8 +222,8 @@ def _write_filters(values: dict[str, Any]) -> None:
 
 def _is_compiling() -> bool:
     """Whether the compiler does this around its own work, and restores it, under a lock."""
-    for depth in (2, 3):
-        caller = sys._getframe(depth)
-        if str(caller.f_globals.get("__name__")).startswith("torch._"):
-            return True
-    return False
+    name = str(sys._getframe(2).f_globals.get("__name__"))
+    is_public = name == "torch" or (name.startswith("torch.") and not name.startswith("torch._"))
+    if is_public or name == "contextlib":  # a function of torch's that the compiler calls
+        name = str(sys._getframe(3).f_globals.get("__name__"))
+    return name.startswith("torch._")

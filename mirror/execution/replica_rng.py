@@ -88,6 +88,7 @@ class RngPool:
         if self._of_cpu.base != base:
             self._of_cpu = SeededStates(_generator, base)
         slots: list[Slot] = [RandomStreams(self._of_cpu, _get_state, active[0])]
+        shared = list[torch.Generator]()
         for i, (seeded, device, sharers) in enumerate(self._of_gpus):
             drawing = [r for r in active if r in sharers]
             if len(drawing) > 1:
@@ -99,7 +100,8 @@ class RngPool:
                 streams = RandomStreams(seeded, read, drawing[0], device)
                 streams.values[drawing[0]] = read()
                 slots.append(streams)
-        return SwappedState(active[0], slots)
+                shared.append(seeded.generator)
+        return SwappedState(active[0], slots, shared)
 
 
 class RandomStreams(Slot):

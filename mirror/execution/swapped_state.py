@@ -8,7 +8,7 @@ of the run), so a run that changes none has nothing to swap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 
@@ -53,6 +53,7 @@ class SwappedState:
     Args:
         first: the replica whose values are in the process.
         slots: what is swapped from the start of the run; ``add`` extends this list.
+        keys: those of ``slots`` that ``add`` must not add again.
 
     Attributes:
         inside: the replica that has its values in the process.
@@ -60,10 +61,10 @@ class SwappedState:
 
     __slots__ = ("_first", "_keys", "_slots", "inside")
 
-    def __init__(self, first: int, slots: list[Slot]) -> None:
+    def __init__(self, first: int, slots: list[Slot], keys: Sequence[Hashable] = ()) -> None:
         self._first = self.inside = first
         self._slots = slots
-        self._keys: set[Hashable] | None = None
+        self._keys = set(keys) if keys else None
 
     def add(
         self,
@@ -95,7 +96,9 @@ class SwappedState:
             self.enter(self._first)
 
     def end(self) -> None:
-        """Gives the process the values of their owners."""
-        for slot in self._slots:
-            slot.end(self.inside)
+        """Gives the process the values of their owners; idempotent."""
+        slots = self._slots
+        while slots:
+            slots[-1].end(self.inside)
+            slots.pop()
         self.inside = self._first

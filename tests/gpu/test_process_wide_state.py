@@ -576,3 +576,34 @@ def test_a_stream_that_a_step_sets_is_no_longer_set_after_the_run(schedule):
             strategy.run(fn)
         for device in gpus.devices:
             assert torch.cuda.current_stream(device) is gpus.streams.default_stream(device)
+
+
+def test_replicas_of_one_gpu_that_seed_in_a_step_keep_streams_of_their_own():
+    """A seed inside ``fork_rng``, which restores the replica's own stream."""
+
+    def step():
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+        return torch.rand(4, device="cuda:0").cpu()
+
+    with FakeGpus(1), mirror.MirroredStrategy(["cuda:0"] * 2, "naive") as strategy:
+        for _ in range(2):
+            first, second = strategy.local_results(strategy.run(step))
+            assert not torch.equal(first, second)
+
+
+def test_a_flag_that_stands_for_others_may_be_set_where_they_differ():
+    cudnn = torch.backends.cudnn
+    if not hasattr(cudnn, "rnn"):
+        pytest.skip("this torch has one flag for all of cuDNN")
+    before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = "tf32", "ieee"
+
+    def step():
+        cudnn.allow_tf32 = True
+
+    try:
+        with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+            strategy.run(step)
+    finally:
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before

@@ -74,9 +74,9 @@ class StorageIndex(Generic[PlacedT]):
 
     def make_rows(self) -> tuple[tuple[PlacedT, ...], list[Tensor], list[Tensor]]:
         """Returns all parameters; and ``shown`` and ``home`` of those that have a storage."""
-        known = tuple(self._storages.items())
-        placed = [variable for variable, storage in known if storage]
-        rows = tuple(v for v, _ in known), [v.shown for v in placed], [v.home for v in placed]
+        known = tuple(self._storages)  # at once: a garbage collection may remove some
+        placed = [variable for variable in known if self._storages.get(variable)]
+        rows = known, [v.shown for v in placed], [v.home for v in placed]
         if len(known) == len(self._storages):  # a garbage collection has removed none meanwhile
             self.rows = rows
         return rows
