@@ -100,5 +100,5 @@ class SwappedState:
         slots = self._slots
         while slots:
             slots[-1].end(self.inside)
-            slots.pop()
+            del slots[-1]
         self.inside = self._first
