@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from arguments import at_least, new_file
+from arguments import at_least
 from checking import LATE_CYCLES, created, settle
 from gpu_blocks import best_blocks
 from gpu_graphs import graph_checks
 from gpu_several import several_checks
 from gpu_waits import wait_checks
 from gpu_whole import whole_checks
-from supervised import Check, report, work
+from supervised import Check, add_options, run_checks
 from timing import seconds_of
 
 import mirror
@@ -49,18 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="of a large float32 message",
     )
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="checks with this in their names"
-    )
-    parser.add_argument(
-        "--deadline", type=at_least(1), default=90, metavar="SECONDS", help="of each check"
-    )
-    parser.add_argument(
-        "--budget", type=at_least(1), default=BUDGET_SECONDS, metavar="SECONDS", help="of all"
-    )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="for what was found")
-    # The process that runs the checks: this program, with the first check and the report's pipe.
-    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
+    add_options(parser, BUDGET_SECONDS)
     arguments = parser.parse_args(argv)
     if arguments.device != "cpu" and num_cuda_devices() == 0:
         parser.error("there is no GPU; --device cpu checks this program on simulated devices")
@@ -68,22 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         (device,) = resolve([arguments.device])
     except DeviceError as error:
         parser.error(str(error))
-    chosen = [
-        (name, check)
-        for name, check in checks(device, arguments.elements)
-        if arguments.only in name
-    ]
-    if arguments.work:
-        work(chosen, *arguments.work)
-        return 0
-    command = [sys.executable, __file__, "--device", arguments.device, "--only", arguments.only]
-    return report(
-        [*command, "--elements", str(arguments.elements), "--work"],
-        [name for name, _ in chosen],
-        deadline_seconds=arguments.deadline,
-        budget_seconds=arguments.budget,
-        file=arguments.json,
-    )
+    command = [sys.executable, __file__, "--device", arguments.device]
+    command += ["--elements", str(arguments.elements)]
+    return run_checks(command, checks(device, arguments.elements), arguments)
 
 
 def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Check]]:

@@ -21,10 +21,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from arguments import at_least, new_file
 from gpu_failures import a_device_that_fails, one_replica_fails
 from gpu_trainings import DTYPE, Devices, Parameters, Training, adam, parts, rows, sgd
-from supervised import Check, report, work
+from supervised import Check, add_options, run_checks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,15 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs all checks and prints their outcomes; returns 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(prog="gpu_several", description=__doc__)
     parser.add_argument("devices", nargs="*", help="of the replicas; by default all GPUs")
-    parser.add_argument("--only", default="", metavar="TEXT", help="checks with this in the name")
-    parser.add_argument(
-        "--deadline", type=at_least(1), default=90, metavar="SECONDS", help="of each check"
-    )
-    parser.add_argument(
-        "--budget", type=at_least(1), default=BUDGET_SECONDS, metavar="SECONDS", help="of all"
-    )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="for what was found")
-    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
+    add_options(parser, BUDGET_SECONDS)
     arguments = parser.parse_args(argv)
     names = arguments.devices
     if not names and num_cuda_devices() == 0:
@@ -59,18 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DeviceError as error:
         parser.error(str(error))
     devices = devices * 2 if len(devices) == 1 else devices
-    chosen = [pair for pair in several_checks(devices, "") if arguments.only in pair[0]]
-    if arguments.work:
-        work(chosen, *arguments.work)
-        return 0
-    command = [sys.executable, __file__, *map(str, devices), "--only", arguments.only, "--work"]
-    return report(
-        command,
-        [name for name, _ in chosen],
-        deadline_seconds=arguments.deadline,
-        budget_seconds=arguments.budget,
-        file=arguments.json,
-    )
+    command = [sys.executable, __file__, *map(str, devices)]
+    return run_checks(command, several_checks(devices, ""), arguments)
 
 
 def several_checks(devices: Devices, where: str) -> Iterator[tuple[str, Check]]:

@@ -7,6 +7,7 @@ A process that is late or has ended is replaced by another one, which runs the r
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
@@ -14,12 +15,13 @@ import signal
 import subprocess
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
 
+from arguments import at_least, new_file
 from checking import Skipped
 from timing import seconds_of
 
@@ -55,6 +57,46 @@ def run_check(name: str, check: Check) -> Outcome:
 
     outcome.seconds = seconds_of(run)
     return outcome
+
+
+def add_options(parser: argparse.ArgumentParser, budget_seconds: int) -> None:
+    """Adds the options of a program whose checks ``run_checks`` runs."""
+    parser.add_argument("--only", default="", metavar="TEXT", help="checks with this in the name")
+    parser.add_argument(
+        "--deadline", type=at_least(1), default=90, metavar="SECONDS", help="of each check"
+    )
+    parser.add_argument(
+        "--budget", type=at_least(1), default=budget_seconds, metavar="SECONDS", help="of all"
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="for what was found")
+    # The process that runs the checks: this program, with the first check and the report's pipe.
+    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
+
+
+def run_checks(
+    command: Sequence[str], checks: Iterable[tuple[str, Check]], arguments: argparse.Namespace
+) -> int:
+    """Reports the chosen checks of a program; in the process of ``--work``, runs them.
+
+    Args:
+        command: the program, with its own arguments.
+        checks: names and checks, of which ``--only`` chooses.
+        arguments: with the options of ``add_options``.
+
+    Returns:
+        The exit status of the program: see ``report``.
+    """
+    chosen = [(name, check) for name, check in checks if arguments.only in name]
+    if arguments.work:
+        work(chosen, *arguments.work)
+        return 0
+    return report(
+        [*command, "--only", arguments.only, "--work"],
+        [name for name, _ in chosen],
+        deadline_seconds=arguments.deadline,
+        budget_seconds=arguments.budget,
+        file=arguments.json,
+    )
 
 
 def work(checks: Sequence[tuple[str, Check]], first: int, pipe: int) -> None:

@@ -24,6 +24,20 @@ def mirrored_layer(strategy, in_features=1):
         return ones_layer(in_features)
 
 
+class ConvertedNet(nn.Module):
+    """What conversions treat differently: memory formats, flat weights, floats and an integer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)
+        self.last, self.recurrent = nn.Linear(16, 3), nn.GRU(3, 3, batch_first=True)
+        self.register_buffer("count", torch.tensor(2))
+
+    def forward(self, x):
+        y = self.last(self.norm(torch.tanh(self.first(x))).flatten(1))
+        return self.recurrent(y[:, None])[0][:, 0]
+
+
 def replica_id():
     """Returns the current replica's number, inside run."""
     return mirror.get_replica_context().replica_id_in_sync_group

@@ -500,7 +500,7 @@ def share_memory(tensors: Iterable[Tensor]) -> bool:
     if all(map(Tensor.is_contiguous, nonempty)):
         spans = sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in nonempty])
         return any(begin + size > after for (begin, size), (after, _) in pairwise(spans))
-    extents = sorted((t.data_ptr(), _extent_bytes(t), i) for i, t in enumerate(nonempty))
+    extents = sorted((t.data_ptr(), extent_bytes(t), i) for i, t in enumerate(nonempty))
     near: list[Tensor] = []
     end = 0
     for begin, num_bytes, i in extents:
@@ -513,7 +513,7 @@ def share_memory(tensors: Iterable[Tensor]) -> bool:
     return len(near) > 1 and _elements_overlap(near)
 
 
-def _extent_bytes(tensor: Tensor) -> int:
+def extent_bytes(tensor: Tensor) -> int:
     """Returns the number of bytes from the start of a tensor's first element to its end."""
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     return tensor.element_size() * (1 + sum(stride * (size - 1) for stride, size in steps))

@@ -30,10 +30,10 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -238,3 +238,20 @@ def take_turns(replica: Replica, act: str) -> SwappedState | None:
             "repeat this step, in which they will take turns, or pass schedule='lockstep'"
         )
     return run.take_turns(replica.replica_id)
+
+
+def keep_own(
+    replica: Replica,
+    act: str,
+    key: Hashable,
+    read: Callable[[], Any],
+    write: Callable[[Any], object],
+) -> None:
+    """Gives each replica a piece of state for itself, before one changes it: ``take_turns``.
+
+    Args:
+        key, read, write: see ``SwappedState.add``.
+    """
+    swapped = take_turns(replica, act)
+    if swapped is not None:
+        swapped.add(key, read, write)

@@ -41,7 +41,7 @@ from mirror.base.torch_private import (
     write_parametrize_cache,
 )
 from mirror.devices import generators_of, seed_functions, state_of
-from mirror.execution.parallel_runs import keep_turns, may_overlap, take_turns
+from mirror.execution.parallel_runs import keep_own, keep_turns, may_overlap, take_turns
 from mirror.execution.run import Replica, current
 from mirror.execution.serial_graphs import serial_graphs
 
@@ -108,8 +108,8 @@ def _wrap_set_rng_state(original: Function) -> Function:
     def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
         replica = current.replica
         if replica is not None:
-            place = torch.device("cuda", device) if isinstance(device, int) else device
-            place = torch.device(place)
+            is_index = isinstance(device, int)
+            place = torch.device("cuda", device) if is_index else torch.device(device)
             if place.index is not None and place != replica.device:
                 _own_generators(replica)
         original(new_state, device)
@@ -167,21 +167,17 @@ def _is_other(getter: Callable[[], Any], value: Any) -> bool:
 
 
 def _own_flags(replica: Replica) -> None:
-    swapped = take_turns(replica, "set a flag that torch has once, such as the default dtype")
-    if swapped is not None:
-        swapped.add("flags", read_flags, write_flags)
+    act = "set a flag that torch has once, such as the default dtype"
+    keep_own(replica, act, "flags", read_flags, write_flags)
 
 
 def _wrap_cached(original: Function) -> Function:
     @functools.wraps(original)
     def cached() -> Any:
         if current.replica is not None:
-            swapped = take_turns(
-                current.replica,
-                "entered parametrize.cached(), which has one cache for all replicas",
-            )
-            if swapped is not None:
-                swapped.add("cached", read_parametrize_cache, write_parametrize_cache)
+            act = "entered parametrize.cached(), which has one cache for all replicas"
+            cache = read_parametrize_cache, write_parametrize_cache
+            keep_own(current.replica, act, "cached", *cache)
         return original()
 
     return cached
@@ -198,9 +194,7 @@ def _wrap_catch_warnings(original: Function) -> Function:
             if may_overlap(replica.run):
                 keep_turns(replica, act, restore=partial(_write_filters, _read_filters()))
             else:
-                swapped = take_turns(replica, act)
-                if swapped is not None:
-                    swapped.add("warnings", _read_filters, _write_filters)
+                keep_own(replica, act, "warnings", _read_filters, _write_filters)
         return original(self)
 
     return enter

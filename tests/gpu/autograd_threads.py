@@ -122,13 +122,17 @@ class Order:
             event.clear()
 
 
-class Gate(torch.autograd.Function):
-    """Stops the late replica's pass behind a collective, if there is another thread."""
+class Ordered(torch.autograd.Function):
+    """Knows the order, and its replica, in its backward."""
 
     @staticmethod
     def forward(ctx, x, order, r):
         ctx.order, ctx.r = order, r
         return x.view_as(x)
+
+
+class Gate(Ordered):
+    """Stops the late replica's pass behind a collective, if there is another thread."""
 
     @staticmethod
     def backward(ctx, grad):
@@ -139,13 +143,8 @@ class Gate(torch.autograd.Function):
         return grad * 1, None, None
 
 
-class Mark(torch.autograd.Function):
+class Mark(Ordered):
     """Tells the late replica that the other one's pass has gone through the collective."""
-
-    @staticmethod
-    def forward(ctx, x, order, r):
-        ctx.order, ctx.r = order, r
-        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):

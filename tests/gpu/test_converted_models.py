@@ -17,6 +17,7 @@ from mirror.errors import StrategyError
 from tests.gpu.fake import FakeGpus
 from tests.oracle import assert_same
 from tests.pairs import pairwise
+from tests.toy_models import ConvertedNet
 
 GPUS = [torch.device("cuda", i) for i in range(3)]
 # What is done, what that is on the CPU, and the device that it moves to.
@@ -53,18 +54,6 @@ STRATEGIES = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)
-        self.last, self.recurrent = nn.Linear(16, 3), nn.GRU(3, 3, batch_first=True)
-        self.register_buffer("count", torch.tensor(2))
-
-    def forward(self, x):
-        y = self.last(self.norm(torch.tanh(self.first(x))).flatten(1))
-        return self.recurrent(y[:, None])[0][:, 0]
-
-
 def filled(model):
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -74,7 +63,7 @@ def filled(model):
 
 def made():
     torch.manual_seed(0)
-    return Net().eval()
+    return ConvertedNet().eval()
 
 
 def trained(model, between=None, device=None):

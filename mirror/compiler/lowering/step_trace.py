@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from mirror.comm.communicator import extent_bytes
 from mirror.compiler.capture.functional_graph import trace_functional, written_inputs
 from mirror.compiler.capture.placeholders import Placeholders
 from mirror.compiler.capture.side_effects import UnchangedSurroundings
@@ -325,10 +326,8 @@ class _Span:
         self._shape = tuple(tensor.shape)
         self.begin = self.end = 0
         if tensor.layout is torch.strided and tensor.numel():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in steps)
             self.begin = tensor.data_ptr()
-            self.end = self.begin + (last + 1) * tensor.element_size()
+            self.end = self.begin + extent_bytes(tensor)
 
     def __str__(self) -> str:  # a name takes long to find
         return f"a tensor of shape {self._shape}" if self.place is None else repr(self.place.name)

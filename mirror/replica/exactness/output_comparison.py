@@ -15,8 +15,8 @@ from mirror.errors import short_repr
 from mirror.replica.scatter_gather.containers import IMMUTABLE, contents_of, is_leaf, is_shared
 from mirror.values import PerReplica, is_number
 
-# Units in the last place that need no explanation, as in `mirror check`.
-_TIGHT = 80.0
+# Units in the last place that need no explanation, also in `mirror check`.
+TIGHT = 80.0
 _MOST_ENTRIES = 10_000
 
 
@@ -152,7 +152,7 @@ class _Comparison:
     def _limit_of(self, dtype: torch.dtype) -> float:
         if self._tolerance is not None:
             return self._tolerance
-        return _TIGHT * torch.finfo(dtype).eps
+        return TIGHT * torch.finfo(dtype).eps
 
 
 def _repeats(joined: Tensor, whole: Tensor) -> bool:

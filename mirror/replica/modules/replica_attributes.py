@@ -42,7 +42,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.base.dynamo import disable_dynamo, forget_compiled
 from mirror.base.mutex import Mutex
 from mirror.base.torch_private import SPLIT_CALL, wrap_once
-from mirror.execution.parallel_runs import ProcessState, take_turns
+from mirror.execution.parallel_runs import ProcessState, keep_own
 from mirror.execution.run import Replica, current
 from mirror.replica.modules.conversions import IGNORED, warn_of_ignored
 from mirror.replica.modules.module_owner import interceptor_of, owner_of
@@ -173,14 +173,14 @@ def _record_mode(module: nn.Module, mode: bool) -> None:
 @disable_dynamo
 def _own_mode(replica: Replica, module: nn.Module) -> None:
     """Gives each replica a mode of a module for itself, before one changes it."""
-    swapped = take_turns(replica, "changed the mode of a module, by train() or eval(), in run")
-    if swapped is not None:
-        attributes = module.__dict__
-        swapped.add(
-            ("mode", id(module)),
-            partial(attributes.get, "training"),
-            partial(attributes.__setitem__, "training"),
-        )
+    attributes = module.__dict__
+    keep_own(
+        replica,
+        "changed the mode of a module, by train() or eval(), in run",
+        ("mode", id(module)),
+        partial(attributes.get, "training"),
+        partial(attributes.__setitem__, "training"),
+    )
 
 
 def is_own(module: nn.Module, name: str) -> bool:

@@ -127,7 +127,7 @@ class ReplicatedBuffer:
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
         self.devices = replicas.places.peers_of(buffer.device)
-        if _overlaps_itself(buffer):  # expanded: no operation writes into such memory
+        if _is_expanded(buffer):  # no operation writes into such memory
             buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)
         self.combined = buffer.detach()
         self.combined.__class__ = CombinedBuffer
@@ -493,8 +493,8 @@ class ReplicatedBuffer:
         self._stale = self._may_differ = False
 
 
-def _overlaps_itself(buffer: Tensor) -> bool:
-    """Returns whether elements of a tensor share memory, as those of an expanded one."""
+def _is_expanded(buffer: Tensor) -> bool:
+    """Returns whether elements of a tensor are one in memory, as ``Tensor.expand`` makes them."""
     if buffer.layout is not torch.strided:
         return False
     sizes = zip(buffer.shape, buffer.stride(), strict=True)

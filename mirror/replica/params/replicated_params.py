@@ -243,6 +243,7 @@ class ReplicatedParams:
         changed = []
         variables, shown, homes = self.memory.rows or self.memory.make_rows()
         with WithoutSubclass():  # halves the time of what is read for each variable
+            # ``lie_apart``, without a call: this runs in every run.
             if list(map(address_of, shown)) != list(map(address_of, homes)):
                 for variable in variables:
                     variable.follow_leaves()

@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mirror.comm.communicator import extent_bytes
 from mirror.errors import StrategyError
 
 address_of: Any = Tensor.data_ptr
@@ -82,9 +83,10 @@ class StorageIndex(Generic[PlacedT]):
         return rows
 
     def find(self, value: Tensor, name: str, but: PlacedT | None = None) -> PlacedT | None:
-        """Returns the parameter in whose memory a tensor lies, and the name is the tensor's.
+        """Returns the parameter in whose memory a tensor lies; ``None`` if there is none.
 
         Args:
+            name: the tensor's, for messages.
             but: a parameter that does not count.
 
         Raises:
@@ -153,9 +155,8 @@ def _is_view(value: Tensor, variable: Placed) -> bool:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Returns where a tensor begins and ends in its storage, in elements."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
     begin = int(tensor.storage_offset())
-    return begin, begin + 1 + sum((size - 1) * stride for size, stride in steps)
+    return begin, begin + extent_bytes(tensor) // tensor.element_size()
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mirror.replica.exactness.output_comparison import TIGHT
 from mirror.tools.check.fingerprint import Fingerprint, relative_distance
 from mirror.tools.check.record import (
     BUFFER,
@@ -34,7 +35,6 @@ _UNITS = {"float64": 2.0**-33, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat
 
 
 # No cause makes a difference as small as 1e-8, and float64 is there to leave rounding aside.
-_TIGHT = 80.0  # units in the last place that need no explanation
 _SPREAD = 12.0  # times the spread of one device
 _FEW = 40.0  # more of it, divided by how many numbers there are
 _SMALL = 8  # numbers
@@ -97,7 +97,7 @@ class Tolerances:
         if self._given is not None:
             return self._given * self._reference_norm(event)
         unit = _UNITS.get(a.dtype, 2.0**-23)
-        return _TIGHT * unit * self._reference_norm(event)
+        return TIGHT * unit * self._reference_norm(event)
 
     def _reference_norm(self, event: RecordedEvent) -> float:
         a = event.prints[0]

@@ -11,18 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mirror
 from tests.oracle import assert_same
 from tests.pairs import each_once
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)
-        self.last, self.recurrent = nn.Linear(16, 3), nn.GRU(3, 3, batch_first=True)
-        self.register_buffer("count", torch.tensor(2))
-
-    def forward(self, x):
-        y = self.last(self.norm(torch.tanh(self.first(x))).flatten(1))
-        return self.recurrent(y[:, None])[0][:, 0]
+from tests.toy_models import ConvertedNet
 
 
 def through_data(model):
@@ -79,7 +68,7 @@ def train(model, convert, when, *, strategy=None):
 
 @each_once(name=CONVERSIONS, when=["before", "between", "inside"], in_run=[False, True])
 def test_a_converted_model_trains_as_on_one_device(name, when, in_run, make_strategy):
-    plain, strategy = Net().eval(), make_strategy(2)
+    plain, strategy = ConvertedNet().eval(), make_strategy(2)
     model = strategy.mirror(copy.deepcopy(plain))
     train(plain, CONVERSIONS[name], when)
     train(model, CONVERSIONS[name], when, strategy=strategy if in_run else None)
