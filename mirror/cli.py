@@ -200,8 +200,8 @@ def _add_run(commands: Any) -> None:
     parser.add_argument(
         "--verify",
         choices=("first", "error", "off"),
-        help="compare the first split call of each kind with one device, and warn, or raise an "
-        "error; default: off",
+        help="compare the first split call of each kind with one device, and warn (the default) "
+        "or raise an error",
     )
     parser.add_argument("--trace", metavar="FILE", help="write a timeline for ui.perfetto.dev")
     parser.add_argument(

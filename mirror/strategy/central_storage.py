@@ -69,7 +69,7 @@ class CentralStorageStrategy(MirroredStrategy):
         guards: Guards | None = None,
         gradient_reduction: GradientReduction = "mean",
         schedule: Schedule = "auto",
-        verify: Verify = "off",
+        verify: Verify = "first",
     ) -> None:
         if compute_devices is not None and not isinstance(compute_devices, (str, int)):
             if not tuple(compute_devices):

@@ -78,7 +78,7 @@ class Group:
         workers: LocalWorkerGroup | None = None,
         parameter_device: torch.device | None = None,
         shards_state: bool = False,
-        verify: str = "off",
+        verify: str = "first",
     ) -> None:
         replicas = Replicas(
             mesh,
@@ -115,10 +115,12 @@ class Group:
         attributes = ModuleAttributes(runner)
         self.replicas, self.runner, self.registry = replicas, runner, registry
         self.gradients, self.variables = gradients, variables
+        is_multi_process = replicas.workers.is_multi_process
+        if is_multi_process or replicas.num_replicas == 1:
+            verify = "off"  # no process has the whole batch; or each call is that of one device
         self.modules = ModuleRegistry(
             replicas, runner, registry, recorded, variables, buffers, attributes, verify
         )
-        is_multi_process = replicas.workers.is_multi_process
         checks = WorkerChecks if is_multi_process else ReplicaChecks
         self.comparison = checks(runner, self.variables, self.optimizers)
         self.plain = UnmirroredParams(replicas, registry, recorded)

@@ -126,7 +126,7 @@ class MirroredStrategy(Strategy):
         gradient_reduction: GradientReduction = "mean",
         schedule: Schedule = "auto",
         optimizer_state: OptimizerState = "replicated",
-        verify: Verify = "off",
+        verify: Verify = "first",
     ) -> None:
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)

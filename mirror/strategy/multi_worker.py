@@ -75,7 +75,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         gradient_reduction: GradientReduction = "mean",
         schedule: Schedule = "auto",
         optimizer_state: OptimizerState = "replicated",
-        verify: Verify = "off",
+        verify: Verify = "first",
     ) -> None:
         self._resolver = cluster_resolver
         super().__init__(

@@ -59,7 +59,8 @@ class ReplicaContext(NoCopy):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas of the strategy."""
-        return self._replica.replicas.workers.num_replicas
+        replica = self._replica
+        return 1 if replica.run.is_trial else replica.replicas.workers.num_replicas
 
     @property
     def device(self) -> torch.device:

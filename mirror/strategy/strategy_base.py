@@ -77,7 +77,7 @@ class Strategy(NoCopy):
         workers: LocalWorkerGroup | None = None,
         parameter_device: torch.device | None = None,
         shards_state: bool = False,
-        verify: str = "off",
+        verify: str = "first",
     ) -> None:
         self._devices = mesh.positions[0]
         self._backend = communicator.name

@@ -268,7 +268,7 @@ def test_a_merge_in_a_backward_outside_run_is_refused(make_strategy):
         def forward(self, x):
             return Recomputed.apply(lambda x: summed(super(Merging, self).forward(x)), x)
 
-    model = make_strategy(2).mirror(Merging(3, 3))
+    model = make_strategy(2, verify="off").mirror(Merging(3, 3))  # sums of other examples
     with pytest.raises(mirror.StrategyError, match="backward inside run"):
         model(torch.randn(4, 3, requires_grad=True)).sum().backward()
 

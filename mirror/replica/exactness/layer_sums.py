@@ -81,13 +81,30 @@ def _sums_of(output: Any, weights: Tensor) -> tuple[float, float] | None:
 
 
 class RoundingErrors:
-    """A forward hook that multiplies outputs of layers by 1 + eps or 1 - eps of their dtype."""
+    """A forward hook that multiplies outputs of layers by 1 + eps or 1 - eps of their dtype.
+
+    Inputs, too: the first layer may subtract a mean that is large. Not those of whole numbers,
+    which are masks, lengths and the like, and know no rounding.
+    """
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(127)
 
     def __call__(self, layer: nn.Module, args: Any, output: Any) -> Any:
         return None if layer._modules else self._change(output)
+
+    def add_to_inputs(self, value: Any) -> Any:
+        """Returns a structure with other tensors; they keep their attributes and graphs."""
+        if type(value) is Tensor and value.is_floating_point() and value.numel():
+            detached = value.detach()
+            if not torch.equal(detached, detached.round()):
+                detached.copy_(self._change(detached))
+            return value
+        if type(value) is dict:
+            return {key: self.add_to_inputs(child) for key, child in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(map(self.add_to_inputs, value))
+        return value
 
     def _change(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():

@@ -41,7 +41,7 @@ from mirror.base.mutex import Mutex
 from mirror.base.torch_private import wrap_once
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import StrategyError
-from mirror.execution.run import Replica, Run, current
+from mirror.execution.run import Replica, Run, Unverifiable, current
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.modules.module_owner import owner_of
@@ -362,6 +362,10 @@ def _wrap_method(
         is_lone, is_kind = owner_of(metric) is not replica.replicas, is_metric(metric)
         if is_lone and not (is_kind and replica.replicas.num_replicas > 1):
             return method(*args, **kwargs)
+        if replica.run.is_trial and is_lone and is_kind:
+            raise Unverifiable(f"forward updates a {type(metric).__name__} outside the model")
+        if replica.run.is_trial and not is_kind:
+            return None  # the replicas will log it
         is_partial = is_lone and not replica.run.is_split
         own, given = method, args
         if module is None:

@@ -98,7 +98,7 @@ class ModuleRegistry:
         variables: ReplicatedParams,
         buffers: Buffers,
         attributes: ModuleAttributes,
-        verify: str = "off",
+        verify: str = "first",
     ) -> None:
         self.verify = verify
         self.replicas = replicas

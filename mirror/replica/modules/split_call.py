@@ -78,7 +78,7 @@ from mirror.replica.layers.unsplit_layers import (
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
 from mirror.replica.modules.module_owner import Interceptor, MirroredModules
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
-from mirror.replica.modules.verified_calls import MOST_KINDS, VerifiedCall, kind_of_call
+from mirror.replica.modules.verified_calls import MOST_KINDS, VerifiedCall
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.scatter_gather.containers import IMMUTABLE, leaves_in
@@ -288,17 +288,30 @@ class CallInterceptor(Interceptor):
         if sizes is None:
             return self._call_unsplit(module, args, kwargs, whole, hold)
         verified = None
-        if modules.verify != "off":
-            kind = kind_of_call(module, args, kwargs, sizes)
+        if modules.verify != "off" and each is None and sizes[1]:
+            # Inline, and without a call in Python, since each call of a module does it. Parts of
+            # one example are a kind of their own: ``squeeze()`` takes their dimension.
+            kind: tuple[Any, ...] = (module.training, torch.is_grad_enabled())
+            kind += (sizes[0] != sizes[-1], sizes[-1] < 2)
+            for value in args:
+                kind += (type(value),)
+                if type(value) is Tensor:
+                    kind += (value.dtype, value.ndim)
+                elif type(value) is dict:
+                    kind += tuple(value)
+            for name in kwargs:
+                kind += (name, type(kwargs[name]))
+                if type(kwargs[name]) is Tensor:
+                    kind += (kwargs[name].dtype, kwargs[name].ndim)
             if kind not in self.verified:
-                verified = self._begin_to_verify(module, kind, args, kwargs, sizes, each)
+                verified = self._begin_to_verify(module, kind, args, kwargs, sizes)
         if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
             return _call_lone(runner, module, args, kwargs, hold, sizes)
         split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies)
         if runner.copies is not None:
             split.pin((args, kwargs))
         parts: dict[int, ReplicaArgs] = {}
-        names = _positional_names(module) if len(args) > 1 else ()
+        names = _positional_names(module) if args[1:] else ()
 
         # 2. Call the module on every replica.
         def call(replica_id: int) -> Any:
@@ -348,18 +361,15 @@ class CallInterceptor(Interceptor):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         sizes: Sequence[int],
-        each: Each | None,
     ) -> VerifiedCall | None:
         """Returns the trial of a split call; ``None`` if there is nothing to compare with."""
-        if len(self.verified) >= MOST_KINDS or each is not None:
+        if len(self.verified) >= MOST_KINDS:
             return None
-        if self.replicas.workers.is_multi_process or sum(map(bool, sizes)) < 2:
-            return None
-        if any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers())):
-            return None  # this call makes them; the next one is compared
+        if any(isinstance(one, LazyModuleMixin) for one in module.modules()):
+            return None  # this call makes their tensors; the next one is compared
+        self.verified.add(kind)
         if self.compiled is not None or any(map(is_compiled, module.modules())):
             return None  # the whole batch would be compiled as well
-        self.verified.add(kind)
 
         def call(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self.is_plain:

@@ -15,6 +15,8 @@ returns what it is given. A trial leaves no trace:
     arguments, attributes of modules   copies
     buffers                            copies of the first replica's
     parameters that forward writes     restored from the second replica, which has equal bits
+    the number of replicas             1
+    what a LightningModule logs        not logged
     random generators                  restored
     gradients                          none are computed; where forward needs a graph, no backward
                                        pass may accumulate gradients
@@ -49,6 +51,7 @@ from mirror.base.torch_private import (
     read_parametrize_cache,
     write_parametrize_cache,
 )
+from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import random_state, set_random_state, using
 from mirror.errors import StrategyError
 from mirror.execution.run import (
@@ -122,23 +125,6 @@ def recording_unequal_calls(listener: Callable[[str], object]) -> Iterator[None]
         _listeners.remove(listener)
 
 
-def kind_of_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int]
-) -> Any:
-    """Returns the kind of a call, hashable; of each kind the first call is compared.
-
-    Parts of one example are a kind of their own: ``squeeze()`` takes their dimension.
-    """
-    given = [(type(value), _type_of(value)) for value in args]
-    named = [(name, type(value), _type_of(value)) for name, value in kwargs.items()]
-    mode = module.training, torch.is_grad_enabled(), sizes[0] != sizes[-1], sizes[-1] < 2
-    return (*mode, *given, *named)
-
-
-def _type_of(value: Any) -> Any:
-    return (value.dtype, value.ndim) if type(value) is Tensor else None
-
-
 class VerifiedCall:
     """One split call, and the trial that it is compared with.
 
@@ -173,8 +159,8 @@ class VerifiedCall:
         """Makes the trial; returns whether there is something to compare with."""
         try:
             self._runner.prepare("a call of a mirrored module")
-            device = self._runner.replicas.devices[0]
-            self._copied = _Copies(device).copy((self._args, self._kwargs))
+            places = self._runner.replicas.places
+            self._copied = _Copies(places).copy((self._args, self._kwargs))
             self._whole = self._call(self._layers.adding(0, sum(self._sizes)))
         except Unverifiable as why:
             return self._leave_out(str(why))
@@ -303,9 +289,11 @@ class VerifiedCall:
                 return self._call_once(hook, calls_hooks, part)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
-            # A forward that differentiates, as for forces, needs a graph.
-            if "grad" not in str(error) or not torch.is_grad_enabled():
+        except Unverifiable:
+            raise
+        except Exception:
+            # A forward that differentiates, as for forces, or sets hooks, needs a graph.
+            if not torch.is_grad_enabled():
                 raise
         return self._call_once(hook, calls_hooks, part)
 
@@ -317,11 +305,13 @@ class VerifiedCall:
         run = Run(replicas, NullLockstep(), (0,), weights, is_default=part is None)
         run.is_split = run.is_trial = True
         replica, device = run.members[0], replicas.devices[0]
-        args, kwargs = _Copies(device).copy(self._copied)
+        args, kwargs = _Copies().copy(self._copied)
         if part is not None:
             split = SplitPlan([part[1], *others], replicas.places, num_examples)
             split.starts[0] = part[0]
             args, kwargs = ReplicaArgs(split, 0).from_call(args, kwargs)
+        if isinstance(hook, RoundingErrors):
+            args, kwargs = hook.add_to_inputs((args, kwargs))
         with ExitStack() as stack:
             enter = stack.enter_context
             states = enter(_keeping_generators(device))
@@ -350,11 +340,11 @@ class _Copies:
     """Copies values that forward could change; what is one object stays one.
 
     Args:
-        device: where the copies of tensors are; by default each where it was.
+        places: copies of tensors are on the first replica's devices; by default where they were.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self, places: DeviceMesh | None = None) -> None:
+        self._places = places
         self._known: dict[int, tuple[Any, Any]] = {}
 
     def copy(self, value: Any) -> Any:
@@ -394,8 +384,10 @@ class _Copies:
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter) or tensor.is_meta:
             return tensor
-        made = tensor.detach().to(self._device or tensor.device, copy=True)
+        device = tensor.device if self._places is None else self._places.peers_of(tensor.device)[0]
+        made = tensor.detach().to(device, copy=True)
         made.requires_grad_(tensor.requires_grad)
+        self._known[id(tensor)] = tensor, made  # before its attributes, which may hold it
         made.__dict__.update({k: self.copy(v) for k, v in tensor.__dict__.items()})
         return made
 

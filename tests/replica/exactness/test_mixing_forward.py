@@ -30,7 +30,6 @@ KEEPS = {
     "steps first": lambda m, x: m.out(
         (F.softmax(m.hidden(x).expand(7, *x.shape), 0) * m.hidden(x)).sum(0)
     ),
-    "statistics without a graph": lambda m, x: m.out(m.hidden(x)) - x.mean(0).sum(),
     "what all give": lambda m, x: m.out(m.hidden(x) - gathered(m.hidden(x)).mean(0)),
     "a sum over replicas": lambda m, x: m.out(m.hidden(x) - total(m.hidden(x).sum(0))),
 }
@@ -103,10 +102,25 @@ def test_a_forward_of_each_example_does_not_warn(name, way):
     train(KEEPS[name], 7, way)
 
 
-def test_even_parts_do_not_show_which_dimension_has_the_examples():
-    train(MIXES["softmax"], 6, 1)
+def without_a_graph(model, x):
+    return model.out(model.hidden(x)) - x.mean(0).sum()
 
 
-def test_an_evaluation_is_not_checked():
-    with mirror.MirroredStrategy(["cpu"] * 3) as strategy, torch.no_grad():
+# Which dimension has the examples, only uneven parts show; and what has no graph, none.
+UNSEEN = {"even parts": (MIXES["softmax"], 6), "no graph": (without_a_graph, 7)}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_graphs_do_not_show_is_seen_by_the_comparison_of_split_calls(name):
+    compute, num_examples = UNSEEN[name]
+    with pytest.warns(UserWarning, match="a split call of Net does not return what one") as caught:
+        train(compute, num_examples, 1)
+    assert len(caught) == 1
+    for way in (2, 3):
+        train(compute, num_examples, way)
+
+
+def test_so_is_an_evaluation():
+    told = pytest.warns(UserWarning, match="a split call of Net does not return what one device")
+    with mirror.MirroredStrategy(["cpu"] * 3) as strategy, torch.no_grad(), told:
         strategy.mirror(Net(MIXES["softmax"]))(torch.randn(7, 4))

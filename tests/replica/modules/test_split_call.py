@@ -107,6 +107,7 @@ def test_no_replica_waits_for_the_copy_of_a_batch_of_the_host(n):
     with FakeGpus(n) as gpus:
         strategy = mirror.MirroredStrategy(gpus.devices, backend="naive")
         model = strategy.mirror(copy.deepcopy(plain))
+        model(x, scale, extra={"mask": mask})  # and is compared with one device
         for _ in range(3):
             with noted_copies() as (pinned, awaited):
                 out = model(x, scale, extra={"mask": mask})

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import logging
 import random
+import sys
+import types
 import warnings
 
 import numpy as np
@@ -27,8 +29,8 @@ class Computing(nn.Module):
         self.layer = nn.Linear(*(shape or (4, 3)))
         self.compute = compute
 
-    def forward(self, *args):
-        return self.compute(self.layer, *args)
+    def forward(self, *args, **kwargs):
+        return self.compute(self.layer, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -97,6 +99,18 @@ def forces(f, x):
     return torch.autograd.grad(f(x).square().sum(), x, create_graph=True)[0]
 
 
+def hooked(value):
+    value.grad_fn.register_hook(lambda *_: None)  # there is none under no_grad
+    return value
+
+
+def summed(value):
+    context = mirror.get_replica_context()
+    if context is None:
+        return value.sum(0)
+    return context.all_reduce("mean", value.sum(0)) * context.num_replicas_in_sync
+
+
 KEEPS = {
     "a layer": lambda f, x: f(x),
     "a mean": lambda f, x: f(x).square().mean(),
@@ -107,6 +121,8 @@ KEEPS = {
     "forces": forces,
     "checkpoints": lambda f, x: checkpoint(f, x, use_reentrant=False),
     "what all give": lambda f, x: f(x) - gathered(x).mean(0).sum(),
+    "a mean over replicas": lambda f, x: f(x) - summed(f(x)),
+    "a hook on a node": lambda f, x: hooked(f(x)),
 }
 
 
@@ -204,9 +220,9 @@ def test_a_trial_leaves_no_trace():
 def calls_of(net):
     calls, compute = [], net.compute
 
-    def counted(layer, x, *rest):
+    def counted(layer, x, *rest, **more):
         calls.append(len(x))
-        return compute(layer, x, *rest)
+        return compute(layer, x, *rest, **more)
 
     net.compute = counted
     return calls
@@ -227,13 +243,17 @@ def test_a_trial_calls_no_hook_of_the_program_unless_it_matters():
 
 def test_forward_runs_once_more_for_each_kind_of_call():
     with mirror.MirroredStrategy(["cpu"] * 2, verify="first") as strategy:
-        net = strategy.mirror(Computing(lambda f, x, *rest: f(x)))
+        net = strategy.mirror(Computing(lambda f, x, *rest, **more: f(x)))
         calls = calls_of(net)
         kinds = {
             "the first": lambda: net(x()),
             "uneven parts": lambda: net(x(5)),
             "parts of one": lambda: net(x(2)),
             "another structure": lambda: net(x(), None),
+            "a dict": lambda: net(x(), {"y": 1}),
+            "other keys": lambda: net(x(), {"y": 1, "z": 2}),
+            "a name": lambda: net(x(), n=1),
+            "a dtype": lambda: net(x(), x().long()),
             "an evaluation": lambda: net.eval()(x()),
             "without a graph": lambda: torch.no_grad()(net)(x()),
         }
@@ -243,6 +263,17 @@ def test_forward_runs_once_more_for_each_kind_of_call():
                 call()
                 assert len(calls) == times, kind
         assert calls == [3, 3]
+
+
+def test_first_is_the_default_and_several_workers_or_one_replica_have_nothing_to_compare():
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        calls = calls_of(net := strategy.mirror(Computing(lambda f, x: f(x))))
+        net(x())
+    assert calls == [6, 3, 3]
+    with mirror.MirroredStrategy(["cpu"]) as strategy:
+        calls = calls_of(net := strategy.mirror(Computing(lambda f, x: f(x))))
+        net(x())
+    assert calls == [6]
 
 
 def test_off_and_error():
@@ -304,6 +335,41 @@ def test_a_trial_that_cannot_be_made_is_left_out(name, caplog):
     assert why in caplog.text
     if name == "backward":
         assert torch.equal(*found)
+
+
+def test_what_a_lightning_module_logs_is_logged_once(monkeypatch):
+    logged = []
+
+    class LightningModule(Computing):
+        def log(self, name, value):
+            logged.append((name, value))
+
+        def forward(self, x):
+            self.log("mean", x.mean())
+            return self.layer(x)
+
+    library = types.ModuleType("lightning.pytorch")
+    library.LightningModule = LightningModule
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", library)
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        strategy.mirror(LightningModule(None))(x())
+    assert logged == [("mean", pytest.approx(x().mean().item()))]
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+def test_rounding_of_inputs_is_no_difference(mean):
+    """The first layer subtracts a mean that has most of their digits."""
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        net = strategy.mirror(nn.Sequential(mirror.nn.SyncBatchNorm(4), nn.Linear(4, 3)))
+        net(x(64) + mean)
+
+
+def test_rounding_of_inputs_excuses_no_difference_of_whole_numbers():
+    """Numbers of the part that are cut to integers, which an error of rounding changes."""
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        net = strategy.mirror(Computing(lambda f, x, n: f(x)[:, :1] + n.floor().sum()))
+        with told("differs"):
+            net(x(), torch.arange(1.0, 7.0))
 
 
 def test_rounding_is_no_difference():
