@@ -15,6 +15,8 @@ first 8 bytes of the state count the runs. They hold the seed of ``torch.manual_
 reads them, and all copies of the state have them: a seed, ``fork_rng`` and checkpoints repeat a
 run. That costs 12 us of a run: zlib and NumPy take a third of the time of hashlib and torch here.
 A lazy module's first values continue the stream of before the run, as on one device.
+The generators of a worker's GPUs get, for the run, the seeds of its replicas among those of all
+workers. Their offsets go on, so what is drawn between runs is what one device draws.
 
 Python's and numpy's generators stay shared: reading their states takes 20 and 80 us.
 """
@@ -34,7 +36,7 @@ from torch import Tensor
 
 from mirror.base.mutex import call_without_collection
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.devices import generators_of, stream_seed
+from mirror.devices import generators_of, separate_streams, stream_seed
 from mirror.execution.swapped_state import Slot, SwappedState
 
 T = TypeVar("T")
@@ -150,8 +152,23 @@ def shared_generators(
 _states_before: WeakKeyDictionary[LocalWorkerGroup, Tensor] = WeakKeyDictionary()
 
 
-def call_with_worker_rng(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
-    """Calls a run that draws from its worker's stream."""
+def call_with_worker_rng(
+    workers: LocalWorkerGroup,
+    positions: Sequence[Sequence[torch.Generator]],
+    call: Callable[[], T],
+) -> T:
+    """Calls a run that draws from its worker's streams.
+
+    Args:
+        positions: the generators of the worker's GPUs at each position.
+    """
+    seeds = list[tuple[torch.Generator, int]]()
+    for generators in positions:
+        separate_streams(generators)
+        if workers.replica_offset:  # the first worker's draw as is
+            seeds += ((generator, generator.initial_seed()) for generator in generators)
+    for generator, seed in seeds:
+        _set_seed(generator, stream_seed(seed, workers.replica_offset))
     before = _states_before[workers] = _get_state()
     _generator.manual_seed(stream_seed(zlib.crc32(before.numpy().tobytes()), 1 + workers.rank))
     try:
@@ -160,6 +177,15 @@ def call_with_worker_rng(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
         after = _states_before.pop(workers)  # a lazy module may have drawn since
         after.numpy()[:8].view(np.int64)[0] += 1
         _generator.set_state(after)
+        for generator, seed in seeds:
+            _set_seed(generator, seed)
+
+
+def _set_seed(generator: torch.Generator, seed: int) -> None:
+    """Sets the seed of a GPU's generator, and not its offset: the state's first 8 bytes."""
+    state = call_without_collection(generator.get_state)
+    state.numpy()[:8].view(np.uint64)[0] = seed
+    generator.set_state(state)
 
 
 @contextmanager

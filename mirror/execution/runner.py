@@ -87,7 +87,7 @@ class Runner:
         self.on_outermost_end: Callable[[], None] = do_nothing
         self.set_hooks(())
         self._claim, positions = ExclusiveRun(), replicas.places.positions
-        self._generators = [own for p in positions if len(own := generators_of(p)) > 1]
+        self.generators = [own for p in positions if (own := generators_of(p))]
         self._streams = RngPool(replicas.devices)
         self.parallel_runs: ParallelRuns | None = None
         # Replicas on GPUs also overlap while one of them stalls: they share the same state.
@@ -187,7 +187,7 @@ class Runner:
         if not self.is_between_runs:
             return self._run(fn, active, weights)
         workers, own = self.replicas.workers, partial(self._run, fn, active, weights)
-        run = workers.call_outermost(partial(call_with_worker_rng, workers, own))
+        run = workers.call_outermost(partial(call_with_worker_rng, workers, self.generators, own))
         workers.record_run(run.total_weight())
         self.on_outermost_end()
         return run
@@ -204,8 +204,9 @@ class Runner:
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
         lockstep = self.locksteps.get_lockstep(depth)
-        for generators in self._generators:
-            separate_streams(generators)
+        for generators in self.generators:
+            if generators[1:]:
+                separate_streams(generators)
         keeps_order, by_schedule = self.schedule.keeps_order, True  # else they take turns
         if outer is not None:
             by_schedule = keeps_order or (len(outer.active) > 1 and outer.swapped is None)

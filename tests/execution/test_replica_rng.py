@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mirror
+from mirror.execution.replica_rng import call_with_worker_rng
+from tests.data.reading import Pretended
+from tests.gpu.generators import FakeGenerator
 
 N = 3
 # How many numbers each replica draws before each of three merges.
@@ -158,3 +161,24 @@ def test_dropout_masks_differ_between_the_parts_of_a_transparent_call(make_strat
     first = model(torch.ones(2, 1))
     torch.manual_seed(1)
     assert torch.equal(model(torch.ones(2, 1)), first)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 1, 1), (3, 1, 2)])
+def test_gpus_of_all_workers_draw_different_numbers_and_go_on_between_runs(counts):
+    """Each worker's process has seeded all of its GPUs alike, as ``torch.manual_seed`` does."""
+    in_runs = list[tuple[int, int]]()
+    for rank, count in enumerate(counts):
+        gpus = [FakeGenerator(i).manual_seed(3) for i in range(count)]
+        for run in range(2):
+            begun = [gpu.get_offset() for gpu in gpus]
+
+            def draw(gpus=gpus):
+                for gpu in gpus:
+                    in_runs.append((gpu.initial_seed(), gpu.get_offset()))
+                    gpu.draw()
+
+            call_with_worker_rng(Pretended(rank, counts), [gpus], draw)
+            assert gpus[0].initial_seed() == 3  # of one device
+            assert [gpu.get_offset() for gpu in gpus] == [4 + offset for offset in begun], run
+    assert len(set(in_runs)) == 2 * sum(counts)
+    assert (3, 0) in in_runs

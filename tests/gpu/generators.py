@@ -1,20 +1,24 @@
 """Random generators of simulated GPUs: one each, from which its random operations draw.
 
-Tensors are physically on the CPU, whose operations draw from the CPU's generator. So an operation
-on a GPU's tensor runs with the state of that GPU's generator in the CPU's, which gets its own back
-after that. ``torch.manual_seed``, ``torch.cuda.get_rng_state`` and ``set_rng_state``, ``fork_rng``
-and activation checkpointing use ``torch.cuda.default_generators``, and so these. Their states are
-those of a CPU's generator, 5,056 bytes; CUDA's are a seed and an offset, 16 bytes.
+A generator is a seed and an offset, as CUDA's are: 16 bytes, of which every draw reads both and
+raises the offset. Tensors are physically on the CPU, whose operations draw from the CPU's
+generator. So an operation on a GPU's tensor runs with that one seeded by seed and offset; it gets
+its own state back after that. ``torch.manual_seed``, ``torch.cuda.get_rng_state`` and
+``set_rng_state``, ``fork_rng`` and activation checkpointing use ``torch.cuda.default_generators``,
+and so these.
 """
 
 from __future__ import annotations
 
+import random
 from operator import attrgetter
 
+import numpy as np
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 _CPU = torch.device("cpu")
+_PER_DRAW = 4  # CUDA's offsets are multiples of it
 
 
 class FakeGenerator(Generator):
@@ -25,10 +29,44 @@ class FakeGenerator(Generator):
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
+        self._seed = self._offset = 0
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._device
+
+    def initial_seed(self) -> int:
+        return self._seed
+
+    def manual_seed(self, seed: int) -> Generator:
+        self._seed, self._offset = seed % 2**64, 0
+        return self
+
+    def seed(self) -> int:
+        return self.manual_seed(random.getrandbits(53)).initial_seed()
+
+    def get_offset(self) -> int:
+        return self._offset
+
+    def set_offset(self, offset: int) -> Generator:
+        assert offset % _PER_DRAW == 0, offset
+        self._offset = offset
+        return self
+
+    def get_state(self) -> Tensor:
+        state = np.array([self._seed, self._offset], dtype=np.uint64)
+        return torch.from_numpy(state.view(np.uint8))
+
+    def set_state(self, state: Tensor) -> Generator:
+        assert (state.dtype, state.shape) == (torch.uint8, (16,)), "a state of the CPU's generator"
+        self._seed, self._offset = map(int, state.numpy().copy().view(np.uint64))
+        return self
+
+    def draw(self) -> int:
+        """Returns the CPU's seed for the next draw."""
+        number = hash((self._seed, self._offset)) % 2**63
+        self._offset += _PER_DRAW
+        return number
 
 
 def draws(func) -> bool:
@@ -39,31 +77,34 @@ def draws(func) -> bool:
 def call_drawing(func, args, kwargs, device: torch.device):
     """Calls an operation that draws from the generator of a device, or from a given one."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
-    for generator in given:
-        found = _device_of(generator)
-        if found != device:
+    generators = [_fake_of(generator) for generator in given]
+    for generator in generators:
+        if generator.device != device:
             raise RuntimeError(
-                f"Expected a '{device}' device type for generator but found '{found}'"
+                f"Expected a '{device}' device type for generator but found '{generator.device}'"
             )
-    if given or device == _CPU:
+    if device == _CPU:
         return func(*args, **kwargs)
-    own, cpu = torch.cuda.default_generators[device.index], torch.default_generator
+    own = generators[0] if given else torch.cuda.default_generators[device.index]
+    assert isinstance(own, FakeGenerator)
+    cpu = torch.default_generator
+
+    def drawn(value):
+        return cpu if isinstance(value, Generator) else value
+
     before = cpu.get_state()
-    cpu.set_state(own.get_state())
+    cpu.manual_seed(own.draw())
     try:
-        return func(*args, **kwargs)
+        return func(*map(drawn, args), **{key: drawn(value) for key, value in kwargs.items()})
     finally:
-        own.set_state(cpu.get_state())
         cpu.set_state(before)
 
 
-def _device_of(generator: Generator) -> torch.device:
-    """Returns a generator's device; operations get another object of the same generator."""
+def _fake_of(generator: Generator) -> Generator:
+    """Returns the fake of a generator; operations get another object of the same generator."""
     address = attrgetter("_cdata")
-    for own in torch.cuda.default_generators:
-        if address(own) == address(generator):
-            return own.device
-    return generator.device
+    fakes = (own for own in torch.cuda.default_generators if address(own) == address(generator))
+    return next(fakes, generator)
 
 
 def of_cuda_random(streams) -> list[tuple[object, str, object]]:

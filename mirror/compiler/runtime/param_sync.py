@@ -76,7 +76,7 @@ class ParamSync:
         """Calls ``call`` while no run is active, and none can begin."""
         workers = self._replicas.workers
         if workers.is_multi_process:
-            drawing = partial(call_with_worker_rng, workers, call)
+            drawing = partial(call_with_worker_rng, workers, self._runner.generators, call)
             call = partial(workers.call_outermost, drawing)
         return self._runner.call_exclusively(call, "a compiled step")
 
