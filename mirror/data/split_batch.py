@@ -303,7 +303,9 @@ def check_weight(value: Any, replica_id: int) -> float:
 
 def _narrow(tensor: Tensor, start: int, size: int) -> Tensor:
     # Not tensor_split: autograd forbids in-place changes of views that one call has returned.
-    part = tensor.narrow(0, start, size)
+    # Not a view of the batch's own: one part's change would make autograd refuse the others.
+    is_alone = type(tensor) is Tensor and not tensor.requires_grad
+    part = (tensor.data if is_alone else tensor).narrow(0, start, size)
     # The rows of an expanded tensor share one memory.
     return part.clone() if tensor.stride(0) == 0 and len(tensor) > 1 else part
 

@@ -112,6 +112,7 @@ class CallInterceptor(Interceptor):
         varying: the positions of numbers among the outputs that depend on the part.
         verified: the kinds of calls that were compared with one device.
         weight_lists: of a recurrent layer, by replica. See [Note: Flat weights].
+        writes_inputs: whether forward writes to tensors among its arguments, as a trial has shown.
     """
 
     __slots__ = (
@@ -127,6 +128,7 @@ class CallInterceptor(Interceptor):
         "varying",
         "verified",
         "weight_lists",
+        "writes_inputs",
     )
 
     def __init__(
@@ -146,6 +148,7 @@ class CallInterceptor(Interceptor):
         self.verified, self.varying = set[Any](), set[int]()
         self.weight_lists: dict[int, dict[str, list[Any]]] = {}
         self.is_checkpointed = self.is_checked = self.has_warned_of_lists = False
+        self.writes_inputs = False
 
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -307,7 +310,8 @@ class CallInterceptor(Interceptor):
                 verified = self._begin_to_verify(module, kind, args, kwargs, sizes)
         if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
             return _call_lone(runner, module, args, kwargs, hold, sizes)
-        split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies)
+        copies, copies_parts = runner.copies, self.writes_inputs
+        split = SplitPlan(sizes, replicas.places, sum(sizes), copies, copies_parts)
         if runner.copies is not None:
             split.pin((args, kwargs))
         parts: dict[int, ReplicaArgs] = {}
@@ -377,7 +381,9 @@ class CallInterceptor(Interceptor):
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
 
         verified = VerifiedCall(self.recorder.runner, module, args, kwargs, sizes, call)
-        return verified if verified.begin() else None
+        has_begun = verified.begin()
+        self.writes_inputs |= verified.writes_inputs
+        return verified if has_begun else None
 
     def _splits(self, module: nn.Module) -> bool:
         """Whether a call of the module is split if its arguments are: it must hold variables."""

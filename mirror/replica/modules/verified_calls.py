@@ -81,6 +81,7 @@ from mirror.replica.scatter_gather.containers import (
     is_consumed,
     is_leaf,
     is_shared,
+    leaves_in,
 )
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan
 from mirror.threads.merge_point import NullLockstep
@@ -128,6 +129,9 @@ def recording_unequal_calls(listener: Callable[[str], object]) -> Iterator[None]
 class VerifiedCall:
     """One split call, and the trial that it is compared with.
 
+    Attributes:
+        writes_inputs: whether forward has written to a tensor among its arguments.
+
     Args:
         args, kwargs: the caller's, which a trial does not change.
         sizes: the replicas' numbers of examples.
@@ -148,7 +152,7 @@ class VerifiedCall:
         self._sizes = sizes
         self._modules = list(module.modules())
         self._layers = LayerSums()
-        self._draws = self._has_hooks = False
+        self._draws = self._has_hooks = self.writes_inputs = False
         self._written = set[ReplicatedParam]()
         self._whole: Any = None
         self._copied: tuple[Any, Any] = ((), {})
@@ -326,14 +330,22 @@ class VerifiedCall:
             warnings.simplefilter("ignore")
             if hook is not None:
                 enter(_hooking(self._modules, hook))
+            versions = [
+                (leaf, leaf._version) for leaf in leaves_in((args, kwargs)) if _has_version(leaf)
+            ]
             before = save_context()
             push_context(replicas.strategy, replica)
             try:
                 output = self._make_call(replica, args, kwargs)
             finally:
+                self.writes_inputs |= any(leaf._version != version for leaf, version in versions)
                 current.replica, current.strategy, current.below = before
             self._draws = self._draws or _generator_states(device) != states
         return output
+
+
+def _has_version(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
 class _Copies:

@@ -6,7 +6,8 @@ gets its own part of everything that can be changed. Its changes are joined into
 object by the rules for outputs, so the object ends as on one device.
 
     an argument                                 a replica gets
-    tensor or array, batched                    its rows: a view if they are on its device
+    tensor or array, batched                    its rows: a view if they are on its device; a copy
+                                                if forward is known to write to its arguments
     tensor, not batched                         a copy, if it is small and needs no gradient
     list, dict, set, deque, dataclass           a copy with the replica's parts inside
     object that is data (a key-value cache)     a copy with the replica's parts inside
@@ -62,6 +63,8 @@ class SplitPlan:
         active: the replicas that take part.
         devices: each replica's device, at position 0 of the mesh.
         num_examples: of the whole batch; ``None`` if one replica makes the whole call.
+        copies_parts: whether parts on the device of the whole are copies of rows: views have one
+            version, and autograd would take one part's change in place for one of the others.
         sizes: each replica's number of examples.
         starts: each replica's first example.
 
@@ -76,6 +79,7 @@ class SplitPlan:
         "_pinned",
         "_reads_pinned_args",
         "active",
+        "copies_parts",
         "devices",
         "num_examples",
         "sizes",
@@ -88,8 +92,9 @@ class SplitPlan:
         mesh: DeviceMesh,
         num_examples: int | None,
         copies: CopyStreams | None = None,
+        copies_parts: bool = False,
     ) -> None:
-        self._copies = copies
+        self._copies, self.copies_parts = copies, copies_parts
         self._pinned: dict[int, tuple[Tensor, Tensor]] = {}
         self._reads_pinned_args = False  # a copy reads memory that the caller has pinned
         self.sizes = sizes
@@ -331,9 +336,11 @@ class ReplicaArgs:
                 )
             part = split.to_replica(tensor, self.replica_id)
             if part.device == tensor.device:  # a view
-                if tensor.__dict__:
-                    self._copy_attributes(tensor, part)
-                return part
+                if not split.copies_parts:
+                    if tensor.__dict__:
+                        self._copy_attributes(tensor, part)
+                    return part
+                part = part.clone()
         elif len(split.active) > 1 and _is_copied(tensor):
             # Outside the caller's inference mode, so that the copy has a version.
             with torch.inference_mode(False), torch.no_grad():
