@@ -128,10 +128,9 @@ class CudaDevices:
                 f"each replica has 1 to {most} blocks here, one to a multiprocessor of its GPU; "
                 f"got max_blocks={max_blocks}"
             )
+        self.block_limits: Sequence[tuple[int, int]] = ((sys.maxsize, max_blocks or most),)
         if max_blocks is None:
             self.block_limits = default_limits(most, len(self._rows))
-        else:
-            self.block_limits = ((sys.maxsize, max_blocks),)
         self.max_blocks = self.block_limits[-1][1]
         _enable_peer_access(linked)
         num_bytes = workspace_bytes(self.max_blocks, scratch_bytes)
@@ -205,7 +204,7 @@ class CudaDevices:
             torch.cuda.synchronize(device)
 
 
-def default_limits(most: int, num_gpus: int) -> tuple[tuple[int, int], ...]:
+def default_limits(most: int, num_gpus: int) -> Sequence[tuple[int, int]]:
     """Returns the default ``Machine.block_limits``.
 
     On several GPUs a collective takes at most half of a GPU's multiprocessors. Otherwise those of

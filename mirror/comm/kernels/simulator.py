@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class SimulatedGpus:
             raise ValueError(
                 f"simulated devices have 1 to {_MAX_BLOCKS} blocks; got max_blocks={max_blocks}"
             )
-        self.block_limits = ((sys.maxsize, self.max_blocks),)
+        self.block_limits: Sequence[tuple[int, int]] = ((sys.maxsize, self.max_blocks),)
         self.absent = 0
         self.moved: Tensor | None = None
         self._scratch_bytes = scratch_bytes
