@@ -96,7 +96,7 @@ class Model:
 
     def build(self, device: torch.device) -> nn.Module:
         model = build(self.case).to(device)
-        return model.to(memory_format=self._format) if self._is_channels_last else model  # type: ignore[call-overload,no-any-return]
+        return model.to(memory_format=self._format) if self._is_channels_last else model  # type: ignore[call-overload]
 
     def seconds_to_compile(self, mode: str) -> float:
         return self.compile_seconds[mode in ("auto", "inductor")]
@@ -522,8 +522,8 @@ def limits(models: Mapping[str, Model], rows: Sequence[Row]) -> Iterator[Limit]:
     found = {(row.model, row.table, row.name): row for row in rows if row.seconds is not None}
 
     def ratio(key: str, table: str, one: str, other: str, most: float) -> Iterator[Limit]:
-        rows = [found.get((key, table, name)) for name in (one, other)]
-        first, second = (row and row.seconds for row in rows)
+        pair = [found.get((key, table, name)) for name in (one, other)]
+        first, second = (row.seconds if row else None for row in pair)
         if first is not None and second is not None:
             yield Limit(f"{key}: {one} / {other}", first.over(second).median, most)
 
