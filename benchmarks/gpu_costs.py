@@ -7,22 +7,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from time import perf_counter, sleep
-from typing import Any
 
 import torch
 from checking import Skipped, settle
-from timing import interleaved, seconds_of
+from timing import seconds_of
 from torch import nn
 
 import mirror
 
 Devices = tuple[torch.device, ...]
 
-# What mirror may cost on one GPU, for steps of some milliseconds and more.
-MOST = 1.03
-WAYS = ("way 1", "way 2", "way 3")
 FIRST_USE_SECONDS = 10.0
 HAND_OVER_SECONDS = 0.003  # of a busy machine, too; the target on an idle one is a tenth
 
@@ -124,49 +120,3 @@ def feeds(devices: Devices) -> str:
         seconds = min(seconds_of(read) for _ in range(3))
     rate = count * buffer.nbytes / seconds / 1e9
     return f"{rate:.1f} GB/s from pageable memory"
-
-
-def costs_little(device: torch.device, way: str) -> str:
-    """``MirroredStrategy([gpu])`` is nearly as fast as a plain loop, for steps of milliseconds.
-
-    Args:
-        way: the part in ``run``: nothing, the forward pass and the loss, or the whole step.
-    """
-    width = 2048 if device.type == "cuda" else 64
-    x = torch.randn(1024, width, device=device)
-
-    def make_step(model: Any, run: Callable[..., Any] | None = None) -> Callable[[], None]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-        def loss() -> torch.Tensor:
-            squares: torch.Tensor = model(x).square()
-            return squares.mean()
-
-        def step() -> None:
-            optimizer.zero_grad()
-            if run is not None and way == "way 2":
-                strategy.reduce("mean", run(loss)).backward()
-            else:
-                loss().backward()
-            optimizer.step()
-
-        def steps() -> None:
-            for _ in range(10):
-                if run is not None and way == "way 3":
-                    run(step)
-                else:
-                    step()
-            settle((device,))
-
-        return steps
-
-    layers = [nn.Linear(width, width) for _ in range(8)]
-    plain = make_step(nn.Sequential(*layers).to(device))
-    with mirror.MirroredStrategy([device]) as strategy:
-        layers = [nn.Linear(width, width) for _ in range(8)]
-        ours = make_step(strategy.mirror(nn.Sequential(*layers)), strategy.run)
-        samples = interleaved({"ours": ours, "plain": plain}, rounds=15)
-    ratio = samples["ours"].over(samples["plain"]).median
-    if device.type == "cuda":
-        assert ratio <= MOST, f"{ratio:.3f} of a plain loop, more than {MOST}"
-    return f"{ratio:.3f} of a plain loop; a step takes {samples['plain'].median * 100:.2f} ms"

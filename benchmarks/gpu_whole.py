@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from checking import LATE_CYCLES, Skipped, created, settle
-from gpu_costs import WAYS, costs_little, feeds, first_use, hands_over, hides_reductions
+from gpu_costs import feeds, first_use, hands_over, hides_reductions
 from gpu_risks import beside_allocations, beside_computation, peers_are_what_they_say
 from torch import nn
 
@@ -48,8 +48,6 @@ def whole_checks(
     yield "input, pinned and in parts", partial(feeds, one * 2)
     yield "autocast and GradScaler", partial(scales, one * 2)
     yield "a graph captured after a run", partial(captures, device)
-    for way in WAYS:
-        yield f"one replica / a plain loop, {way}", partial(costs_little, device, way)
     yield "peers", partial(peers_are_what_they_say, everything)
     if len(everything) > 1:
         for name in ("nccl", "direct", "ring", "hierarchical"):

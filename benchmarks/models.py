@@ -17,6 +17,7 @@ def build(case: Case) -> nn.Module:
         "mlp": mlp,
         "cnn": cnn,
         "transformer": Transformer,
+        "gpt2": GPT2,
         "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2)),
         "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
         "lstm": LSTM,
@@ -31,7 +32,7 @@ def batch_of(case: Case, *, examples: int | None = None) -> tuple[Tensor, Tensor
     """Returns random inputs and classes for that many examples; the same at every call."""
     generator = torch.Generator().manual_seed(1)
     n, sizes = examples or case.batch, case.sizes
-    if case.model in ("transformer", "lstm_lm"):
+    if case.model in ("transformer", "gpt2", "lstm_lm"):
         shape = n, sizes["tokens"]
         text = [torch.randint(sizes["vocabulary"], shape, generator=generator) for _ in "xy"]
         return text[0], text[1]
@@ -113,6 +114,16 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.embedding(x) + self.positions)))
+
+
+class GPT2(Transformer):
+    """GPT-2 (Radford et al., 2019) without dropout: the head is the embedding, transposed."""
+
+    def __init__(self, layers: int, width: int, heads: int, tokens: int, vocabulary: int) -> None:
+        super().__init__(layers, width, heads, tokens, vocabulary)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
 
 
 class Block(nn.Module):

@@ -13,11 +13,7 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-die() {
-    echo "multi_gpu.sh: $*" >&2
-    exit 2
-}
+source benchmarks/environment.sh
 
 warn() {
     echo "multi_gpu.sh: warning: $*" | tee -a "$folder/environment.txt" >&2
@@ -41,18 +37,9 @@ folder=${folder:-results-$(hostname -s)-$(date +%Y%m%d-%H%M)}
 
 # What must be there.
 
-if [[ -n ${PYTHON:-} ]]; then
-    python=$PYTHON
-elif [[ -x .venv/bin/python ]]; then
-    python=.venv/bin/python
-else
-    python=python3
-fi
 command -v "$python" > /dev/null || die "there is no $python; name one: PYTHON=... $0"
 "$python" -c 'import torch' 2> /dev/null ||
     die "$python has no torch; install torch for CUDA, then: $python -m pip install -e '.[bench]'"
-# This checkout, installed or not, for all programs.
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 "$python" -c 'import mirror' ||
     die "$python cannot import mirror from $PWD; run: $python -m pip install -e '.[bench]'"
 
@@ -64,13 +51,12 @@ die_with_table() { # what first_run.py says without a GPU, and why this ends her
 command -v nvidia-smi > /dev/null ||
     die_with_table "there is no nvidia-smi: is the NVIDIA driver installed?"
 nvidia-smi > /dev/null || die_with_table "nvidia-smi fails: the driver does not answer"
-count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+count=$(count_gpus)
 ((count > 0)) ||
     die_with_table "this torch sees no GPU: it is built for CPU, CUDA_VISIBLE_DEVICES hides them, or the" \
         "driver is too old for it"
 ((count > 1)) ||
-    die "torch sees one GPU; for one there are: benchmarks/first_run.py --json FILE and" \
-        "benchmarks/train_step.py --devices cuda:0"
+    die "torch sees one GPU; for one there is benchmarks/one_gpu.sh"
 
 mkdir -p "$folder" || die "cannot make the folder $folder"
 [[ -z $(ls -A "$folder") ]] || die "$folder is not empty; name another folder"
@@ -159,10 +145,13 @@ part train_read_loss train_step.py "${quick[@]}" "${several[@]}" "${rounds[@]}" 
 # By itself: it needs the most memory.
 part train_resnet50 train_step.py "${several[@]}" "${rounds[@]}" --parts steps \
     --cases resnet50-224 --schedules staggered
-one=(--devices cuda:0 --replicas 1 2 4)
-part one_gpu train_step.py "${quick[@]}" "${one[@]}" "${rounds[@]}" --parts steps memory
-part one_gpu_read_loss train_step.py "${quick[@]}" "${one[@]}" "${rounds[@]}" --parts steps \
-    --read-loss
+# Beside what limits one GPU: N plain models in turn, and the plain step as one CUDA graph.
+budget=(--budget 600)
+if ((${#quick[@]})); then budget=(--budget 60 --models mlp); fi
+result step_one_gpu gpu_step.py --devices cuda:0 "${budget[@]}" --json "$folder/step_one_gpu.json"
+result step_all_gpus gpu_step.py --devices all "${budget[@]}" --json "$folder/step_all_gpus.json"
+part one_gpu_read_loss train_step.py "${quick[@]}" --devices cuda:0 --replicas 1 2 4 \
+    "${rounds[@]}" --parts steps memory --read-loss
 
 {
     echo "# $(date +%F), $count x $(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)"

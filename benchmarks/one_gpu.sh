@@ -1,33 +1,28 @@
 #!/usr/bin/env bash
-# Runs on one GPU, within ten minutes, what shows whether replicas train as one device does.
+# Runs on one GPU, within ten minutes, what shows whether replicas train as one device does, and
+# how long a step takes.
 #
 #   benchmarks/one_gpu.sh [FOLDER]        default: results-one-gpu-DATE
 #
 # Needs an NVIDIA GPU and a Python with torch for CUDA: $PYTHON if it is set, else .venv/bin/python,
 # else python3. This checkout need not be installed. First come the checks of first_run.py --quick;
-# then those of gpu_several.py, with four replicas; then tests, which need pytest, on several
-# replicas of the GPU: PyTorch's own modules and optimizers, and as many other tests as fit. Each
-# part has a limit, and one that fails stops no other. The folder has the output of each.
+# then those of gpu_several.py, with four replicas; then the step times of gpu_step.py; then tests,
+# which need pytest, on several replicas of the GPU: PyTorch's own modules and optimizers, and as
+# many other tests as fit. Each part has a limit, and one that fails stops no other. The folder has
+# the output of each.
 
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source benchmarks/environment.sh
 
 case ${1:-} in
-    -h | --help) sed -n 's/^# \{0,1\}//; 2,10p' "${BASH_SOURCE[0]}"; exit 0 ;;
-    -*) echo "one_gpu.sh: unknown option $1; there is --help" >&2; exit 2 ;;
+    -h | --help) sed -n 's/^# \{0,1\}//; 2,12p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -*) die "unknown option $1; there is --help" ;;
 esac
 folder=${1:-results-one-gpu-$(date +%Y%m%d-%H%M)}
-if [[ -n ${PYTHON:-} ]]; then
-    python=$PYTHON
-elif [[ -x .venv/bin/python ]]; then
-    python=.venv/bin/python
-else
-    python=python3
-fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-count=$("$python" -c 'import torch; print(torch.cuda.device_count())') || count=0
-((count > 0)) || { echo "one_gpu.sh: the torch of $python sees no GPU" >&2; exit 2; }
+count=$(count_gpus) || count=0
+((count > 0)) || die "the torch of $python sees no GPU"
 mkdir -p "$folder"
 
 failed=()
@@ -50,12 +45,13 @@ part() { # NAME SECONDS ARGUMENTS-OF-PYTHON...
 pytest=(-m pytest -v -ra --tb=short -p no:cacheprovider -p no:benchmark)
 if "$python" -c 'import xdist' 2> /dev/null; then pytest+=(-n 8); fi
 
-part first_run 180 benchmarks/first_run.py --quick --json "$folder/first_run.json"
-part several 90 benchmarks/gpu_several.py --budget 80 --json "$folder/several.json" \
+part first_run 150 benchmarks/first_run.py --quick --budget 140 --json "$folder/first_run.json"
+part several 75 benchmarks/gpu_several.py --budget 65 --json "$folder/several.json" \
     cuda:0 cuda:0 cuda:0 cuda:0
-part catalogues 200 "${pytest[@]}" tests/gpu/test_catalogues.py
+part step 125 benchmarks/gpu_step.py --json "$folder/step.json"
+part catalogues 165 "${pytest[@]}" tests/gpu/test_catalogues.py
 # The devices of fixtures in tests/conftest.py: four replicas on the GPU.
-part fixtures 100 "${pytest[@]}" -m "not slow" -k cuda0-x4 tests/replica tests/execution
+part fixtures 85 "${pytest[@]}" -m "not slow" -k cuda0-x4 tests/replica tests/execution
 
 echo "== everything is in $folder"
 if ((${#failed[@]})); then

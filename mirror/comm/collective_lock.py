@@ -94,7 +94,8 @@ class LaunchOrder:
     one order and on another GPU's in the other. Each collective would then wait for the other.
     Rule: all kernels of a collective are launched before the next one's, on every GPU.
     Consequence: collectives of different communicators on different streams may still overlap;
-    both are resident at once, because neither fills a GPU.
+    both are resident at once, because by default neither takes more than half of a GPU
+    (``cuda_kernels.default_limits``).
 
     Attributes:
         mutex: held during the launch only, which waits for no other thread of Python.

@@ -25,9 +25,7 @@ SKIPPED = {  # of the checks of a GPU, where there is none
     "peers",
 }
 # Others of their kind are shorter, they start processes, or test_gpu_several.py runs them.
-LONG = re.compile(
-    "[18] on one|2 on one$|lockstep|plain loop, way [12]|process|first use|how many blocks"
-)
+LONG = re.compile("[18] on one|2 on one$|lockstep|process|first use|how many blocks")
 
 
 @pytest.fixture
@@ -78,7 +76,6 @@ def test_the_check_of_a_gpu_runs_on_simulated_devices(run, tmp_path):
     assert "auto and training, 4 on one device" in result.stdout
     assert "chose host" in result.stdout
     assert states["SyncBatchNorm beside buckets"] == "passed"
-    assert states["one replica / a plain loop, way 3"] == "passed"
 
 
 @pytest.mark.slow
@@ -119,18 +116,14 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def gpu_graphs(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    module = importlib.import_module("gpu_graphs")
-    monkeypatch.setattr(module, "_ROUNDS", 2)
-    monkeypatch.setattr(module, "_STEPS", 1)
-    return module
+    return importlib.import_module("gpu_graphs")
 
 
 @pytest.mark.slow
 def test_every_check_passes_on_simulated_devices(gpu_graphs):
     checks = dict(gpu_graphs.graph_checks(CPU, (CPU,)))
-    assert len(checks) == 7
-    for name in ("draws", "1 on one, speed"):
-        assert checks[f"compiled step, {name}"]()
+    assert len(checks) == 5
+    assert checks["compiled step, draws"]()
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ elif "device_count" in asked:
 elif "--json" in asked:
     assert os.environ["PYTHONPATH"] == os.getcwd()
     print("visible", os.environ.get("CUDA_VISIBLE_DEVICES"), "asked", asked)
-    if "one_gpu.json" in asked:
+    if "train_resnet50.json" in asked:
         sys.exit("out of memory")
     pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text("{{}}")
     sys.exit(1)  # a target was missed
@@ -57,7 +57,7 @@ elif "--json" in asked:
         folder = tmp_path / "results"
         result = machine(4, "--quick", folder)
         assert result.returncode == 1
-        assert "these parts failed, see their .txt: one_gpu\n" in result.stdout
+        assert "these parts failed, see their .txt: train_resnet50\n" in result.stdout
         assert "4 GPUs: the rows of more stay empty" in result.stderr
         assert {path.stem for path in folder.glob("*.json")} == {
             "first_run",
@@ -67,18 +67,20 @@ elif "--json" in asked:
             "all_reduce_4_bfloat16",
             "train",
             "train_read_loss",
-            "train_resnet50",
+            "step_one_gpu",
+            "step_all_gpus",
             "one_gpu_read_loss",
         }
         assert "first_run.py --quick --json" in result.stdout.splitlines()[0]
-        assert "out of memory" in (folder / "one_gpu.txt").read_text()
+        assert "out of memory" in (folder / "train_resnet50.txt").read_text()
         assert (folder / "doctor.txt").exists()
         assert "smi topo -m" in (folder / "environment.txt").read_text()
         summary = (folder / "summary.md").read_text()
         assert "4 x GPU H" in summary
         assert "visible 0,1 asked benchmarks/all_reduce.py --device all" in summary
         assert "train_step.py --quick --devices all --replicas 1 2 4" in summary
-        assert "Failed: one_gpu\n" in summary
+        assert "gpu_step.py --devices cuda:0 --budget 60 --models mlp" in summary
+        assert "Failed: train_resnet50\n" in summary
 
     @pytest.mark.parametrize(
         ("gpus", "complaint"), [(0, "this torch sees no GPU"), (1, "torch sees one GPU")]
@@ -142,13 +144,14 @@ else:
         lines = result.stdout.splitlines()
         assert lines[-1] == "== these parts failed: catalogues"
         assert "FAILED tests/gpu/test_catalogues.py::test_optimizers[SGD]" in lines
-        parts = [line for line in lines if line.startswith("== ") and ": " in line][:4]
+        parts = [line for line in lines if line.startswith("== ") and ": " in line][:5]
         assert parts[0].startswith("== first_run: benchmarks/first_run.py --quick")
         assert parts[1].endswith("cuda:0 cuda:0 cuda:0 cuda:0")
-        assert "tests/gpu/test_catalogues.py" in parts[2]
-        assert "-k cuda0-x4" in parts[3]
+        assert parts[2].startswith("== step: benchmarks/gpu_step.py --json")
+        assert "tests/gpu/test_catalogues.py" in parts[3]
+        assert "-k cuda0-x4" in parts[4]
         texts = {path.stem: path.read_text() for path in (tmp_path / "results").glob("*.txt")}
-        assert set(texts) == {"first_run", "several", "catalogues", "fixtures"}
+        assert set(texts) == {"first_run", "several", "step", "catalogues", "fixtures"}
         assert "asked -m pytest -v" in texts["fixtures"]
 
     def test_all_limits_together_are_ten_minutes(self):

@@ -121,7 +121,7 @@ class FakeGraph:
         gpus = graphs.gpus
         stream = gpus.streams.current_stream(self.stream.device)
         gpus.order.enqueue(stream.agent)
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.no_grad():  # a launch records nothing
             self._do(stream)
 
     def _do(self, stream):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -40,9 +41,21 @@ from mirror.comm.kernels.launcher import (
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
 
-# Other libraries that copy through registers use as many (NCCL's rings 16 to 32, vLLM 36). It is
-# not measured yet: benchmarks/gpu_blocks.py finds the best number for a machine.
-_DEFAULT_BLOCKS = 32
+_ALL = sys.maxsize
+"""As many blocks as fit."""
+
+# The default number of blocks of a replica, for messages of up to so many bytes. The best of one
+# H200 with two replicas were 8 to 16 for small messages, and 48 to 64 of 66 possible ones for
+# 64 MiB (benchmarks/README.md, "One GPU"). What lies between is interpolated, and nothing is
+# measured on several GPUs, where blocks compete with computation: other libraries that copy
+# through registers use 16 to 36 there. benchmarks/gpu_blocks.py finds the best for a machine.
+_BLOCKS = (
+    # bytes         one GPU  several GPUs
+    (256 * 2**10, 8, 8),
+    (4 * 2**20, 16, 16),
+    (16 * 2**20, 32, 32),
+    (sys.maxsize, _ALL, 64),
+)
 _PEER_ACCESS_ALREADY_ENABLED = 704
 
 _logger = logging.getLogger("mirror")
@@ -97,7 +110,8 @@ class CudaDevices:
         Args:
             linked: the pairs where the first device accesses the second's memory. Only these are
                 enabled, because the number of a GPU's peers is limited.
-            max_blocks: of each replica; all are resident at once, one per multiprocessor.
+            max_blocks: of each replica, for all messages; all are resident at once, one per
+                multiprocessor. By default it depends on the message: see ``default_limits``.
 
         Raises:
             BackendError: a GPU has fewer multiprocessors than replicas.
@@ -114,7 +128,10 @@ class CudaDevices:
                 f"each replica has 1 to {most} blocks here, one to a multiprocessor of its GPU; "
                 f"got max_blocks={max_blocks}"
             )
-        self.max_blocks = max_blocks or min(_DEFAULT_BLOCKS, most)
+        self.block_limits: Sequence[tuple[int, int]] = ((sys.maxsize, max_blocks or most),)
+        if max_blocks is None:
+            self.block_limits = default_limits(most, len(self._rows))
+        self.max_blocks = self.block_limits[-1][1]
         _enable_peer_access(linked)
         num_bytes = workspace_bytes(self.max_blocks, scratch_bytes)
         # The workspaces outlive the inference mode and the default device of their creator.
@@ -185,6 +202,21 @@ class CudaDevices:
     def _synchronize(self) -> None:
         for device in self._rows:
             torch.cuda.synchronize(device)
+
+
+def default_limits(most: int, num_gpus: int) -> Sequence[tuple[int, int]]:
+    """Returns the default ``Machine.block_limits``.
+
+    On several GPUs a collective takes at most half of a GPU's multiprocessors. Otherwise those of
+    two communicators could each fill one GPU, and wait for their own blocks on the other one,
+    forever. Replicas that share the only GPU are launched together, and wait for no other launch.
+
+    Args:
+        most: the blocks of a replica that are resident at once on every GPU.
+    """
+    largest = most if num_gpus == 1 else max(1, most // 2)
+    column = 1 if num_gpus == 1 else 2
+    return tuple((row[0], min(row[column], largest)) for row in _BLOCKS)
 
 
 def missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | None:

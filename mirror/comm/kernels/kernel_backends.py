@@ -81,7 +81,9 @@ class RingCommunicator(KernelCommunicator):
 
     source = "ring"
     # Four slots. On GPUs they have 128 KiB: with 32 blocks and three slots in flight some 12 MiB,
-    # ten times what a link of 400 GB/s transfers in the 3 us of a round trip.
+    # ten times what a link of 400 GB/s transfers in the 3 us of a round trip. The workspaces of
+    # replicas that share the only GPU take 512 KiB for each of its multiprocessors, 66 MiB of an
+    # H200; those of one replica per GPU 32 MiB each.
     simulated_scratch_bytes = 4 * 16 * 1024
     cuda_scratch_bytes = 4 * 128 * 1024
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,12 +33,15 @@ class Machine(Protocol):
     """Runs kernels on all replicas, and owns their workspaces.
 
     Attributes:
-        max_blocks: the number of thread blocks that a kernel may have on each replica.
+        max_blocks: the number of thread blocks for which each replica's workspace has room.
         bytes_per_block: the bytes of a message for which a replica uses one block.
+        block_limits: pairs of bytes and blocks, both ascending: for a message of up to so many
+            bytes, a kernel has at most so many blocks on each replica. The last is ``max_blocks``.
     """
 
     max_blocks: int
     bytes_per_block: int
+    block_limits: Sequence[tuple[int, int]]
 
     def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
         """Compiles the kernels for calls of ``run``; without it, ``run`` compiles them."""
@@ -96,7 +100,8 @@ class KernelCommunicator(Communicator):
         Args:
             timeout_seconds: how long a replica may wait inside a collective; by default 600 s.
             max_blocks: the number of thread blocks that a kernel may have on each replica. It does
-                not change the bits of results. The default depends on the machine.
+                not change the bits of results. The default depends on the machine and on the size
+                of the message.
 
         Raises:
             BackendError: the kernels cannot be run here; see ``unavailable_reason``.
@@ -256,8 +261,10 @@ class KernelCommunicator(Communicator):
         arguments.root = root
         arguments.element_bytes = first.element_size()
         arguments.call = self._num_calls
-        blocks = -(-self.share(collective, first.nbytes) // self._machine.bytes_per_block)
-        blocks = max(1, min(blocks, self._machine.max_blocks))
+        limits = self._machine.block_limits
+        _, limit = limits[bisect_left(limits, (first.nbytes,))]
+        needed = -(-self.share(collective, first.nbytes) // self._machine.bytes_per_block)
+        blocks = max(1, min(needed, limit))
         kernel = self.kernel_for(collective, first.nbytes, blocks)
         self._machine.run(kernel, element, arguments, blocks)
         # Kernels have written raw memory; autograd must know, except for inference tensors.

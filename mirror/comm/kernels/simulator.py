@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class SimulatedGpus:
             raise ValueError(
                 f"simulated devices have 1 to {_MAX_BLOCKS} blocks; got max_blocks={max_blocks}"
             )
+        self.block_limits: Sequence[tuple[int, int]] = ((sys.maxsize, self.max_blocks),)
         self.absent = 0
         self.moved: Tensor | None = None
         self._scratch_bytes = scratch_bytes

@@ -4,6 +4,7 @@ Simulated kernels report what they read and write, and in which replica's memory
 """
 
 import functools
+import sys
 
 import numpy as np
 import pytest
@@ -77,6 +78,33 @@ def test_there_are_as_many_blocks_as_one_replica_has_work_for(name):
     assert blocks_of(communicator, "broadcast", 4 * unit) == [around]
     small = 4 if name == "direct" else 1  # every replica reduces all of a small message
     assert blocks_of(communicator, "all_reduce", 4 * unit) == [small]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_exact_when_messages_of_different_sizes_alternate(name):
+    """The counters of blocks that one message leaves out are those of the next one."""
+    n = 4
+    communicator = comm.create(name, ["cpu"] * n, max_blocks=5)
+    communicator._machine.block_limits = ((100_000, 2), (1_000_000, 3), (sys.maxsize, 5))
+    reference = comm.create(name, ["cpu"] * n, max_blocks=1)
+    generator = torch.Generator().manual_seed(7)
+    sizes = {
+        40_000: 2 if name == "direct" else 1,
+        100_000: 2,
+        100_004: 3 if name == "direct" else 2,
+        900_000: 3,
+        2_000_000: 5,
+    }
+    for num_bytes, blocks in [*sizes.items(), *reversed(sizes.items()), *sizes.items()]:
+        assert blocks_of(communicator, "all_reduce", num_bytes) == [blocks]
+        values = [torch.randn(num_bytes // 4, generator=generator) for _ in range(n)]
+        found, wanted = (
+            list(every_result(one, [value.clone() for value in values]))
+            for one in (communicator, reference)
+        )
+        assert all(map(torch.equal, found, wanted))
+    communicator.close()
+    reference.close()
 
 
 @pytest.mark.parametrize("max_blocks", [0, -1, 17])

@@ -232,13 +232,90 @@ def test_local_memory_is_reserved_by_a_launch_of_its_own_on_an_idle_gpu(gpus, ca
 
 @pytest.mark.parametrize(("indices", "most"), [((0, 1), 100), ((0, 0, 1), 50)], ids=str)
 def test_all_blocks_of_a_gpu_fit_on_its_multiprocessors(gpus, indices, most):
-    assert machine(gpus, "ring", indices).max_blocks == 32
     for max_blocks in (1, most):
         gpus.kept.append(gpus.create("ring", indices, max_blocks=max_blocks))
         assert gpus.kept[-1]._machine.max_blocks == max_blocks
     for max_blocks in (0, most + 1):
         with pytest.raises(ValueError, match=rf"1 to {most} .* got max_blocks={max_blocks}"):
             gpus.create("ring", indices, max_blocks=max_blocks)
+
+
+KIB, MIB = 2**10, 2**20
+BLOCKS = [
+    # processors, GPU of each replica, blocks for messages of 256 KiB, 4, 16, 64 and 1024 MiB
+    (132, (0, 0), (8, 16, 32, 66, 66)),
+    (132, (0,) * 4, (8, 16, 32, 33, 33)),
+    (132, (0,) * 8, (8, 16, 16, 16, 16)),
+    (132, (0,), (8, 16, 32, 132, 132)),
+    (132, (0, 1), (8, 16, 32, 64, 64)),
+    (108, (0, 1), (8, 16, 32, 54, 54)),
+    (132, (0, 0, 1, 1), (8, 16, 32, 33, 33)),
+    (132, (0, 0, 1), (8, 16, 32, 33, 33)),
+    (8, (0,) * 8, (1, 1, 1, 1, 1)),
+    (2, (0, 0, 1), (1, 1, 1, 1, 1)),
+]
+
+
+def launched_blocks(gpus, communicator, sizes):
+    """Returns the blocks of an all-reduce of each size, which no memory is allocated for."""
+    n = len(communicator.devices)
+    found = []
+    for num_bytes in sizes:
+        gpus.launches.clear()
+        # One element that strides make as large as a message.
+        one = torch.tensor([1.0]).expand(num_bytes // 4)
+        communicator._launch("all_reduce", [one] * n, torch.float32)
+        grids = {grid[0] for _, _, grid, *_ in gpus.launches}
+        assert len(grids) == 1, "the launches of one collective differ"
+        found.append(grids.pop())
+    return tuple(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("processors", "indices", "wanted"), BLOCKS, ids=str)
+def test_large_messages_have_more_blocks_by_default(
+    monkeypatch, name, processors, indices, wanted
+):
+    gpus = FakeGpus(monkeypatch, processors)
+    machine(gpus, name, indices)
+    sizes = (256 * KIB, 4 * MIB, 16 * MIB, 64 * MIB, 1024 * MIB)
+    share = gpus.kept[-1].share("all_reduce", sizes[0]) // (8 * KIB)  # a pack for each thread
+    wanted = (min(share, wanted[0]), *wanted[1:])
+    assert launched_blocks(gpus, gpus.kept[-1], sizes) == wanted
+    # One element more than a limit is a larger message.
+    assert launched_blocks(gpus, gpus.kept[-1], [4 * MIB + 4]) == wanted[2:3]
+    gpus.kept[-1].close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("indices", [row[1] for row in BLOCKS], ids=str)
+@pytest.mark.parametrize("processors", [8, 20, 132])
+def test_default_blocks_are_resident_together(monkeypatch, name, indices, processors):
+    gpus = FakeGpus(monkeypatch, processors)
+    made = machine(gpus, name, indices)
+    (blocks,) = launched_blocks(gpus, gpus.kept[-1], [1024 * MIB])
+    assert blocks == made.max_blocks  # what workspaces have room for
+    rows = max(Counter(indices).values())
+    # Collectives of two communicators may wait on each other's GPU: each fits beside the other.
+    at_once = 1 if len(set(indices)) == 1 or rows * 2 > processors else 2
+    assert at_once * rows * blocks <= processors
+    assert all(grid == (blocks, Counter(indices)[d.index]) for d, _, grid, *_ in gpus.launches)
+    gpus.kept[-1].close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("max_blocks", [1, 40])
+def test_a_given_number_of_blocks_is_that_of_all_messages(gpus, name, max_blocks):
+    gpus.kept.append(gpus.create(name, (0, 1), max_blocks=max_blocks))
+    sizes = (4 * MIB, 64 * MIB)
+    assert launched_blocks(gpus, gpus.kept[-1], sizes) == (max_blocks,) * 2
+
+
+def test_a_small_message_has_one_shot_with_few_blocks(gpus):
+    """The smallest row of the table leaves one-shot all-reduce its largest message."""
+    machine(gpus, "direct", (0, 1))
+    launched_blocks(gpus, gpus.kept[-1], [256 * KIB])
+    assert {name for _, name, *_ in gpus.launches} == {"direct_one_shot_kernel"}
 
 
 @pytest.mark.parametrize("name", NAMES)
