@@ -215,6 +215,15 @@ class ReplicaStreams:
         self._rows = tuple(rows)
         self._noted: dict[torch.device, dict[Any, None]] = {}
         self._have_noted: set[tuple[int, torch.device]] = set()
+        self._ever_used: dict[torch.device, set[Any]] = {}
+
+    def record_use(self, device: torch.device) -> None:
+        """Records that the current stream of a GPU has made tensors for merges.
+
+        It may not be that of the replica: a forward pass, and so its backward pass, may use
+        streams of its own.
+        """
+        self._ever_used.setdefault(device, set()).add(torch.cuda.current_stream(device))
 
     def record(self, replica_id: int, device: torch.device | None = None) -> None:
         """Records the current streams of the calling replica, on all its devices or on one."""
@@ -222,6 +231,7 @@ class ReplicaStreams:
             stream = torch.cuda.current_stream(gpu)
             self._noted.setdefault(gpu, {})[stream] = None
             self._have_noted.add((replica_id, gpu))
+            self._ever_used.setdefault(gpu, set()).add(stream)
 
     def are_complete(self, column: Sequence[torch.device]) -> bool:
         """Whether all replicas have recorded their streams at this position."""
@@ -234,18 +244,21 @@ class ReplicaStreams:
             read: per replica, tensors that this thread's streams read and the caller drops.
             made: per replica, tensors from this thread's streams, for the recorded streams.
 
-        All are on the replicas' first devices.
+        All are on the replicas' first devices. Memory that only the current stream has ever made
+        and read needs no call: the allocator gives it to that stream again.
         """
         for device, others, mine in zip((row[0] for row in self._rows), read, made, strict=True):
             stream = torch.cuda.current_stream(device)
-            for tensor in others:
-                tensor.record_stream(stream)
-            for tensor in mine:
-                for noted in self._noted.get(device, ()):
-                    tensor.record_stream(noted)
+            if self._ever_used.get(device) != {stream}:
+                for tensor in others:
+                    tensor.record_stream(stream)
+            for noted in self._noted.get(device, ()):
+                if noted != stream:
+                    for tensor in mine:
+                        tensor.record_stream(noted)
 
     def forget(self) -> None:
-        """Drops the recorded streams."""
+        """Drops the recorded streams, but for what ``keep`` knows of earlier ones."""
         self._noted, self._have_noted = {}, set()
 
     @contextmanager

@@ -24,8 +24,10 @@ alive. ``copy.deepcopy`` and pickle would copy the whole storage, so ``copy_with
 them copy the gradient alone.
 
 On GPUs a buffer belongs to the compute stream on which it was created. The streams of the backward
-passes are recorded in ``GradTracker.streams`` and reported to the allocator, because passes wrote
-the gradients there and the program may use them there next.
+passes are recorded in ``GradTracker.streams``, because passes wrote the gradients there and the
+program may use them there next. The allocator is told of these streams for each buffer if they are
+others than that one, and for each gradient if a pass has ever used another one: a forward pass may
+have streams of its own.
 """
 
 from __future__ import annotations
