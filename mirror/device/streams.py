@@ -209,21 +209,30 @@ class ReplicaStreams:
 
     Args:
         rows: the GPUs of each replica.
+
+    Attributes:
+        are_mixed: whether a replica has ever used several streams of one GPU for one merge.
     """
 
     def __init__(self, rows: Sequence[Sequence[torch.device]]) -> None:
         self._rows = tuple(rows)
+        self.are_mixed = False
         self._noted: dict[torch.device, dict[Any, None]] = {}
         self._have_noted: set[tuple[int, torch.device]] = set()
+        self._used: dict[tuple[int, torch.device], set[Any]] = {}
         self._ever_used: dict[torch.device, set[Any]] = {}
 
-    def record_use(self, device: torch.device) -> None:
-        """Records that the current stream of a GPU has made tensors for merges.
+    def record_use(self, replica_id: int, device: torch.device) -> None:
+        """Records that the current stream has made a tensor for a merge.
 
-        It may not be that of the replica: a forward pass, and so its backward pass, may use
-        streams of its own.
+        It may not be the one that ``record`` finds: a forward pass, and so its backward pass, may
+        use streams of its own.
         """
-        self._ever_used.setdefault(device, set()).add(torch.cuda.current_stream(device))
+        stream = torch.cuda.current_stream(device)
+        self._ever_used.setdefault(device, set()).add(stream)
+        used = self._used.setdefault((replica_id, device), set())
+        used.add(stream)
+        self.are_mixed |= len(used) > 1
 
     def record(self, replica_id: int, device: torch.device | None = None) -> None:
         """Records the current streams of the calling replica, on all its devices or on one."""
@@ -259,7 +268,7 @@ class ReplicaStreams:
 
     def forget(self) -> None:
         """Drops the recorded streams, but for what ``keep`` knows of earlier ones."""
-        self._noted, self._have_noted = {}, set()
+        self._noted, self._have_noted, self._used = {}, set(), {}
 
     @contextmanager
     def make_caller_wait(self) -> Iterator[None]:

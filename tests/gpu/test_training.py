@@ -98,7 +98,8 @@ class EndOnStream(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.stream.wait_stream(torch.cuda.current_stream(grad.device))
+        if ctx.stream.cuda_stream:  # the default stream waits for others when the pass ends
+            ctx.stream.wait_stream(torch.cuda.current_stream(grad.device))
         torch.cuda.set_stream(ctx.stream)
         return grad + 0, None
 
@@ -165,6 +166,49 @@ def test_the_allocator_is_told_of_gradients_only_if_several_streams_made_them(
     assert few_buffers == many_buffers
     per_layer = (many - few) / 10
     assert per_layer == (2 * len(gpus) if of_gradients else 0)  # a weight and a bias
+
+
+class Branches(nn.Module):
+    """Two branches of layers: autograd computes one on the default stream, one on its own."""
+
+    def __init__(self, streams):
+        super().__init__()
+        self.usual, self.beside = (nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in "12")
+        self.streams = streams
+
+    def forward(self, x):
+        default = torch.cuda.default_stream(x.device)
+        parts = []
+        for layers, stream in ((self.usual, default), (self.beside, self.streams[x.device])):
+            y = EndOnStream.apply(x.requires_grad_(), default)
+            for layer in layers:
+                y = layer(y)
+            parts.append(EndOnStream.apply(y, stream))
+        return parts[0].sum() + parts[1].sum()
+
+
+@pytest.mark.parametrize("num_layers_per_pack", [1, 4, 99])
+def test_gradients_of_streams_that_forward_uses_are_reduced_after_the_pass(num_layers_per_pack):
+    """In it, the stream of the pass has not waited for them; a bucket read what was not there."""
+    packs = mirror.CommunicationOptions(bytes_per_pack=num_layers_per_pack * 80)
+    with FakeGpus(2) as fake:
+        with mirror.MirroredStrategy(names(2), "naive", communication_options=packs) as strategy:
+            streams = {gpu: torch.cuda.Stream(gpu) for gpu in fake.devices}
+            model = strategy.mirror(Branches(streams).to("cuda:0"))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(x):
+                optimizer.zero_grad()
+                model(x).backward()
+                torch.cuda.current_stream(x.device).wait_stream(streams[x.device])  # as torch does
+                optimizer.step()
+
+            for _ in range(6):
+                xs = mirror.PerReplica([torch.ones(2, 4, device=gpu) for gpu in fake.devices])
+                strategy.run(step, (xs,))
+        # Those of other memory are of this model: torch tells of tensors between streams.
+        assert [found for found in fake.violations if "packing.py" in found] == []
+        fake.violations.clear()
 
 
 @pytest.mark.parametrize("rows", [names(2), names(3), ROWS, [*ROWS, ["cuda:4", "cuda:5"]]])

@@ -294,7 +294,7 @@ class GradTracker:
 @disable_dynamo
 def _record_use(streams: ReplicaStreams, copy: ReplicaParameter) -> None:
     """Records the stream that has made a gradient: a forward pass may use streams of its own."""
-    streams.record_use(copy.device)
+    streams.record_use(copy.replica_id, copy.device)
 
 
 def _empty_slots(copies: Iterable[ReplicaParameter]) -> None:
