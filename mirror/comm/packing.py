@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 FIRST_PACK_BYTES = 2**20
 ALIGNMENT_BYTES = 16  # for kernels that load 16 bytes at once
+
+_MAX_PLANS = 256  # of lists of tensors: those of a few models, each with its buckets
+
+Strides = tuple[tuple[int, ...], ...]
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
 
 def plan_packs(
@@ -69,12 +78,13 @@ def have_same_strides(tensors: Sequence[Tensor]) -> bool:
     if all(map(Tensor.is_contiguous, tensors)):
         return True
     strides = list(map(Tensor.stride, tensors))
-    return strides.count(strides[0]) == len(strides) and _is_gapless(tensors[0])
+    is_same = strides.count(strides[0]) == len(strides)
+    return is_same and _is_gapless(tensors[0].shape, strides[0])
 
 
-def _is_gapless(tensor: Tensor) -> bool:
+def _is_gapless(shape: Sequence[int], strides: Sequence[int]) -> bool:
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
             if stride != expected:
                 return False
@@ -102,13 +112,40 @@ def copy_back(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(tensors), views)
 
 
+class _FlatPlan(NamedTuple):
+    """A flat buffer: which tensors it holds, and where. It is planned once, and used every step.
+
+    Attributes:
+        pick: returns the tensors of this buffer from a list of all; ``positions`` are theirs.
+        sizes: the elements of the buffer's parts: the tensors, and gaps up to the next multiple
+            of 16 bytes.
+        pick_parts: returns the tensors' parts; ``gaps`` are the indices of the others.
+        shaped: the indices, among the tensors, of those with a layout unlike that of their part,
+            which is flat.
+        shapes: of these.
+        strides: of these, per replica, or once if all replicas have the same.
+    """
+
+    pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+    positions: tuple[int, ...]
+    sizes: list[int]
+    pick_parts: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+    gaps: list[int]
+    shaped: list[int]
+    shapes: list[Any]
+    strides: list[list[tuple[int, ...]]]
+
+
 def move_into_flats(
     columns: Sequence[list[Tensor]], bytes_per_pack: int
 ) -> tuple[list[list[Tensor]], list[int]]:
-    """Moves tensors into flat buffers, one per pack, and replaces them by views in their lists.
+    """Moves tensors into new flat buffers, one per pack; their lists then hold views of these.
 
     A view has the strides of its tensor and starts at a multiple of 16 bytes. For autograd it is
     not a view: it has its own version counter, and ``detach_()`` accepts it.
+
+    The number of operations does not depend on the number of tensors, except for one that gives
+    its shape to each that is not of one dimension. Every operation lets go of the GIL.
 
     Args:
         columns: one list of tensors per replica, equal in shape and dtype at each position.
@@ -117,53 +154,98 @@ def move_into_flats(
         The buffers of each replica, and the positions of tensors that are not moved: a tensor
         alone in its pack, and one with gaps or with different strides on the replicas.
     """
-    contiguous = view_in_memory_order(columns)
     first = columns[0]
-    staying: list[int] = []
-    moving: list[int] = []
-    sizes: list[int] = []
-    dtypes: list[torch.dtype] = []
-    for i, row in enumerate(zip(*contiguous, strict=True)):
-        if contiguous is columns or all(map(Tensor.is_contiguous, row)):
-            moving.append(i)
-            sizes.append(first[i].nbytes)
-            dtypes.append(first[i].dtype)
-        else:
-            staying.append(i)
+    strides = [tuple(map(Tensor.stride, column)) for column in columns]
+    layouts = strides[:1] if strides.count(strides[0]) == len(strides) else strides
+    plans, staying = _plan_flats(
+        tuple(map(_shape_of, first)), tuple(map(_dtype_of, first)), tuple(layouts), bytes_per_pack
+    )
     buffers: list[list[Tensor]] = [[] for _ in columns]
-    for pack in plan_packs(sizes, dtypes, bytes_per_pack):
-        positions = list(map(moving.__getitem__, pack))
-        if len(positions) == 1:
-            staying += positions
-            continue
-        for own, column, parts in zip(buffers, columns, contiguous, strict=True):
-            own.append(_move(column, parts, positions))
-    return buffers, staying
+    for plan in plans:
+        for r, (own, column) in enumerate(zip(buffers, columns, strict=True)):
+            own.append(_move(column, plan, plan.strides[r % len(layouts)]))
+    return buffers, list(staying)
 
 
-def _move(column: list[Tensor], parts: Sequence[Tensor], positions: Sequence[int]) -> Tensor:
-    """Moves the tensors at these positions into a new flat tensor; views replace them.
+def _move(column: list[Tensor], plan: _FlatPlan, strides: Sequence[tuple[int, ...]]) -> Tensor:
+    """Moves the tensors of a plan into a new flat tensor; views replace them."""
+    tensors = plan.pick(column)
+    buffer = tensors[0].new_empty(sum(plan.sizes))
+    # Not views for autograd, unlike those of ``split_with_sizes``.
+    parts = torch.unsafe_split_with_sizes(buffer, plan.sizes)
+    views = plan.pick_parts(parts)
+    shaped = map(Tensor.as_strided_, map(views.__getitem__, plan.shaped), plan.shapes, strides)
+    deque(shaped, maxlen=0)
+    torch._foreach_copy_(views, tensors)
+    if plan.gaps:  # no kernel reads memory that was never written
+        torch._foreach_zero_(list(map(parts.__getitem__, plan.gaps)))
+    for i, view in zip(plan.positions, views, strict=True):
+        column[i] = view
+    return buffer
+
+
+@lru_cache(_MAX_PLANS)
+def _plan_flats(
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+    layouts: tuple[Strides, ...],
+    bytes_per_pack: int,
+) -> tuple[tuple[_FlatPlan, ...], tuple[int, ...]]:
+    """Plans the flat buffers of tensors; returns also the positions of those that stay.
 
     Args:
-        parts: the column's tensors, in memory order and contiguous.
+        layouts: the strides of each replica's tensors, or those of one if all have the same.
     """
-    like = parts[positions[0]]
-    zeros: Tensor | None = None  # fills the gap before the next multiple of 16 bytes
-    size_bytes = like.element_size()
-    pieces: list[Tensor] = []
+    staying: list[int] = []
+    moving: list[int] = []
+    for i, (shape, rows) in enumerate(zip(shapes, zip(*layouts, strict=True), strict=True)):
+        (moving if _are_alike(shape, rows) else staying).append(i)
+    sizes_bytes = [shapes[i].numel() * dtypes[i].itemsize for i in moving]
+    plans: list[_FlatPlan] = []
+    for pack in plan_packs(sizes_bytes, [dtypes[i] for i in moving], bytes_per_pack):
+        positions = tuple(moving[i] for i in pack)
+        if len(positions) == 1:
+            staying += positions
+        else:
+            plans.append(_plan_flat(positions, shapes, dtypes[positions[0]].itemsize, layouts))
+    return tuple(plans), tuple(staying)
+
+
+def _plan_flat(
+    positions: tuple[int, ...],
+    shapes: Sequence[torch.Size],
+    size_bytes: int,
+    layouts: Sequence[Strides],
+) -> _FlatPlan:
     sizes: list[int] = []
+    parts: list[int] = []
+    gaps: list[int] = []
     for i in positions:
-        piece = parts[i].view(-1)
-        num = piece.numel()
+        num = shapes[i].numel()
+        parts.append(len(sizes))
+        sizes.append(num)
         gap = -num * size_bytes % ALIGNMENT_BYTES // size_bytes
-        if zeros is None and gap:
-            zeros = like.new_zeros(ALIGNMENT_BYTES)
-        pieces.append(piece)
-        sizes += num, gap
-        if zeros is not None and gap:
-            pieces.append(zeros[:gap])
-    buffer = torch.cat(pieces)
-    views = torch.unsafe_split_with_sizes(buffer, sizes)[::2]
-    for i, view in zip(positions, views, strict=True):
-        column[i] = view.as_strided_(column[i].shape, column[i].stride())
-    return buffer
+        if gap:
+            gaps.append(len(sizes))
+            sizes.append(gap)
+    shaped = [
+        k
+        for k, i in enumerate(positions)
+        if len(shapes[i]) != 1 or any(strides[i] != (1,) for strides in layouts)
+    ]
+    return _FlatPlan(
+        itemgetter(*positions),
+        positions,
+        sizes,
+        itemgetter(*parts),
+        gaps,
+        shaped,
+        [shapes[positions[k]] for k in shaped],
+        [[strides[positions[k]] for k in shaped] for strides in layouts],
+    )
+
+
+def _are_alike(shape: Sequence[int], rows: Sequence[tuple[int, ...]]) -> bool:
+    """Whether tensors of one shape, given by their strides, have no gaps and one memory order."""
+    used = [[stride for stride, size in zip(row, shape, strict=True) if size != 1] for row in rows]
+    return used.count(used[0]) == len(used) and _is_gapless(shape, rows[0])

@@ -209,12 +209,30 @@ class ReplicaStreams:
 
     Args:
         rows: the GPUs of each replica.
+
+    Attributes:
+        are_mixed: whether a replica has ever used several streams of one GPU for one merge.
     """
 
     def __init__(self, rows: Sequence[Sequence[torch.device]]) -> None:
         self._rows = tuple(rows)
+        self.are_mixed = False
         self._noted: dict[torch.device, dict[Any, None]] = {}
         self._have_noted: set[tuple[int, torch.device]] = set()
+        self._used: dict[tuple[int, torch.device], set[Any]] = {}
+        self._ever_used: dict[torch.device, set[Any]] = {}
+
+    def record_use(self, replica_id: int, device: torch.device) -> None:
+        """Records that the current stream has made a tensor for a merge.
+
+        It may not be the one that ``record`` finds: a forward pass, and so its backward pass, may
+        use streams of its own.
+        """
+        stream = torch.cuda.current_stream(device)
+        self._ever_used.setdefault(device, set()).add(stream)
+        used = self._used.setdefault((replica_id, device), set())
+        used.add(stream)
+        self.are_mixed |= len(used) > 1
 
     def record(self, replica_id: int, device: torch.device | None = None) -> None:
         """Records the current streams of the calling replica, on all its devices or on one."""
@@ -222,6 +240,7 @@ class ReplicaStreams:
             stream = torch.cuda.current_stream(gpu)
             self._noted.setdefault(gpu, {})[stream] = None
             self._have_noted.add((replica_id, gpu))
+            self._ever_used.setdefault(gpu, set()).add(stream)
 
     def are_complete(self, column: Sequence[torch.device]) -> bool:
         """Whether all replicas have recorded their streams at this position."""
@@ -234,19 +253,22 @@ class ReplicaStreams:
             read: per replica, tensors that this thread's streams read and the caller drops.
             made: per replica, tensors from this thread's streams, for the recorded streams.
 
-        All are on the replicas' first devices.
+        All are on the replicas' first devices. Memory that only the current stream has ever made
+        and read needs no call: the allocator gives it to that stream again.
         """
         for device, others, mine in zip((row[0] for row in self._rows), read, made, strict=True):
             stream = torch.cuda.current_stream(device)
-            for tensor in others:
-                tensor.record_stream(stream)
-            for tensor in mine:
-                for noted in self._noted.get(device, ()):
-                    tensor.record_stream(noted)
+            if self._ever_used.get(device) != {stream}:
+                for tensor in others:
+                    tensor.record_stream(stream)
+            for noted in self._noted.get(device, ()):
+                if noted != stream:
+                    for tensor in mine:
+                        tensor.record_stream(noted)
 
     def forget(self) -> None:
-        """Drops the recorded streams."""
-        self._noted, self._have_noted = {}, set()
+        """Drops the recorded streams, but for what ``keep`` knows of earlier ones."""
+        self._noted, self._have_noted, self._used = {}, set(), {}
 
     @contextmanager
     def make_caller_wait(self) -> Iterator[None]:

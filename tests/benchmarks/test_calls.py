@@ -7,18 +7,24 @@ import sys
 import threading
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mirror
+from mirror.comm.packing import move_into_flats
 from mirror.execution.run import Run
 from mirror.threads.lockstep import Lockstep
+from tests.gpu.fake import FakeGpus
 from tests.pairs import each_once
 from tests.profiled import profiled
+from tests.toy_models import collect
 
+PACKAGE = str(Path(mirror.__file__).parent)
 TIMES, WARM = 4, 5
 N = 2
 
@@ -38,30 +44,34 @@ def no_passes_at_once(monkeypatch):
     monkeypatch.setattr("mirror.threads.schedule._has_cpus", lambda: False)
 
 
-def calls_of(fn, events=("call", "c_call")):
+def calls_of(fn, events=("call", "c_call"), *, warm=WARM, counts=lambda frame: True):
     """Returns the calls of one ``fn()``, on all threads: how many, not how long, is exact.
 
     The least of several, without garbage collections: what finalizers of other tests' objects do,
     which may run at any time, does not count.
+
+    Args:
+        warm: how often ``fn`` is called before.
+        counts: whether a call counts, given its frame, in its thread.
     """
-    counts, counting = [0], [False]
+    count, counting = [0], [False]
 
     def count_call(frame, event, arg):
-        if counting[0] and event in events:
-            counts[0] += 1
+        if counting[0] and event in events and counts(frame):
+            count[0] += 1
 
     gc.collect()
     gc.disable()
     try:
         with profiled(count_call, threads=True):  # the replicas' start below
-            for _ in range(WARM):
+            for _ in range(warm):
                 fn()
             least = math.inf
             for _ in range(TIMES):
-                counts[0], counting[0] = 0, True
+                count[0], counting[0] = 0, True
                 fn()
                 counting[0] = False
-                least = min(least, counts[0])
+                least = min(least, count[0])
     finally:
         gc.enable()
         counting[0] = False
@@ -102,6 +112,133 @@ def test_a_step_in_run_per_parameter():
             return calls_of(lambda: strategy.run(step))
 
     assert (calls(12) - calls(2)) / 20 <= 20
+
+
+FLATTENED = {
+    "1-D": torch.ones(8),
+    "1-D, with a gap behind it": torch.ones(7),
+    "n-D": torch.ones(4, 4),
+    "n-D, in channels-last layout": torch.ones(4, 4, 2, 2).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("grad", FLATTENED.values(), ids=FLATTENED)
+def test_moving_a_gradient_into_a_flat_buffer_makes_no_call_of_its_own(grad, n):
+    """It made 8.5, and 15 in channels-last layout. A replica's pack makes a few, for all."""
+
+    def calls(num_grads):
+        columns = [[grad.clone() for _ in range(num_grads)] for _ in range(n)]
+        return calls_of(lambda: move_into_flats([list(column) for column in columns], 2**20))
+
+    few = calls(4)
+    assert calls(24) == few
+    assert few <= 9 + 8 * n
+
+
+@pytest.mark.parametrize("grad", FLATTENED.values(), ids=FLATTENED)
+def test_only_a_gradient_with_a_shape_takes_an_operation_of_torch_for_itself(grad):
+    """Every operation lets go of the GIL, which then is another thread's."""
+
+    class Count(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.found += 1
+            return function(*args, **(kwargs or {}))
+
+    def count(num_grads):
+        with Count() as mode:
+            move_into_flats([[grad.clone() for _ in range(num_grads)]], 2**20)
+        return mode.found - num_grads  # without those of clone
+
+    operations = 0 if grad.dim() == 1 else 1
+    assert count(24) - count(4) == 20 * operations
+    assert count(4) - 4 * operations <= 4
+
+
+class Weights(nn.Module):
+    """So many parameters of one shape."""
+
+    def __init__(self, count, shape):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(shape)) for _ in range(count))
+
+    def forward(self, x):
+        for weight in self.weights:  # one after the other, so gradients come in one order
+            x = x * weight.mean()
+        return x
+
+
+@each_once(way=[1, 3, 1, 3], shape=[(8,), (8,), (4, 4), (4, 4)])
+def test_a_parameter_takes_as_many_calls_if_its_gradient_is_moved_into_a_flat_buffer(way, shape):
+    """It took 18 more."""
+    batch, parts = torch.ones(2 * N, 2), mirror.PerReplica([torch.ones(2, 2)] * N)
+
+    def step_calls(backend, count):
+        with mirror.MirroredStrategy(["cpu"] * N, backend) as strategy:
+            model = strategy.mirror(Weights(count, shape))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+            def step(x):
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+
+            return calls_of(
+                (lambda: step(batch)) if way == 1 else (lambda: strategy.run(step, (parts,)))
+            )
+
+    packing, other = (
+        (step_calls(backend, 24) - step_calls(backend, 4)) / 20 for backend in ("naive", "host")
+    )
+    assert packing <= other + 1.1
+
+
+@each_once(way=[1, 2, 3], n=[1, 2, 3, 2, 3, 3], kind=["cpu", "cpu", "cpu", "cuda", "cuda", "cuda"])
+def test_a_parameter_takes_no_call_of_python_in_a_steady_backward_pass(way, n, kind):
+    """Its hooks have gone after three passes in one order; those at the ends of buckets stay."""
+    here, everywhere = threading.local(), types.SimpleNamespace(is_in_pass=False)
+    place = here if way == 3 else everywhere  # in run, other replicas' threads do other things
+    devices = [kind if kind == "cpu" else f"cuda:{i}" for i in range(n)]
+
+    def backward(loss):
+        place.is_in_pass = True
+        loss.backward()
+        place.is_in_pass = False
+
+    def counts(frame):  # also not the simulated GPUs
+        is_own = frame.f_code.co_filename.startswith(PACKAGE)
+        return is_own and getattr(place, "is_in_pass", False)
+
+    def pass_calls(num_parameters):
+        collect()  # every strategy that is alive is told of every pass
+        with mirror.MirroredStrategy(devices, "naive", schedule="lockstep") as strategy:
+            model = strategy.mirror(Weights(num_parameters, (4, 4)).to(devices[0]))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            parts = mirror.PerReplica([torch.ones(2, 2, device=device) for device in devices])
+
+            def step(x):
+                optimizer.zero_grad()
+                backward(model(x).mean())
+                optimizer.step()
+
+            def step_in_two():
+                optimizer.zero_grad()
+                loss = strategy.run(lambda x: model(x).mean(), (parts,))
+                backward(strategy.reduce("mean", loss))
+                optimizer.step()
+
+            if way == 1:
+                steps = partial(step, torch.ones(2 * n, 2, device=devices[0]))
+            else:
+                steps = step_in_two if way == 2 else partial(strategy.run, step, (parts,))
+            return calls_of(steps, ("call",), warm=3, counts=counts)
+
+    with contextlib.nullcontext() if kind == "cpu" else FakeGpus(n):
+        few = pass_calls(2)
+        assert few > 0
+        assert pass_calls(22) == few
 
 
 class Convolutions(nn.Sequential):
@@ -242,7 +379,6 @@ def test_the_part_of_a_parallel_step_that_no_replica_runs(n, most, monkeypatch):
 # Compiled steps: mirror's own calls; without inductor torch calls some for every operation
 
 
-PACKAGE = str(Path(mirror.__file__).parent)
 FEW, MANY = 2, 6
 
 

@@ -1,6 +1,7 @@
 """Behaviour of all backends: values, dtypes, layouts, packing."""
 
 import functools
+from itertools import product
 
 import numpy as np
 import pytest
@@ -393,7 +394,7 @@ def test_tensors_of_different_layouts_travel_row_by_row():
 class Writes(TorchDispatchMode):
     """Counts the operations that touch elements, by name."""
 
-    VIEWS = ("view", "as_strided", "as_strided_", "slice", "unsafe_split_with_sizes")
+    VIEWS = ("view", "as_strided_", "unsafe_split_with_sizes")
 
     def __init__(self):
         super().__init__()
@@ -416,7 +417,7 @@ def test_moving_into_flats_is_one_copy_for_a_pack_and_a_replica(memory_format):
     before = [list(column) for column in columns]
     with Writes() as writes:
         buffers, staying = move_into_flats(columns, 600)
-    assert writes.found == ["cat"] * 4  # two packs on each of two replicas
+    assert writes.found == ["new_empty", "_foreach_copy_"] * 4  # two packs on two replicas
     assert staying == []
     for column, old, flats in zip(columns, before, buffers, strict=True):
         for view, tensor in zip(column, old, strict=True):
@@ -425,6 +426,57 @@ def test_moving_into_flats_is_one_copy_for_a_pack_and_a_replica(memory_format):
             assert view is not tensor
         flats[0].zero_()
         assert [bool(view.any()) for view in column] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_views_in_a_flat_have_the_strides_of_their_tensors_and_gaps_are_zero(dtype):
+    """Also where replicas differ in the strides of dimensions of one element, which are free."""
+    x = torch.arange(1, 7)
+    tensors = [
+        [
+            x.to(dtype).as_strided((3, 2, 1, 1), (2, 1, one, one)),
+            x.to(dtype).as_strided((1,), (one,)),
+            torch.ones((), dtype=dtype),
+            torch.empty(0, 3, dtype=dtype),
+            x.to(dtype)[:5].clone(),
+            x.to(dtype).view(3, 2).t().contiguous().t(),
+        ]
+        for one in (1, 7)
+    ]
+    columns = [list(column) for column in tensors]
+    buffers, staying = move_into_flats(columns, 2**20)
+    assert staying == []
+    for column, old, (flat,) in zip(columns, tensors, buffers, strict=True):
+        for view, tensor in zip(column, old, strict=True):
+            assert torch.equal(view, tensor)
+            assert view.stride() == tensor.stride()
+            assert view.data_ptr() % ALIGNMENT_BYTES == 0 or not view.numel()
+            assert not view._is_view()
+        held = sum(view.count_nonzero() for view in column)
+        assert flat.count_nonzero() == held == 6 + 1 + 1 + 5 + 6
+        versions = [view._version for view in column]
+        column[0].add_(1)
+        assert [view._version for view in column] == [versions[0] + 1, *versions[1:]]
+
+
+def test_a_flat_is_planned_anew_for_other_shapes_dtypes_strides_and_packs():
+    def moved(shape, dtype, turned, pack):
+        tensors = [torch.ones(shape, dtype=dtype), torch.ones(shape, dtype=dtype)]
+        columns = [[t.t() if turned else t for t in tensors]]
+        buffers, staying = move_into_flats(columns, pack)
+        return columns[0], buffers[0], staying
+
+    for shape, dtype, turned, pack in product(
+        [(4, 8), (8, 4)], [torch.float32, torch.float64], [False, True], [2**20, 0]
+    ):
+        for _ in range(2):
+            column, buffers, staying = moved(shape, dtype, turned, pack)
+            assert len(staying) == (2 if pack == 0 else 0)
+            assert [buffer.numel() for buffer in buffers] == ([] if pack == 0 else [64])
+            for view in column:
+                assert view.dtype == dtype
+                assert view.shape == (shape[::-1] if turned else shape)
+                assert view.is_contiguous() != turned
 
 
 def test_tensors_of_different_layouts_and_lone_ones_are_not_packed():

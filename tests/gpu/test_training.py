@@ -15,6 +15,7 @@ from tests.gpu.fake import FakeGpus
 from tests.gpu.graphs import graphs_on
 from tests.gpu.programs import ROWS, WAYS, names, train
 from tests.pairs import EXHAUSTIVE, each_once
+from tests.toy_models import replica_id
 
 TWICE = ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
 
@@ -85,6 +86,129 @@ def test_a_gradient_with_another_holder_is_cloned_in_order():
             again += columns[0].pop()
         with torch.cuda.stream(launching):
             torch.zeros(8, device=gpu)
+
+
+class EndOnStream(torch.autograd.Function):
+    """The identity; what autograd computes behind it is on a stream, as if forward was there."""
+
+    @staticmethod
+    def forward(ctx, x, stream):
+        ctx.stream = stream
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.stream.cuda_stream:  # the default stream waits for others when the pass ends
+            ctx.stream.wait_stream(torch.cuda.current_stream(grad.device))
+        torch.cuda.set_stream(ctx.stream)
+        return grad + 0, None
+
+
+class OnOwnStreams(nn.Module):
+    """Layers whose gradients are made on another stream than that of the pass, if there is one."""
+
+    def __init__(self, num_layers, streams):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
+        self.streams = streams
+
+    def forward(self, x):
+        if self.streams:
+            x = EndOnStream.apply(x.requires_grad_(), torch.cuda.current_stream(x.device))
+        for layer in self.layers:
+            x = layer(x)
+        return EndOnStream.apply(x, self.streams[x.device]) if self.streams else x
+
+
+@pytest.mark.parametrize(
+    ("gpus", "on_own", "of_gradients"),
+    [
+        (["cuda:0", "cuda:1"], "nothing", False),
+        (["cuda:0", "cuda:0"], "nothing", False),
+        (["cuda:0", "cuda:1"], "forward", True),
+        (["cuda:0", "cuda:1"], "step", False),  # it is reduced there, too
+        (["cuda:0", "cuda:0"], "step", True),  # and one of both is acted on
+    ],
+)
+def test_the_allocator_is_told_of_gradients_only_if_several_streams_made_them(
+    gpus, on_own, of_gradients, monkeypatch
+):
+    told = []
+    monkeypatch.setattr(
+        FakeGpus, "_record_stream", lambda gpus, tensor, stream: told.append(tensor.shape)
+    )
+
+    def counts(num_layers):
+        """Returns how often it is told in a step of buffers, and of gradients."""
+        packs = mirror.CommunicationOptions(bytes_per_pack=num_layers * 80)  # one pack
+        with mirror.MirroredStrategy(gpus, "naive", communication_options=packs) as strategy:
+            streams = [torch.cuda.Stream(gpu) for gpu in gpus]
+            forwards = {stream.device: stream for stream in streams}
+            model = OnOwnStreams(num_layers, forwards if on_own == "forward" else None)
+            model = strategy.mirror(model.to(gpus[0]))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(x):
+                with torch.cuda.stream(streams[replica_id()] if on_own == "step" else None):
+                    optimizer.zero_grad()
+                    model(x).mean().backward()
+                    optimizer.step()
+
+            for _ in range(4):
+                xs = mirror.PerReplica([torch.ones(2, 4, device=gpu) for gpu in gpus])
+                told.clear()
+                strategy.run(step, (xs,))
+            return sum(shape.numel() > 16 for shape in told), len(told)
+
+    with FakeGpus(2) as fake:
+        (few_buffers, few), (many_buffers, many) = counts(3), counts(13)
+        fake.violations.clear()  # the allocator was told of nothing
+    assert few_buffers == many_buffers
+    per_layer = (many - few) / 10
+    assert per_layer == (2 * len(gpus) if of_gradients else 0)  # a weight and a bias
+
+
+class Branches(nn.Module):
+    """Two branches of layers: autograd computes one on the default stream, one on its own."""
+
+    def __init__(self, streams):
+        super().__init__()
+        self.usual, self.beside = (nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in "12")
+        self.streams = streams
+
+    def forward(self, x):
+        default = torch.cuda.default_stream(x.device)
+        parts = []
+        for layers, stream in ((self.usual, default), (self.beside, self.streams[x.device])):
+            y = EndOnStream.apply(x.requires_grad_(), default)
+            for layer in layers:
+                y = layer(y)
+            parts.append(EndOnStream.apply(y, stream))
+        return parts[0].sum() + parts[1].sum()
+
+
+@pytest.mark.parametrize("num_layers_per_pack", [1, 4, 99])
+def test_gradients_of_streams_that_forward_uses_are_reduced_after_the_pass(num_layers_per_pack):
+    """In it, the stream of the pass has not waited for them; a bucket read what was not there."""
+    packs = mirror.CommunicationOptions(bytes_per_pack=num_layers_per_pack * 80)
+    with FakeGpus(2) as fake:
+        with mirror.MirroredStrategy(names(2), "naive", communication_options=packs) as strategy:
+            streams = {gpu: torch.cuda.Stream(gpu) for gpu in fake.devices}
+            model = strategy.mirror(Branches(streams).to("cuda:0"))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(x):
+                optimizer.zero_grad()
+                model(x).backward()
+                torch.cuda.current_stream(x.device).wait_stream(streams[x.device])  # as torch does
+                optimizer.step()
+
+            for _ in range(6):
+                xs = mirror.PerReplica([torch.ones(2, 4, device=gpu) for gpu in fake.devices])
+                strategy.run(step, (xs,))
+        # Those of other memory are of this model: torch tells of tensors between streams.
+        assert [found for found in fake.violations if "packing.py" in found] == []
+        fake.violations.clear()
 
 
 @pytest.mark.parametrize("rows", [names(2), names(3), ROWS, [*ROWS, ["cuda:4", "cuda:5"]]])

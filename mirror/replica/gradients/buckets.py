@@ -20,7 +20,8 @@ another order, an unused parameter, sparse gradients, hooks, idle replicas and r
 0. Also a pass in which a replica sets a gradient before all have arrived, as the other replicas'
 gradients may be older. Also a second pass of a replica while others still run, or outside ``run``,
 where autograd has a thread for each GPU: it may be adding to the slots from which the bucket would
-be taken.
+be taken. Also a forward pass with streams of its own: a bucket's hook sees one stream, and the
+engine makes it wait for the others only when the pass ends.
 """
 
 from __future__ import annotations
@@ -132,6 +133,9 @@ class Buckets:
             again: whether the pass before had the same order.
         """
         plan = self._plan
+        if self._streams is not None and self._streams.are_mixed:
+            self.forget_order()
+            return
         if not arrivals.is_regular or (plan is not None and arrivals is plan.order):
             return
         if any(not copy.requires_grad for mine in arrivals.copies for copy in mine):

@@ -14,14 +14,20 @@ back. The sum includes the factor of a mean; only NCCL multiplies afterwards.
     copied back     with a ``wire_dtype``: the cast back writes every byte anyway
 
 To autograd the gradient is not a view: it has a version of its own. Every reduction creates new
-buffers, so a gradient that the program has kept is never overwritten; if ``.grad`` is still set,
-the sum is added to it. A buffer lives as long as any gradient in it, so a kept gradient
-keeps at most ``bytes_per_pack`` alive. ``copy.deepcopy`` and pickle would copy the whole storage,
-so ``copy_without_bucket`` makes them copy the gradient alone.
+buffers and new gradients, in a few calls for all of them, so a gradient that the program has kept
+is never overwritten, whatever keeps it; if ``.grad`` is still set, the sum is added to it. Memory
+is that of one device, too. Buffers that are used again would save half of these calls, but need an
+answer to who holds a gradient: by references of Python or C++, weak ones, or by its storage.
+
+A buffer lives as long as any gradient in it, so a kept gradient keeps at most ``bytes_per_pack``
+alive. ``copy.deepcopy`` and pickle would copy the whole storage, so ``copy_without_bucket`` makes
+them copy the gradient alone.
 
 On GPUs a buffer belongs to the compute stream on which it was created. The streams of the backward
-passes are recorded in ``GradTracker.streams`` and reported to the allocator, because passes wrote
-the gradients there and the program may use them there next.
+passes are recorded in ``GradTracker.streams``, because passes wrote the gradients there and the
+program may use them there next. The allocator is told of these streams for each buffer if they are
+others than that one, and for each gradient if a pass has ever used another one: a forward pass may
+have streams of its own.
 """
 
 from __future__ import annotations

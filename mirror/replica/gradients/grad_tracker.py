@@ -1,12 +1,13 @@
 """Backward passes: their begin and end; GradTracker records the gradients that they bring.
 
-A post-accumulate hook, ``list.append`` itself, records each copy that gets a gradient. Every hook
-takes the GIL in the middle of a backward pass, which otherwise runs without it, while another
-replica's Python needs it. So when a pass has brought the same gradients in the same order as the
-pass before, those copies lose their hooks and become silent. Their slots are searched when a pass
-ends, when a replica reads gradients during a pass, and when the strategy is next used after a pass
-outside ``run``; ``pending`` is incomplete until then. If buckets fill in another order than the
-recorded one, the copies get their hooks back, to record the new order.
+A post-accumulate hook, ``list.append`` itself, records each copy that gets a gradient; on GPUs
+another hook records the stream that has made it. Every hook takes the GIL in the middle of a
+backward pass, which otherwise runs without it, while another replica's Python needs it. So when a
+pass has brought the same gradients in the same order as the pass before, those copies lose their
+hooks and become silent. Their slots are searched when a pass ends, when a replica reads gradients
+during a pass, and when the strategy is next used after a pass outside ``run``; ``pending`` is
+incomplete until then. If buckets fill in another order than the recorded one, the copies get their
+hooks back, to record the new order.
 
 The slot says whether there is a gradient; ``pending`` only says where to search, and the order of
 arrival. An entry without a gradient (the gradient was set, or is in a bucket) does no harm.
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -103,8 +105,12 @@ class GradTracker:
 
     def add(self, copy: ReplicaParameter) -> None:
         """Tracks the local gradients of ``copy``, if it requires any."""
-        if copy.arrival_hook is None and copy.requires_grad:
-            copy.arrival_hook = copy.on_accumulate(self.pending[copy.replica_id].append)
+        if not copy.arrival_hooks and copy.requires_grad:
+            note = copy.on_accumulate(self.pending[copy.replica_id].append)
+            copy.arrival_hooks = (note,)
+            if self.streams is not None:
+                record = copy.on_accumulate(partial(_record_use, self.streams))
+                copy.arrival_hooks = (note, record)
 
     # Passes
 
@@ -270,8 +276,8 @@ class GradTracker:
         self._silent_order = arrivals
         for r, copies in enumerate(arrivals.copies):
             for copy in copies:
-                assert copy.arrival_hook is not None
-                copy.arrival_hook.remove()
+                for hook in copy.arrival_hooks:
+                    hook.remove()
                 copy.is_silent = True
             older = [copy for copy in self._silent[r] if copy.variable not in arrivals.variables]
             self._silent[r] = [*copies, *older]
@@ -281,8 +287,14 @@ class GradTracker:
         silent, self._silent = self._silent, [[] for _ in self._silent]
         self._silent_order = None
         for copy in chain(*silent):
-            copy.is_silent, copy.arrival_hook = False, None
+            copy.is_silent, copy.arrival_hooks = False, ()
             self.add(copy)  # a frozen copy gets its hook when it is unfrozen
+
+
+@disable_dynamo
+def _record_use(streams: ReplicaStreams, copy: ReplicaParameter) -> None:
+    """Records the stream that has made a gradient: a forward pass may use streams of its own."""
+    streams.record_use(copy.replica_id, copy.device)
 
 
 def _empty_slots(copies: Iterable[ReplicaParameter]) -> None:

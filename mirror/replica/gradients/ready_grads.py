@@ -8,8 +8,9 @@ follow: sparse, complex, with a graph, or absent. ``DeferredGrads`` keeps gradie
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -68,8 +69,7 @@ def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
     columns: list[ReplicaGrads] = []
     for mine in copies:
         columns.append(list(map(local_grad, mine)))
-        for copy in mine:
-            set_local_grad(copy, None)
+        deque(map(set_local_grad, mine, repeat(None)), maxlen=0)
     return columns
 
 

@@ -186,7 +186,8 @@ class MultiWorkerGradients(GradReducer):
             return False
         if self._order.changes != self.tracker.changes:
             return False
-        if self.tracker.streams is not None and len(self.pending) > 1:
+        streams = self.tracker.streams
+        if streams is not None and (streams.are_mixed or len(self.pending) > 1):
             return False
         running = self._runner.running
         is_alone = running is None or running.lockstep.takes_turns

@@ -107,15 +107,15 @@ class ReplicaParameter(nn.Parameter):
     """One replica's copy of a mirrored parameter, as its forward pass sees it.
 
     Attributes:
-        arrival_hook: records that a local gradient has arrived. It exists once the copy has
-            required a gradient, and is removed while ``is_silent``: ``grad_tracker.py``.
+        arrival_hooks: record that a local gradient has arrived. They exist once the copy has
+            required a gradient, and are removed while ``is_silent``: ``grad_tracker.py``.
         ends_passes: whether a backward pass that reaches the copy ends with a reduction.
         flat_at: the address that cuDNN's flattening has given it; 0 before, and once it has moved.
     """
 
     variable: ReplicatedParam
     replica_id: int
-    arrival_hook: RemovableHandle | None = None
+    arrival_hooks: tuple[RemovableHandle, ...] = ()
     is_silent = False
     ends_passes = False
     flat_at = 0
