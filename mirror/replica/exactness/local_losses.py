@@ -45,7 +45,7 @@ from mirror.replica.exactness.loss_graph import (
 from mirror.replica.exactness.loss_reduction import Mixed, NotReducible, weights_of_terms
 from mirror.replica.exactness.node_classes import UNREADABLE, reaches_parameters
 from mirror.threads.user_frames import warn_user
-from mirror.values import PerReplica
+from mirror.values import PerReplica, is_number
 
 _REDUCED = (uses_below, is_same, is_loss, is_of_chosen, mask_sums, rows_viewed)
 _FACTS = {
@@ -234,10 +234,10 @@ def _is_mean(term: Term) -> bool:
     return any(math.isclose(divided, size, rel_tol=1e-5) for size in sizes)
 
 
-def _read(losses: Sequence[Tensor], counts: Sequence[float]) -> _Graphs:
+def _read(losses: Sequence[Any], counts: Sequence[float]) -> _Graphs:
     """Returns what the graphs of a replica's losses show, without the graphs."""
     terms = []
-    for term in (term for loss in losses for term in terms_or_unknown(loss.grad_fn)):
+    for term in (term for loss in losses for term in terms_or_unknown(_node_of(loss))):
         try:
             for fact in _FACTS.get(term.kind, ()):
                 term.read(fact)
@@ -246,16 +246,22 @@ def _read(losses: Sequence[Tensor], counts: Sequence[float]) -> _Graphs:
             terms.append(Term("unknown", facts={uses_below: []}))
     if len(set(counts)) < 2:
         return terms, []
-    return terms, combined_below([loss.grad_fn for loss in losses], of_loss=True)
+    nodes = [node for node in map(_node_of, losses) if node is not None]
+    return terms, combined_below(nodes, of_loss=True)
+
+
+def _node_of(loss: Any) -> Any:
+    return loss.grad_fn if isinstance(loss, Tensor) else None
 
 
 def _are_scalar(outputs: Sequence[Any]) -> bool:
-    return all(
-        isinstance(output, Tensor) and output.grad_fn is not None and output.numel() == 1
+    """Returns whether all are numbers, and one has a graph; a branch may return a constant."""
+    return any(_node_of(output) is not None for output in outputs) and all(
+        output.numel() == 1 if isinstance(output, Tensor) else is_number(output)
         for output in outputs
     )
 
 
-def _reach_parameters(outputs: Sequence[Tensor]) -> bool:
+def _reach_parameters(outputs: Sequence[Any]) -> bool:
     """Returns whether a pass from one of these reaches mirrored parameters."""
-    return any(reaches_parameters(output.grad_fn) for output in outputs)
+    return any(reaches_parameters(_node_of(output)) for output in outputs)

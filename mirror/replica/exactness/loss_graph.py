@@ -128,7 +128,11 @@ def _terms_of(root: Any) -> Iterator[Term]:
 
 
 def _is_stack_of_scalars(node: Any) -> bool:
-    return name_of(node) in JOINED and arriving_shape(node, 0) == (len(node.next_functions),)
+    if name_of(node) not in JOINED or arriving_shape(node, 0) != (len(node.next_functions),):
+        return False
+    # A part of one example may join values of one number each, too.
+    views = inputs_of(node) if name_of(node) == "Cat" else []
+    return all(name_of(view) in VIEWS and shape_of(view, 0) == () for view in views)
 
 
 def _inner_factors(node: Any) -> Iterator[tuple[bool, Any]]:

@@ -49,7 +49,6 @@ from mirror.replica.exactness.node_classes import UNREADABLE, UnknownNode
 Weights = Sequence[float | Tensor]
 
 _UNCLEAR = "a sum divided by a number that may be the part's of examples, or a constant"
-_VARYING = "a sum divided by a number that differs from part to part"
 
 
 class NotReducible(Exception):
@@ -60,18 +59,33 @@ class Mixed(NotReducible):
     """The values combine examples in a way that is not linear."""
 
 
+class Divided(NotReducible):
+    """The values are sums that are divided by a number of the part."""
+
+    def __init__(self) -> None:
+        super().__init__("a sum divided by a number that differs from part to part")
+
+
+class Branched(NotReducible):
+    """The values have another form in some parts: of what the part has none of, say."""
+
+    def __init__(self) -> None:
+        super().__init__("the result of another branch in some parts")
+
+
 def weights_of(parts: Sequence[Tensor], counts: Sequence[float], has_shares: bool) -> Weights:
     """Returns the weights of the replicas' values; their weighted sum is the whole batch's value.
 
     Args:
         counts: the replicas' numbers of examples.
-        has_shares: whether each replica got its share of a number by which the model divides.
+        has_shares: whether a number by which the model divides is the part's own, even if it is
+            equal in all parts: the replica's share of a number, say.
 
     Raises:
         NotReducible: no weights make the whole batch's value.
     """
     means = [count / sum(counts) for count in counts]
-    if len(parts) == 1 or not all(part.grad_fn is not None for part in parts):
+    if len(parts) == 1 or all(part.grad_fn is None for part in parts):
         return means
     terms_by_replica = [terms_or_unknown(part.grad_fn) for part in parts]
     kind, weights = weights_of_terms(terms_by_replica, counts, has_shares)
@@ -96,6 +110,7 @@ def weights_of_terms(
     if all(loops):
         return _weigh_loops([loop for loop in loops if loop], counts)
     if len({tuple(term.kind for term in terms) for terms in terms_by_replica}) > 1:
+        _refuse_branches(terms_by_replica, counts)
         return means
     found = []
     for column in zip(*terms_by_replica, strict=True):
@@ -118,6 +133,15 @@ def weights_of_terms(
     if not all(_are_proportional(known[0], other) for other in known[1:]):
         raise NotReducible("means over different numbers, of examples and of tokens perhaps")
     return "weighted", known[0]
+
+
+def _refuse_branches(terms_by_replica: Sequence[Sequence[Term]], counts: Sequence[float]) -> None:
+    """Raises Branched if terms differ between replicas, and are not the examples' in a loop."""
+    kinds = [[t.kind for t in terms if t.kind != "constant"] for terms in terms_by_replica]
+    if any(kind != kinds[0] for kind in kinds) and not any("unknown" in kind for kind in kinds):
+        is_of_loop = len({frozenset(kind) for kind in kinds}) == 1
+        if not is_of_loop or not _are_proportional([len(kind) for kind in kinds], counts):
+            raise Branched
 
 
 def _find_loop(terms: Sequence[Term], count: float) -> tuple[bool, float] | None:
@@ -167,7 +191,7 @@ def _weigh_loops(
     if _are_close(divisors, counts):
         return "mean", list(counts)
     if not _are_all_close(divisors):
-        raise NotReducible(_VARYING)
+        raise Divided
     if len(set(counts)) == 1 and (divisors[0] / counts[0]).is_integer():
         raise NotReducible(_UNCLEAR)
     return "sum", [1.0] * len(loops)
@@ -265,7 +289,7 @@ class _TermOfReplicas:
     def _factors(self) -> Iterator[tuple[bool, list[float]]]:
         """Yields the replicas' factors of the term, and whether it is divided by them."""
         if len({tuple(is_div for is_div, _ in term.factors) for term in self._terms}) > 1:
-            raise UnknownNode
+            raise Branched
         for column in zip(*(term.factors for term in self._terms), strict=True):
             yield column[0][0], [abs(float(value)) for _, value in column]
 
@@ -298,7 +322,7 @@ class _TermOfReplicas:
                 weights = masks
             elif not _are_all_close(numbers):
                 if not _are_proportional(numbers, self._counts):
-                    raise NotReducible(_VARYING)
+                    raise Divided
                 num_divided += 1
             elif is_div and self._has_shares:
                 num_divided = num_divided or 1

@@ -64,7 +64,7 @@ LAYERS = (  # beginnings of names
 COLLECTIVE = "GradSend"  # a collective's result, the same on all replicas
 
 ELEMENTWISE = ADDS | SCALES | MASKS | FUNCTIONS | _names("Clone Neg ToCopy")
-LINEAR = MOVES | VIEWS | PIECES | JOINED | ADDS | MASKS | SUMS
+LINEAR = MOVES | VIEWS | JOINED | ADDS | MASKS | SUMS | {"Slice", "Split"}
 _OF_OPERANDS = ELEMENTWISE | MOVES | VIEWS | {"Mm", "Bmm", ACCUMULATES, COLLECTIVE}
 _OF_PARAMETERS = _OF_OPERANDS | PIECES | JOINED | SUMS | STATISTICS | {"Dot"}
 _MOST_OF_PARAMETERS = 4096  # a penalty may be of all parameters of a model
