@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -396,11 +396,8 @@ def combined_below(roots: Sequence[Any], *, of_loss: bool = False) -> list[Combi
     Args:
         of_loss: whether the nodes compute a loss; see the module's docstring.
     """
-    return list(_combined_below(roots, not of_loss))
-
-
-def _combined_below(roots: Sequence[Any], is_in_forward: bool) -> Iterator[Combined]:
-    todo, seen = deque((root, is_in_forward) for root in roots), set(roots)
+    found: list[Combined] = []
+    todo, seen = deque((root, not of_loss) for root in roots), set(roots)
     while todo and len(seen) < _MOST_NODES:
         node, is_inside = todo.popleft()
         name = name_of(node)
@@ -408,14 +405,15 @@ def _combined_below(roots: Sequence[Any], is_in_forward: bool) -> Iterator[Combi
             continue
         if is_inside or name in NORMALIZING:
             try:
-                yield name, _combined_sizes(node, name)
+                found.append((name, _combined_sizes(node, name)))
             except UNREADABLE:
-                yield name, []
+                found.append((name, []))
         is_inside = is_inside or name.startswith(LAYERS)
         for below in inputs_of(node):
             if below is not None and below not in seen:
                 seen.add(below)
                 todo.append((below, is_inside))
+    return found
 
 
 def _combined_sizes(node: Any, name: str) -> list[int]:
