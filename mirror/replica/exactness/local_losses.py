@@ -25,36 +25,34 @@ from torch import Tensor
 
 from mirror.data.split_batch import GivenWeights, counts_of
 from mirror.execution.run import Run
-from mirror.replica.exactness.batch_dim_rules import batch_dim_uses, products_below
 from mirror.replica.exactness.cross_example_ops import (
-    Use,
+    Combined,
+    combined_below,
     mixing_operation,
     uses_below,
     warn_of_mixing,
 )
 from mirror.replica.exactness.loss_graph import (
     Term,
-    UnknownNode,
     is_loss,
+    is_of_chosen,
     is_same,
     mask_sums,
-    names_below,
-    reaches_parameters,
+    rows_viewed,
     terms_or_unknown,
     total_weight,
-    views_below,
 )
 from mirror.replica.exactness.loss_reduction import Mixed, NotReducible, weights_of_terms
+from mirror.replica.exactness.node_classes import UNREADABLE, reaches_parameters
 from mirror.threads.user_frames import warn_user
-from mirror.values import PerReplica
+from mirror.values import PerReplica, is_number
 
-_REDUCED = (products_below, batch_dim_uses, is_same, is_loss, names_below, mask_sums, views_below)
-
+_REDUCED = (uses_below, is_same, is_loss, is_of_chosen, mask_sums, rows_viewed)
 _FACTS = {
     "mean": _REDUCED,
     "sum": _REDUCED,
-    "cross entropy": (products_below, batch_dim_uses, total_weight),
-    "unknown": (batch_dim_uses,),
+    "cross entropy": (uses_below, total_weight),
+    "unknown": (uses_below,),
 }
 
 _CHECKED = "_is_judged"  # an attribute of losses that a backward pass in run has started from
@@ -68,14 +66,14 @@ _REMEDY = (
 )
 
 Terms = list[Term]
-_OfReplicas = dict[int, tuple[Terms, list[Use]]]  # what the graphs of their losses show
+_Graphs = tuple[Terms, list[Combined]]  # what the graphs of a replica's losses show
 
 
 class LocalLosses:
     """The losses of one strategy's replicas, from which active runs have started passes."""
 
     def __init__(self) -> None:
-        self._of_runs: weakref.WeakKeyDictionary[Run, dict[Hashable, _OfReplicas]] = (
+        self._of_runs: weakref.WeakKeyDictionary[Run, dict[Hashable, dict[int, _Graphs]]] = (
             weakref.WeakKeyDictionary()
         )
         self._warned = set[Hashable]()
@@ -88,42 +86,33 @@ class LocalLosses:
         The last replica's call compares them, and warns if their gradients do not add up to
         those of one device.
         """
-        if (
-            run.is_split
-            or run.counts is None
-            or call_site in self._warned
-            or not _are_scalar(outputs)
-        ):
+        if run.is_split or run.counts is None or call_site in self._warned:
+            return
+        if not _are_scalar(outputs):
             return
         of_pass = self._of_runs.setdefault(run, {}).setdefault((call_site, nth), {})
         counts = [run.counts[r] for r in run.active]
-        of_pass[replica_id] = (
-            [term for output in outputs for term in _read(output)],
-            _uses(counts, outputs),
-        )
+        of_pass[replica_id] = _read(outputs, counts)
         for output in outputs:
             setattr(output, _CHECKED, True)
-        if len(of_pass) < len(run.active):
-            return
-        terms_by_replica = [of_pass[r][0] for r in run.active]
-        if not all(counts):  # a worker without examples: its losses count nothing
+        # A worker without examples: its losses count nothing.
+        if len(of_pass) < len(run.active) or not all(counts):
             return
         is_weighed = run.replicas.weighted and not run.is_given
         shares = run.shares() if is_weighed and not run.replicas.workers.is_multi_process else None
-        what = explain_inexact(
-            terms_by_replica, counts, None if shares is None else [shares[r] for r in run.active]
+        found = _find_inexact(
+            [of_pass[r] for r in run.active],
+            counts,
+            None if shares is None else [shares[r] for r in run.active],
         )
-        mixing = mixing_operation([of_pass[r][1] for r in run.active], counts)
-        if (what or mixing) is None or call_site in self._warned or not _reach_parameters(outputs):
-            return
-        self._warned.add(call_site)
-        if what is None:
-            warn_of_mixing(f"{mixing} in what computes the loss of this backward pass")
-        else:
-            warn_user(
-                f"the loss of this backward pass inside run is {what}: the replicas' gradients "
-                f"{_describe_shares(run.shares())}, so they differ from one device's. {_REMEDY}; "
-                'for a sum use gradient_reduction="sum"'
+        if found is not None and call_site not in self._warned and _reach_parameters(outputs):
+            self._warned.add(call_site)
+            _warn(
+                *found,
+                "what computes the loss of this backward pass",
+                "the loss of this backward pass inside run is {}: the replicas' gradients",
+                run.shares(),
+                'a sum use gradient_reduction="sum"',
             )
 
 
@@ -136,50 +125,61 @@ class ReducedLosses:
     def check(self, value: PerReplica[Any], call_site: Hashable) -> None:
         """Warns, once for each call site, if the mean of losses differs from one device's loss."""
         losses = dict(value.parts())
-        if (
-            len(losses) < 2
-            or self._num_checks.get(call_site, 0) >= _MAX_CHECKS
-            or len(self._num_checks) > _MAX_CALL_SITES
-        ):
+        num_checks = self._num_checks.get(call_site, 0)
+        if len(losses) < 2 or num_checks >= _MAX_CHECKS or len(self._num_checks) > _MAX_CALL_SITES:
             return
-        self._num_checks[call_site] = self._num_checks.get(call_site, 0) + 1
-        if not _are_scalar(list(losses.values())):
+        self._num_checks[call_site] = num_checks + 1
+        outputs = list(losses.values())
+        if not _are_scalar(outputs) or any(hasattr(loss, _CHECKED) for loss in outputs):
             return
-        if any(hasattr(loss, _CHECKED) for loss in losses.values()):
+        weights = value.weights
+        assert weights is not None
+        counts, total = counts_of(weights), sum(weights[r] for r in losses)
+        if counts is None or not total or not all(counts[r] for r in losses):
             return
-        assert value.weights is not None
-        counts, weights = counts_of(value.weights), value.weights
-        if counts is None:
-            return
-        is_given = isinstance(weights, GivenWeights)
-        counted = [counts[r] for r in losses]
-        total = sum(weights[r] for r in losses)
-        if not all(counted) or not total:
-            return
-        shares = {r: weights[r] / total for r in losses}
-        terms_by_replica = [_read(loss) for loss in losses.values()]
-        what = explain_inexact(
-            terms_by_replica, counted, None if is_given else list(shares.values())
+        counted, shares = [counts[r] for r in losses], {r: weights[r] / total for r in losses}
+        found = _find_inexact(
+            [_read([loss], counted) for loss in outputs],
+            counted,
+            None if isinstance(weights, GivenWeights) else list(shares.values()),
         )
-        mixing = mixing_operation([_uses(counted, [loss]) for loss in losses.values()], counted)
-        if (what or mixing) is None or not _reach_parameters(list(losses.values())):
-            return
-        self._num_checks[call_site] = _MAX_CHECKS
-        if what is None:
-            warn_of_mixing(f'{mixing} in what computes the losses in reduce("mean", losses)')
-        else:
-            warn_user(
-                f'the losses in reduce("mean", losses) are each {what}: they '
-                f"{_describe_shares(shares)}, so they differ from one device's. {_REMEDY}; for "
-                'sums use reduce("sum", losses)'
+        if found is not None and _reach_parameters(outputs):
+            self._num_checks[call_site] = _MAX_CHECKS
+            _warn(
+                *found,
+                'what computes the losses in reduce("mean", losses)',
+                'the losses in reduce("mean", losses) are each {}: they',
+                shares,
+                'sums use reduce("sum", losses)',
             )
 
 
-def _uses(counts: Sequence[float], losses: Sequence[Any]) -> list[Use]:
-    """Returns the operations below a replica's losses that may combine examples."""
-    if len(set(counts)) < 2:
-        return []
-    return uses_below([loss.grad_fn for loss in losses], of_loss=True)
+def _find_inexact(
+    graphs: Sequence[_Graphs], counts: Sequence[float], shares: Sequence[float] | None
+) -> tuple[str | None, str | None] | None:
+    """Returns why replicas' losses are inexact, and what mixes examples; ``None`` if exact."""
+    what = explain_inexact([terms for terms, _ in graphs], counts, shares)
+    mixing = mixing_operation([combined for _, combined in graphs], counts)
+    return None if what is None and mixing is None else (what, mixing)
+
+
+def _warn(
+    what: str | None,
+    mixing: str | None,
+    where: str,
+    losses: str,
+    shares: Mapping[int, float],
+    of_sums: str,
+) -> None:
+    """Warns of losses that are ``what``, or of an operation ``where`` they are computed."""
+    if what is None:
+        warn_of_mixing(f"{mixing} in {where}")
+        return
+    numbers = ", ".join(f"{share:.3g}" for share in shares.values())
+    warn_user(
+        f"{losses.format(what)} are added up, multiplied with {numbers}, so they differ from one "
+        f"device's. {_REMEDY}; for {of_sums}"
+    )
 
 
 def explain_inexact(
@@ -234,30 +234,34 @@ def _is_mean(term: Term) -> bool:
     return any(math.isclose(divided, size, rel_tol=1e-5) for size in sizes)
 
 
-def _read(loss: Tensor) -> Terms:
-    """Returns the terms of a loss, with what ``explain_inexact`` needs, without the graph."""
+def _read(losses: Sequence[Any], counts: Sequence[float]) -> _Graphs:
+    """Returns what the graphs of a replica's losses show, without the graphs."""
     terms = []
-    for term in terms_or_unknown(loss.grad_fn):
+    for term in (term for loss in losses for term in terms_or_unknown(_node_of(loss))):
         try:
             for fact in _FACTS.get(term.kind, ()):
                 term.read(fact)
             terms.append(term.detach())
-        except (UnknownNode, AttributeError, RuntimeError):  # new torch, hook, or freed graph
-            terms.append(Term("unknown", facts={batch_dim_uses: []}))
-    return terms
+        except UNREADABLE:
+            terms.append(Term("unknown", facts={uses_below: []}))
+    if len(set(counts)) < 2:
+        return terms, []
+    nodes = [node for node in map(_node_of, losses) if node is not None]
+    return terms, combined_below(nodes, of_loss=True)
+
+
+def _node_of(loss: Any) -> Any:
+    return loss.grad_fn if isinstance(loss, Tensor) else None
 
 
 def _are_scalar(outputs: Sequence[Any]) -> bool:
-    return all(
-        isinstance(output, Tensor) and output.grad_fn is not None and output.numel() == 1
+    """Returns whether all are numbers, and one has a graph; a branch may return a constant."""
+    return any(_node_of(output) is not None for output in outputs) and all(
+        output.numel() == 1 if isinstance(output, Tensor) else is_number(output)
         for output in outputs
     )
 
 
-def _reach_parameters(outputs: Sequence[Tensor]) -> bool:
+def _reach_parameters(outputs: Sequence[Any]) -> bool:
     """Returns whether a pass from one of these reaches mirrored parameters."""
-    return any(reaches_parameters(output.grad_fn) for output in outputs)
-
-
-def _describe_shares(shares: Mapping[int, float]) -> str:
-    return f"are added up, multiplied with {', '.join(f'{s:.3g}' for s in shares.values())}"
+    return any(reaches_parameters(_node_of(output)) for output in outputs)

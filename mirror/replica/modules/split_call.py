@@ -342,7 +342,9 @@ class CallInterceptor(Interceptor):
                     _warn_of_list(module, lists[0])
             # 3. Gather the outputs, and what forward has changed in its arguments.
             own = list(map(parts.__getitem__, run.results))
-            joined = join_outputs(runner, run.results, sizes, own, module, self.varying)
+            joined = join_outputs(
+                runner, run.results, sizes, own, module, self.varying, verified is not None
+            )
             take_changes(runner, own, list(run.results), args, kwargs)
         except Exception as error:
             add_note(error, _describe_sizes(module, split, args, kwargs))
@@ -354,7 +356,7 @@ class CallInterceptor(Interceptor):
             varying = verified.varying_numbers(joined)
             if not varying <= self.varying:
                 self.varying |= varying
-                joined = join_outputs(runner, run.results, sizes, own, module, self.varying)
+                joined = join_outputs(runner, run.results, sizes, own, module, self.varying, True)
             verified.compare(joined, raises=modules.verify == "error")
         return joined
 

@@ -28,6 +28,8 @@ from mirror.errors import StructureError
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.exactness.loss_reduction import (
+    Branched,
+    Divided,
     NotReducible,
     Weights,
     is_compiled,
@@ -65,6 +67,7 @@ def join_outputs(
     parts: Sequence[ReplicaArgs] = (),
     module: nn.Module | None = None,
     varying: Container[int] = (),
+    is_compared: bool = False,
 ) -> Any:
     """Returns the replicas' outputs, joined into what one device would return.
 
@@ -80,11 +83,13 @@ def join_outputs(
         module: the module of the split call.
         varying: the positions, among the leaves of the outputs, of numbers that depend on the
             part: they become PerReplica although they may be equal.
+        is_compared: whether the outputs will be compared with those of one device.
 
     Raises:
         StructureError: the replicas' outputs differ in structure.
     """
     gatherer = Gatherer(runner, sizes, list(results), parts, module, varying)
+    gatherer.is_compared = is_compared
     outputs: Sequence[Any] = tuple(results.values())
     if parts and type(outputs[0]) is not Tensor:
         outputs = gatherer.mark_entries(outputs)
@@ -149,6 +154,7 @@ class Gatherer:
         # Per replica that ran: the caller's object, by id of the replica's copy of it.
         self._origins: list[dict[int, Any]] | None = None
         self._joined_objects: dict[int, Any] = {}
+        self.is_compared = False
         self._is_new = False  # the object being joined is not, and is not in, an argument
 
     def mark_entries(self, parts: Sequence[Any]) -> Sequence[Any]:
@@ -340,11 +346,15 @@ class Gatherer:
         if self._module is None or len(parts) == 1:
             return None
         try:
-            if is_compiled(parts) and not any(part.has_share for part in self._parts):
+            has_share = any(part.has_share for part in self._parts)
+            if is_compiled(parts) and not has_share:
                 _refuse_ignored_labels(self._module, self._parts)
-            return weights_of(parts, self._counts, any(part.has_share for part in self._parts))
+            return weights_of(parts, self._counts, has_share or self._module in _divided)
         except NotReducible as why:
-            _warn_once(type(self._module), str(why))
+            if isinstance(why, Divided):
+                _divided.add(self._module)
+            if not (isinstance(why, Branched) and self.is_compared):
+                _warn_once(type(self._module), str(why))
             return None
 
     def _join_some_tensors(self, parts: Sequence[Any]) -> Tensor:
@@ -451,6 +461,9 @@ def _are_equal(parts: Sequence[Any]) -> bool:
 
 _warned: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
+# Models that divide a sum by a number of the part. Where it is equal in all parts by chance, it is
+# no constant: the parts' values are averaged, as at other calls.
+_divided: WeakSet[nn.Module] = WeakSet()
 
 
 def _refuse_ignored_labels(module: nn.Module, parts: Sequence[ReplicaArgs]) -> None:

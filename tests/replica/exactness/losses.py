@@ -88,6 +88,13 @@ def looped(h, indices):
     return loss / len(h)
 
 
+def deep(m, h):
+    """Of more paths from the loss to the layer than can be walked."""
+    for _ in range(40):
+        h = h + h / 40
+    return h.square().mean()
+
+
 EXACT = {
     "loop over examples": lambda m, h: looped(h, range(len(h))),
     "sum over examples": lambda m, h: (
@@ -171,6 +178,31 @@ EXACT = {
     "cosine of each": lambda m, h: (1 - F.cosine_similarity(h, h.sin())).mean(),
     "attention": lambda m, h: ((h[:, :, None] * h[:, None]).softmax(-1) @ h[:, :, None]).mean(),
     "layer norm": lambda m, h: F.layer_norm(h, (CLASSES,)).mul(RAMP).mean(),
+    "layers for each": lambda m, h: torch.stack([(o @ m.linear.weight).mean() for o in h]).mean(),
+    "many steps": deep,
+    "joined values of each": lambda m, h: torch.cat([h[:, 0], h[:, 1].cos()]).mean() + penalty(m),
+}
+
+
+def chosen(value):
+    return lambda m, h, k: value(h[k]) if k.any() else h.sum() * 0
+
+
+def added(value):
+    return lambda m, h, k: h.square().mean() + (value(h[k]) if k.any() else 0)
+
+
+# Losses of the examples that k chooses; a part without any takes another branch.
+BRANCHES = {
+    "a mean, or a sum": chosen(lambda z: z.square().mean()),
+    "a cross entropy, or a sum": chosen(lambda z: F.cross_entropy(z, labels(z))),
+    "a mean, or a multiple": lambda m, h, k: h[k].mean() if k.any() else h.mean() * 0,
+    "a loop, or a sum": chosen(lambda z: torch.stack([o.square().mean() for o in z]).mean()),
+    "a mean, or a constant": lambda m, h, k: h[k].square().mean() if k.any() else h.new_zeros(()),
+    "a term, or none": added(lambda z: z.abs().mean()),
+    "a term of parameters, or none": lambda m, h, k: (
+        h.square().mean() + (penalty(m) if k.any() else 0)
+    ),
 }
 
 
@@ -205,6 +237,8 @@ INEXACT = {
     "root of a mean": lambda m, h: h.square().mean().sqrt(),
     "maximum": lambda m, h: h.max(),
     "maxima": lambda m, h: h.amax(0).sum(),
+    "largest": lambda m, h: h.square().amax(),
+    "product of all": lambda m, h: h.sigmoid().prod(),
     "dice": dice,
     "variance": lambda m, h: h.var(),
     "variances": lambda m, h: h.var(0).mean(),

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 
 import mirror
 from tests.pairs import EXHAUSTIVE
-from tests.replica.exactness.losses import EXACT, FEATURES, INEXACT, SUMS, Model, looped
+from tests.replica.exactness.losses import (
+    BRANCHES,
+    EXACT,
+    FEATURES,
+    INEXACT,
+    SUMS,
+    Model,
+    looped,
+)
 
 SIZES = [(2, 8), (2, 7), (3, 7), (3, 9)]  # replicas, examples
 WAYS = ["split", "reduced", "stepped"]
@@ -43,7 +51,7 @@ def gradients(way, loss, replicas, n, **options):
     return [p.grad for p in plain.parameters()], [p.grad for p in model.parameters()]
 
 
-def outputs(loss, replicas, n):
+def outputs(loss, replicas, n, verify="first"):
     """Returns the loss of one device, and of a split call."""
 
     class Whole(Model):  # a class of its own, since it warns once for each
@@ -52,8 +60,8 @@ def outputs(loss, replicas, n):
 
     torch.manual_seed(0)
     plain, x = Whole(), torch.randn(n, FEATURES)
-    mirrored = mirror.MirroredStrategy(["cpu"] * replicas).mirror(copy.deepcopy(plain))
-    return plain(x), mirrored(x)
+    strategy = mirror.MirroredStrategy(["cpu"] * replicas, verify=verify)
+    return plain(x), strategy.mirror(copy.deepcopy(plain))(x)
 
 
 def cases(losses, sizes):
@@ -128,6 +136,32 @@ def test_a_weight_that_is_set_makes_a_mean_over_other_numbers_exact():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradients("stepped", ignoring, 2, 7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize(("replicas", "n"), [(2, 8), (3, 7)])
+def test_a_part_that_takes_another_branch_warns(way, name, replicas, n):
+    def loss(m, h):
+        context = mirror.get_replica_context()
+        chosen = torch.arange(len(h)) < (2 if context.replica_id_in_sync_group == 0 else 0)
+        value = BRANCHES[name](m, h, chosen)
+        # A constant takes no pass.
+        return value if way != "stepped" or value.requires_grad else value + h.sum() * 0
+
+    with pytest.warns(UserWarning, match="the result of another branch in some parts"):
+        outputs(loss, replicas, n, "off") if way == "split" else gradients(way, loss, replicas, n)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BRANCHES)
+def test_parts_that_take_the_same_branch_do_not_warn_of_one(way, name):
+    def loss(m, h):
+        return BRANCHES[name](m, h, torch.ones(len(h), dtype=torch.bool))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*another branch")
+        outputs(loss, 2, 7) if way == "split" else gradients(way, loss, 2, 7)
 
 
 SOME = {

@@ -168,6 +168,33 @@ def test_a_multiple_of_the_examples_warns_unless_parts_differ(divided):
         mirrored(*batch(8))
 
 
+def test_a_divisor_that_once_differed_from_part_to_part_is_no_constant_where_it_does_not():
+    plain = make_model(lambda m, h, y, k: h.square().sum() / (y[:, 0] > 0).sum().item())
+    strategy = mirror.MirroredStrategy(["cpu"] * 2, verify="off")
+    mirrored = strategy.mirror(copy.deepcopy(plain))
+    x, y, mask = batch(8)
+    y[:, 0] = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0])
+    with pytest.warns(UserWarning, match="a number that differs from part to part"):
+        mirrored(x, y, mask)
+    y[:, 0] = torch.tensor([1, 1, 1, 0, 1, 1, 1, 0])
+    compare(plain, mirrored, (x, y, mask))
+
+
+def test_a_branch_of_a_later_call_warns_though_the_first_one_was_compared():
+    def loss(m, h, y, k):
+        chosen = y[:, 0] > 0
+        return h[chosen].square().mean() if chosen.any() else h.sum() * 0
+
+    strategy = mirror.MirroredStrategy(["cpu"] * 2, verify="error")
+    mirrored = strategy.mirror(make_model(loss))
+    x, y, mask = batch(8)
+    y[:, 0] = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0])
+    mirrored(x, y, mask)
+    y[4:, 0] = 0
+    with pytest.warns(UserWarning, match="the result of another branch in some parts"):
+        mirrored(x, y, mask)
+
+
 def compiled_loss(labels):
     # Compiled code that averages over tokens: nothing in its graph tells by how many it divides.
     class Model(nn.Module):
