@@ -138,12 +138,17 @@ class Sizes:
 def sizes_of(mode: Any, fakes: Sequence[Tensor]) -> Sizes:
     """Returns the sizes for which a trace of ``fakes`` is valid, by its guards so far."""
     env = mode.shape_env
-    tensors = [
-        (fake.dtype, [getattr(getattr(size, "node", None), "expr", size) for size in fake.shape])
-        for fake in fakes
-    ]
+    tensors = [(fake.dtype, without_guards(fake.shape)) for fake in fakes]
     within = {symbol: (known.lower, known.upper) for symbol, known in env.var_to_range.items()}
     return Sizes(tensors, within, dict(env.replacements), [guard.expr for guard in env.guards])
+
+
+def without_guards(sizes: Sequence[Any]) -> list[Any]:
+    """Returns sizes as numbers and expressions: unlike sizes, these are compared without a guard.
+
+    Two sizes that are equal in a trace are different if their expressions are.
+    """
+    return [getattr(getattr(size, "node", None), "expr", size) for size in sizes]
 
 
 def describe_sizes(mode: Any) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from mirror.compiler.capture.functional_graph import is_view
-from mirror.compiler.torch_internals import in_place_overload
+from mirror.compiler.torch_internals import in_place_overload, without_guards
 
 _AT_THE_END = 1 << 60  # the position of the output and of the copies
 _VIEWS_WITHOUT_ALIAS = ("aten._unsafe_view.default",)  # views, but not by their schema
@@ -118,15 +118,19 @@ def _count(node: fx.Node, argument: fx.Node) -> int:
 
 
 def _have_same_layout(one: fx.Node, two: fx.Node) -> bool:
-    """Whether both values are strided, and agree in dtype, sizes and strides."""
+    """Whether both values are strided, and agree in dtype, sizes and strides.
+
+    For all batch sizes, not only for that of the trace: to compare the sizes themselves would make
+    a batch of 6 beside 6 features a trace of its own.
+    """
     mine, other = one.meta.get("val"), two.meta.get("val")
     return (
         isinstance(mine, Tensor)
         and isinstance(other, Tensor)
         and mine.dtype == other.dtype
-        and mine.shape == other.shape
-        and mine.stride() == other.stride()
         and mine.layout is torch.strided
+        and without_guards(mine.shape) == without_guards(other.shape)
+        and without_guards(mine.stride()) == without_guards(other.stride())
     )
 
 
