@@ -16,6 +16,7 @@ in the programs that it compiles.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,12 +90,14 @@ def _may_write(
 ) -> bool:
     if not node.args or not node.args[0]:
         return False
+    num_uses = Counter[fx.Node]()
+    fx.map_arg((node.args, node.kwargs), lambda one: num_uses.update((one,)))
     for before, after in _pairs(node):
         holder = stored_in.get(before)
         if holder is None or after is None or not _have_same_layout(holder, after):
             return False
         uses = list(_uses(holder))
-        if uses.count(node) != 1 or _count(node, before) != 1:
+        if uses.count(node) != 1 or num_uses[before] != 1:
             return False  # the operation reads the input a second time, perhaps through a view
         if any(use is not node and positions[use] >= positions[node] for use in uses):
             return False
@@ -102,19 +105,6 @@ def _may_write(
         if any(use.args[0] is not holder for use in at_the_end):  # the output, or another input
             return False
     return True
-
-
-def _count(node: fx.Node, argument: fx.Node) -> int:
-    """Returns how often ``argument`` occurs in the arguments of ``node``."""
-    count = 0
-
-    def visit(one: fx.Node) -> fx.Node:
-        nonlocal count
-        count += one is argument
-        return one
-
-    fx.map_arg((node.args, node.kwargs), visit)
-    return count
 
 
 def _have_same_layout(one: fx.Node, two: fx.Node) -> bool:
@@ -153,6 +143,7 @@ def _replace(
 ) -> None:
     with graph.inserting_before(node):
         written = graph.call_function(in_place, node.args, dict(node.kwargs))
+        written.meta = dict(node.meta)
     positions[written] = positions[node]
     for before, after in _pairs(node):
         assert after is not None
