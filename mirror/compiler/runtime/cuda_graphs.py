@@ -105,6 +105,7 @@ class CapturedPieces:
             tuple[CallableProgram, torch.device], dict[Any, _CapturedGraph | None]
         ] = {}
         self._uncapturable: set[CallableProgram] = set()
+        self._has_warned = False
         self._graph_storages: set[int] = set()
 
     def run(self, program: CallableProgram, values: dict[int, list[Any]]) -> None:
@@ -214,38 +215,66 @@ class CapturedPieces:
                 ]
 
         try:
-            self._check(program, device, [*static, *own])
+            self._check(program, device, replicas, static, own)
             captured.outputs = captured.graph.capture(work)
         except Exception as error:
             self._uncapturable.add(program)
-            logger.warning(
-                "a compiled step launches the kernels of a piece one by one, because %s cannot be "
-                "captured in a CUDA graph: %s: %s",
-                last.name,
-                type(error).__name__,
-                first_line(error),
-            )
+            if not self._has_warned:  # once a step
+                self._has_warned = True
+                line = getattr(error, "line", "") or program.line_of(error)
+                logger.warning(
+                    "a compiled step launches kernels one by one, as an uncompiled step does: "
+                    "%s%s cannot be captured in a CUDA graph: %s: %s",
+                    line and f"{line}: ",
+                    last.name,
+                    type(error).__name__,
+                    first_line(error),
+                )
             return None
         return captured
 
     def _check(
-        self, program: CallableProgram, device: torch.device, inputs: Sequence[Tensor]
+        self,
+        program: CallableProgram,
+        device: torch.device,
+        replicas: list[int],
+        static: list[Tensor],
+        copied: list[Tensor],
     ) -> None:
-        """Raises ValueError if a replay would read or write other values than a call."""
-        for tensor in inputs:
+        """Raises UncapturableError if a replay would read or write other values than a call."""
+        next_static, next_copied = iter(static), iter(copied)
+        for position, slot in enumerate(program.reads * len(replicas)):
+            tensor = next(next_static if slot in self._static_slots else next_copied)
             if tensor.device != device:
-                raise ValueError(
+                raise UncapturableError(
                     f"it reads a tensor of shape {tuple(tensor.shape)} on {tensor.device}; a "
-                    "graph would keep the value that it has now"
+                    "graph would keep the value that it has now",
+                    program.line_of_input(position % len(program.reads)),
                 )
-        if not self._static_slots.issuperset(program.writes):
-            raise ValueError("it writes to an argument of the step")
+        for slot in program.writes:
+            if slot not in self._static_slots:
+                raise UncapturableError(
+                    "it writes to an argument of the step",
+                    program.line_of_input(program.reads.index(slot)),
+                )
 
     def _note_storages(self) -> None:
         """Collects the storages that replays write: inputs in graph memory, and outputs."""
         graphs = [c for known in self._captured.values() for c in known.values() if c is not None]
         written = [t for one in graphs for ts in (one.copied_inputs, *one.outputs) for t in ts]
         self._graph_storages = {_storage_of(t) for t in written if isinstance(t, Tensor)} - {0}
+
+
+class UncapturableError(ValueError):
+    """A graph would read or write other values than the piece.
+
+    Attributes:
+        line: the user's line for which it does; empty if that is not known.
+    """
+
+    def __init__(self, why: str, line: str) -> None:
+        super().__init__(why)
+        self.line = line
 
 
 class _LastOperation(DispatchMode):
