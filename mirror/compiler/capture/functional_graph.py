@@ -117,6 +117,7 @@ def functional(
     for node in reversed(list(graph.graph.nodes)):
         if "profiler" in str(node.target):  # a step's name, for torch.profiler
             graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()  # views that autograd makes of what it has made views of
     last = None if for_inductor else rewrite_writes(graph.graph, mode)
     pure, writes = graph, last
     if writes is None:

@@ -6,11 +6,12 @@
     aten._native_batch_norm_legit(...)       its functional form, which also returns the statistics
     aten.detach(x)                           x
     aten.t(x), and later a write of x        the view again, of the new value, where it is used
+    aten.relu_(z.view(...))                  aten.relu of the view, if nothing else uses z later
 
 That is what torch's functionalization computes, which calls every operation again to find it out,
-and takes as long as the trace. Some graphs are left to it: those that write through a view
-(``weight[0].zero_()``), change a tensor's dtype or layout by the way, or have operations whose
-functional form is not known.
+and takes as long as the trace. Some graphs are left to it: those that write through a view to a
+tensor that is used as a whole later (``weight[0].zero_()``), change a tensor's dtype or layout by
+the way, or have operations whose functional form is not known.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def rewrite_writes(graph: fx.Graph, mode: Any) -> dict[fx.Node, fx.Node] | None:
         By input that the graph writes, its last value. ``None``: the graph cannot be rewritten,
         and is as it was.
     """
-    memory = _Memory()
+    positions = {node: i for i, node in enumerate(graph.nodes)}
+    memory = _Memory(positions)
     plans: dict[fx.Node, _Write] = {}
     for node in graph.nodes:
         if not memory.add(node):
@@ -60,18 +62,53 @@ def rewrite_writes(graph: fx.Graph, mode: Any) -> dict[fx.Node, fx.Node] | None:
 class _Memory:
     """Which nodes of a graph are the memory of which others.
 
+    Args:
+        positions: the positions of all nodes in the graph.
+
     Attributes:
-        whole: by node that is all of another one's memory, that other one.
-        views: by view of another node, that node.
+        whole: by node that is the same tensor as another one, the first such node.
+        views: by view, the node that it is a view of; that one may be a view, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, positions: dict[fx.Node, int]) -> None:
+        self._positions = positions
         self.whole: dict[fx.Node, fx.Node] = {}
         self.views: dict[fx.Node, fx.Node] = {}
+        self._shared_by: dict[fx.Node, list[fx.Node]] = {}
+        self._written: set[fx.Node] = set()
 
     def root(self, node: fx.Node) -> fx.Node:
-        """Returns the node that has made the memory of a node that is no view."""
+        """Returns the first node that is this tensor."""
         return self.whole.get(node, node)
+
+    def bases(self, node: fx.Node) -> list[fx.Node]:
+        """Returns what a node is a view of, from the nearest to the one that made the memory."""
+        found: list[fx.Node] = []
+        while node in self.views:
+            node = self.views[node]
+            found.append(node)
+        return found
+
+    def write(self, root: fx.Node, at: fx.Node) -> bool:
+        """Records that ``at`` writes a tensor; returns False if others would have to see it.
+
+        A view that is written is a tensor of its own from then on, if nothing else uses the memory
+        that it is a view of.
+        """
+        bases = self.bases(root)
+        if bases:
+            if bases[-1].op == "placeholder" or not self._written.isdisjoint(bases):
+                return False
+            now, waiting = self._positions[at], [bases[-1]]
+            while waiting:
+                one = waiting.pop()
+                if one is not root:
+                    if any(self._positions[user] >= now for user in one.users):
+                        return False
+                    waiting += self._shared_by.get(one, ())
+            del self.views[root]
+        self._written.add(root)
+        return True
 
     def add(self, node: fx.Node) -> bool:
         """Records the next node; returns False if it cannot be told what its memory is."""
@@ -80,14 +117,14 @@ class _Memory:
         if node.op != "call_function" or str(node.target).startswith(_UNDECLARED):
             return False
         if node.target is operator.getitem:
-            return self._add_view(node) if node.args[0] in self.views else True
+            return self._add_view(node) if self.root(node.args[0]) in self.views else True
         if not is_operation(node.target):
             return isinstance(node.meta.get("val"), _NUMBERS)
         schema = schema_of(node.target)
         if schema.is_mutable:
             written = _written(node)
             if len(written) == 1 and any(r.alias_info is not None for r in schema.returns):
-                self.whole[node] = self.root(written[0])
+                self._share(self.whole, node, written[0])
             return True
         if any(result.alias_info is not None for result in schema.returns):
             return self._add_view(node)
@@ -97,13 +134,12 @@ class _Memory:
         base = node.args[0] if node.args else None
         if not isinstance(base, fx.Node):
             return False
-        if base in self.views:
-            self.views[node] = self.views[base]
-        elif node.target in _ALIASES:
-            self.whole[node] = self.root(base)
-        else:
-            self.views[node] = self.root(base)
+        self._share(self.whole if node.target in _ALIASES else self.views, node, base)
         return True
+
+    def _share(self, how: dict[fx.Node, fx.Node], node: fx.Node, base: fx.Node) -> None:
+        how[node] = self.root(base)
+        self._shared_by.setdefault(how[node], []).append(node)
 
 
 class _Write:
@@ -129,8 +165,6 @@ def _plan(node: fx.Node, memory: _Memory, mode: Any) -> _Write | None:
     roots = [memory.root(one) for one in written]
     if target is None or not written or len(set(roots)) != len(roots):
         return None
-    if not memory.views.keys().isdisjoint(written):
-        return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     value = call_with_fakes(mode, target, args, kwargs)
     several = isinstance(value, (list, tuple))
@@ -138,6 +172,8 @@ def _plan(node: fx.Node, memory: _Memory, mode: Any) -> _Write | None:
     values = list(value)[first:] if several else [value]
     before = [one.meta["val"] for one in written]
     if not all(map(_have_one_layout, before, values)):
+        return None
+    if not all(memory.write(root, node) for root in roots):
         return None
     return _Write(target, roots, value, first)
 
@@ -173,7 +209,7 @@ class _Rewriting:
         self._graph, self._memory, self._plans = graph, memory, plans
         self._now: dict[fx.Node, fx.Node] = {}  # by root that has been written, its value
         self._num_writes: dict[fx.Node, int] = {}  # by root
-        # By view, the node that computes it, and the number of writes of its root before that.
+        # By view, the node that computes it, and the number of writes of its bases before that.
         self._seen: dict[fx.Node, tuple[fx.Node, int]] = {}
 
     def run(self) -> dict[fx.Node, fx.Node]:
@@ -212,7 +248,7 @@ class _Rewriting:
         return found
 
     def _count(self, view: fx.Node) -> int:
-        return self._num_writes.get(self._memory.views[view], 0)
+        return sum(self._num_writes.get(base, 0) for base in self._memory.bases(view))
 
     def _replace(self, node: fx.Node, plan: _Write) -> None:
         with self._graph.inserting_before(node):

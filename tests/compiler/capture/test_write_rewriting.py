@@ -90,6 +90,22 @@ def into_a_result(x, y):
     return [z, z.sum()]
 
 
+def through_the_only_view(x, y):
+    z = (x @ y).view(1, 3, 3)
+    first = z[:, :1]
+    z.relu_()
+    seen = z.detach()
+    z.mul_(2)
+    return [z, seen.sum(), first + 1]
+
+
+def through_turned_results_in_a_list(x, y):
+    grads = [(x @ y).t().detach(), (y @ x).t()]
+    torch._foreach_mul_(grads, 0.5)
+    grads[0].add_(1)
+    return [grads[0].t() @ y, grads[1]]
+
+
 def without_a_write(x, y):
     return [x.t() @ y, x.detach()]
 
@@ -106,6 +122,8 @@ REWRITTEN = [
     seen_through_views_later,
     seen_through_a_view_that_is_returned,
     into_a_result,
+    through_the_only_view,
+    through_turned_results_in_a_list,
     without_a_write,
 ]
 
@@ -118,7 +136,35 @@ def through_a_view(x, y):
 def through_a_view_of_a_view(x, y):
     z = x * 1
     z.t()[1:].mul_(2)
-    return [z]
+    return [z + y]
+
+
+def through_a_view_beside_another(x, y):
+    z = x @ y
+    rows, turned = z.view(9), z.t()
+    rows.mul_(2)
+    return [turned + 1]
+
+
+def through_a_view_that_a_write_of_the_whole_follows(x, y):
+    z = x @ y
+    z.view(9).mul_(2)
+    z.add_(1)
+    return [y]
+
+
+def through_two_halves(x, y):
+    first, second = (x @ y).split(2)
+    torch._foreach_mul_([first, second], 2.0)
+    return [first.sum() + second.sum()]
+
+
+def through_a_view_taken_before_a_write(x, y):
+    z = x @ y
+    rows = z.view(9)
+    z.add_(1)
+    rows.mul_(2)
+    return [rows]
 
 
 def into_another_dtype(x, y):
@@ -128,8 +174,8 @@ def into_another_dtype(x, y):
 
 
 def with_another_layout(x, y):
-    z = torch.zeros(3, 3).t().add_(y)
-    return [z.contiguous()]
+    z = torch.zeros_like(torch.cat([x, x], 1))[:, ::2].add_(y)  # stays a part of wider rows
+    return [z * 1]
 
 
 def an_argument_given_by_name(x, y):
@@ -144,6 +190,10 @@ def one_tensor_in_a_list_twice(x, y):
 LEFT = [
     through_a_view,
     through_a_view_of_a_view,
+    through_a_view_beside_another,
+    through_a_view_that_a_write_of_the_whole_follows,
+    through_two_halves,
+    through_a_view_taken_before_a_write,
     into_another_dtype,
     with_another_layout,
     an_argument_given_by_name,
@@ -217,7 +267,7 @@ class Changing(nn.Module):
             self.largest.copy_(torch.maximum(self.largest, hidden.detach().amax(0)))
         hidden = torch.relu_(hidden * 2)
         if self.through_views:
-            hidden = hidden.clone()
+            hidden = hidden * 1
             hidden[:, :2].mul_(0.5)
         return self.second(hidden)
 
