@@ -140,3 +140,15 @@ class RunsUncompiled(Exception):
 
 class StateMissing(Exception):
     """A step needs optimizer state that does not exist yet: an uncompiled call creates it."""
+
+
+class Uncapturable(Exception):
+    """A CUDA graph would read or write other values than the piece that it is captured of.
+
+    Attributes:
+        line: the user's line for which it does; empty if that is not known.
+    """
+
+    def __init__(self, why: str, line: str) -> None:
+        super().__init__(why)
+        self.line = line

@@ -117,7 +117,8 @@ class _Memory:
         if node.op != "call_function" or str(node.target).startswith(_UNDECLARED):
             return False
         if node.target is operator.getitem:
-            return self._add_view(node) if self.root(node.args[0]) in self.views else True
+            (source,) = node.all_input_nodes
+            return self._add_view(node) if self.root(source) in self.views else True
         if not is_operation(node.target):
             return isinstance(node.meta.get("val"), _NUMBERS)
         schema = schema_of(node.target)

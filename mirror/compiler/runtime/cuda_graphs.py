@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from mirror.compiler.lowering.programs import CallableProgram
-from mirror.compiler.step_errors import first_line
+from mirror.compiler.step_errors import Uncapturable, first_line
 from mirror.compiler.torch_internals import DispatchMode
 from mirror.device.cuda_graph import DeviceGraph
 from mirror.values import are_identical
@@ -100,12 +100,12 @@ class CapturedPieces:
     ) -> None:
         self._devices, self._static_slots = devices, set(static_slots)
         self._make_graph = make_graph
+        self._has_warned = False
         # By piece and device, then by replicas and sizes; None: seen once, not captured yet.
         self._captured: dict[
             tuple[CallableProgram, torch.device], dict[Any, _CapturedGraph | None]
         ] = {}
         self._uncapturable: set[CallableProgram] = set()
-        self._has_warned = False
         self._graph_storages: set[int] = set()
 
     def run(self, program: CallableProgram, values: dict[int, list[Any]]) -> None:
@@ -241,19 +241,19 @@ class CapturedPieces:
         static: list[Tensor],
         copied: list[Tensor],
     ) -> None:
-        """Raises UncapturableError if a replay would read or write other values than a call."""
+        """Raises Uncapturable if a replay would read or write other values than a call."""
         next_static, next_copied = iter(static), iter(copied)
         for position, slot in enumerate(program.reads * len(replicas)):
             tensor = next(next_static if slot in self._static_slots else next_copied)
             if tensor.device != device:
-                raise UncapturableError(
+                raise Uncapturable(
                     f"it reads a tensor of shape {tuple(tensor.shape)} on {tensor.device}; a "
                     "graph would keep the value that it has now",
                     program.line_of_input(position % len(program.reads)),
                 )
         for slot in program.writes:
             if slot not in self._static_slots:
-                raise UncapturableError(
+                raise Uncapturable(
                     "it writes to an argument of the step",
                     program.line_of_input(program.reads.index(slot)),
                 )
@@ -263,18 +263,6 @@ class CapturedPieces:
         graphs = [c for known in self._captured.values() for c in known.values() if c is not None]
         written = [t for one in graphs for ts in (one.copied_inputs, *one.outputs) for t in ts]
         self._graph_storages = {_storage_of(t) for t in written if isinstance(t, Tensor)} - {0}
-
-
-class UncapturableError(ValueError):
-    """A graph would read or write other values than the piece.
-
-    Attributes:
-        line: the user's line for which it does; empty if that is not known.
-    """
-
-    def __init__(self, why: str, line: str) -> None:
-        super().__init__(why)
-        self.line = line
 
 
 class _LastOperation(DispatchMode):
