@@ -311,8 +311,13 @@ def test_graphs_take_the_memory_of_an_uncompiled_step_and_little_more(
             compiled(x, y)
         with LiveBytes(known()) as beside:
             compiled(x, y)
+        grads = {
+            p.grad.untyped_storage()._cdata: p.grad.untyped_storage() for p in module.parameters()
+        }
+        # In memory of its own that an earlier call has made, if the call has not made it.
+        held = sum(storage.nbytes() for key, storage in grads.items() if key not in beside.bytes)
     assert len(pools) == 1
-    assert kept + pools[0] + beside.peak <= 1.3 * (kept + uncompiled.peak)
+    assert kept + pools[0] + held + beside.peak <= 1.3 * (kept + uncompiled.peak)
 
 
 def test_what_uncompiled_steps_have_cached_is_given_back_before_a_capture(monkeypatch):
