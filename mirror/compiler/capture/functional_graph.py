@@ -125,11 +125,20 @@ def functional(
     holders = [node for node in pure.graph.nodes if node.op == "placeholder"]
     by_holder = dict(zip(holders, inputs, strict=True))
     (output,) = (node for node in pure.graph.nodes if node.op == "output")
-    results = list(output.args[0])
+    results = [_detached(node) if node.op == "placeholder" else node for node in output.args[0]]
     output.args = ([*results, *writes.values()],)
     pure.graph.eliminate_dead_code()
     pure.recompile()
     return FunctionalGraph(pure, inputs, [by_holder[node] for node in writes], len(results))
+
+
+def _detached(holder: fx.Node) -> fx.Node:
+    """Returns an input as a result: another tensor, of the same memory, as it was traced."""
+    (output,) = holder.graph.find_nodes(op="output")
+    with holder.graph.inserting_before(output):
+        found = holder.graph.call_function(torch.ops.aten.detach.default, (holder,))
+    found.meta = dict(holder.meta)
+    return found
 
 
 def _retrace(

@@ -9,10 +9,12 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+import mirror
 from mirror.compiler.capture import functional_graph
 from mirror.compiler.capture.write_rewriting import rewrite_writes
 from mirror.compiler.torch_internals import fake_mode, make_fake, trace_graph
 from tests.compiler.training import Beside, batches
+from tests.pairs import quick_of
 
 aten = torch.ops.aten
 
@@ -300,3 +302,22 @@ def test_a_trace_does_not_count_the_functions_of_torch_that_it_calls(monkeypatch
     beside = Beside(1, lambda: Changing(through_views=True))
     beside.train(batches([6, 6, 5]))
     assert beside.compiled.num_traces == 1
+
+
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2], [1]))
+def test_parameters_and_arguments_that_are_returned_are_other_tensors(num_replicas):
+    with mirror.MirroredStrategy(["cpu"] * num_replicas) as strategy, strategy.scope():
+        model = nn.Linear(6, 3)
+
+        def evaluate(x):
+            with torch.no_grad():
+                return model.weight.detach(), model(x), x
+
+        compiled = strategy.compile(evaluate, mode="trace")
+        for x, _ in strategy.distribute_dataset(batches([6] * 3)):
+            weight, _, same = (strategy.local_results(part)[0] for part in compiled(x))
+            assert not weight.requires_grad
+            assert type(weight) is type(same) is torch.Tensor
+            assert torch.equal(weight, model.weight)
+            assert torch.equal(same, strategy.local_results(x)[0])
+        assert compiled.num_traces == 1
