@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import mirror
 from mirror.compiler.capture import functional_graph
 from mirror.compiler.capture.write_rewriting import rewrite_writes
+from mirror.compiler.runtime import build_program
 from mirror.compiler.torch_internals import fake_mode, make_fake, trace_graph
 from tests.compiler.training import Beside, batches
 from tests.pairs import quick_of
@@ -286,6 +287,7 @@ def test_a_step_of_kernels_is_traced_a_second_time_only_if_it_must(
         return trace(*args)
 
     monkeypatch.setattr(functional_graph, "trace_graph", count)
+    monkeypatch.setattr(build_program, "load_program", lambda key: None)  # kept on the disk
     beside = Beside(1, lambda: Changing(through_views), mode=mode)
     beside.train(batches([6, 6, 5, 6]))
     assert beside.compiled.num_traces == 1
