@@ -24,16 +24,38 @@ _LIBRARIES = tuple(
     )
 )
 _OURS_AND_TORCHS = _LIBRARIES[:2]
+_PASSED_OVER = (*_LIBRARIES, "<frozen")
+Place = tuple[str, int]  # a file and a line
 
 
 def current_line() -> str:
     """Returns the innermost line of the user's code that is being run, ``file:line `code` ``."""
-    frames: list[FrameType] = []
+    return quote(current_place())
+
+
+def current_place() -> Place | None:
+    """Returns the file and the number of that line; ``None`` if only torch and mirror are run.
+
+    A library's line counts as the user's if no other code is being run.
+    """
+    of_library: Place | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        frames.append(frame)
+        name = frame.f_code.co_filename
+        if not name.startswith(_PASSED_OVER):
+            return name, frame.f_lineno
+        if of_library is None and not name.startswith((*_OURS_AND_TORCHS, "<frozen")):
+            of_library = name, frame.f_lineno
         frame = frame.f_back
-    return _line([(f.f_code.co_filename, f.f_lineno) for f in frames])
+    return of_library
+
+
+def quote(place: Place | None) -> str:
+    """Returns a line of code with its place, ``file:line `code` ``."""
+    if place is None:
+        return "an unknown line"
+    code = linecache.getline(*place).strip()
+    return f"{place[0]}:{place[1]}" + (f" `{code}`" if code else "")
 
 
 def is_called_by(*files: str) -> bool:
@@ -48,12 +70,14 @@ def is_called_by(*files: str) -> bool:
 
 def line_of(error: BaseException) -> str:
     """Returns the innermost line of the user's code that an error came through."""
-    places = []
+    places: list[Place] = []
     step: TracebackType | None = error.__traceback__
     while step is not None:
-        places.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
+        places.insert(0, (step.tb_frame.f_code.co_filename, step.tb_lineno))
         step = step.tb_next
-    return _line(places[::-1])
+    users = [place for place in places if not place[0].startswith(_PASSED_OVER)]
+    others = [place for place in places if not place[0].startswith((*_OURS_AND_TORCHS, "<frozen"))]
+    return quote(next(iter(users + others), None))
 
 
 def first_line(error: BaseException) -> str:
@@ -63,22 +87,12 @@ def first_line(error: BaseException) -> str:
 
 def is_users(path: str) -> bool:
     """Whether a file is no library's, torch's or ours."""
-    return not path.startswith((*_LIBRARIES, "<frozen"))
+    return not path.startswith(_PASSED_OVER)
 
 
 def is_torchs(path: str) -> bool:
     """Whether a file is torch's."""
     return path.startswith(_OURS_AND_TORCHS[1])
-
-
-def _line(places: list[tuple[str, int]]) -> str:
-    """Returns the first place that is no library's; else the first that is not torch's or ours."""
-    for libraries in (_LIBRARIES, _OURS_AND_TORCHS):
-        for name, number in places:
-            if not name.startswith((*libraries, "<frozen")):
-                code = linecache.getline(name, number).strip()
-                return f"{name}:{number}" + (f" `{code}`" if code else "")
-    return "an unknown line"
 
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -126,3 +140,15 @@ class RunsUncompiled(Exception):
 
 class StateMissing(Exception):
     """A step needs optimizer state that does not exist yet: an uncompiled call creates it."""
+
+
+class Uncapturable(Exception):
+    """A CUDA graph would read or write other values than the piece that it is captured of.
+
+    Attributes:
+        line: the user's line for which it does; empty if that is not known.
+    """
+
+    def __init__(self, why: str, line: str) -> None:
+        super().__init__(why)
+        self.line = line

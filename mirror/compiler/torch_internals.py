@@ -26,7 +26,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+)
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -41,6 +46,14 @@ DispatchMode = TorchDispatchMode
 IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+# The tracer need not count calls of torch's functions: only torch.export reads the counts.
+_OPTIONS: dict[str, Any] = {
+    name: True
+    for name in ("_disable_torch_fn_metadata_mode",)
+    if name in inspect.signature(make_fx).parameters
+}
+_PLACE = "mirror_place"  # in the ``meta`` of a node
+GENERATED = "<eval_with_key>"  # how the names of fx's generated code begin
 _FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 _aten = torch.ops.aten
@@ -138,12 +151,17 @@ class Sizes:
 def sizes_of(mode: Any, fakes: Sequence[Tensor]) -> Sizes:
     """Returns the sizes for which a trace of ``fakes`` is valid, by its guards so far."""
     env = mode.shape_env
-    tensors = [
-        (fake.dtype, [getattr(getattr(size, "node", None), "expr", size) for size in fake.shape])
-        for fake in fakes
-    ]
+    tensors = [(fake.dtype, without_guards(fake.shape)) for fake in fakes]
     within = {symbol: (known.lower, known.upper) for symbol, known in env.var_to_range.items()}
     return Sizes(tensors, within, dict(env.replacements), [guard.expr for guard in env.guards])
+
+
+def without_guards(sizes: Sequence[Any]) -> list[Any]:
+    """Returns sizes as numbers and expressions: unlike sizes, these are compared without a guard.
+
+    Two sizes that are equal in a trace are different if their expressions are.
+    """
+    return [getattr(getattr(size, "node", None), "expr", size) for size in sizes]
 
 
 def describe_sizes(mode: Any) -> str:
@@ -175,8 +193,51 @@ def trace_graph(
     """Returns the graph of the operations in ``function(*inputs)``, backward passes too."""
     # Without mkldnn: its fused layers, such as LSTM, need static sizes, and keep state for the
     # backward pass that a trace does not see.
-    with mode, enable_python_dispatcher(), _disabling_mkldnn(), _silencing_errors():
-        return make_fx(function, decomposition_table=decompositions, tracing_mode="real")(*inputs)
+    with (
+        mode,
+        enable_python_dispatcher(),
+        _disabling_mkldnn(),
+        _silencing_errors(),
+        _use_lazy_graph_module(True),
+    ):
+        options: dict[str, Any] = {"decomposition_table": decompositions, **_OPTIONS}
+        return make_fx(function, tracing_mode="real", **options)(*inputs)
+
+
+def call_noting_place(place: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function; the nodes that it adds to the graph of a trace have ``place`` in ``meta``.
+
+    Args:
+        place: the line of the user's code that the call is made for; see ``place_of``.
+    """
+    mode: Any = get_proxy_mode()
+    if mode is None:
+        return function(*args, **kwargs)
+    last = next(reversed(mode.tracer.graph.nodes))
+    result = function(*args, **kwargs)
+    node = last.next
+    while node.op != "root":
+        node.meta.setdefault(_PLACE, place)
+        node = node.next
+    return result
+
+
+def place_of(node: fx.Node) -> Any:
+    """Returns the line of the user's code that a node was traced for, or ``None``."""
+    return node.meta.get(_PLACE)
+
+
+class KeepingPlaces(fx.Interpreter):
+    """Runs a graph that is traced again; the new nodes have the places of the old ones."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        return call_noting_place(place_of(n), super().run_node, n)
+
+
+def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Returns a module of a graph; its Python code is generated if it is called."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
 
 
 @contextlib.contextmanager
@@ -242,6 +303,32 @@ def in_place_overload(target: Any) -> Any:
         return None
     alias = found._schema.arguments[0].alias_info
     return found if alias is not None and alias.is_write else None
+
+
+def functional_overload(target: Any) -> Any:
+    """Returns the overload that returns what ``target`` writes, after its results; or ``None``.
+
+    ``None``: there is none, it computes views, or it writes several arguments in another order.
+    """
+    namespace, _, name = str(target).partition(".")
+    name, _, overload = name.partition(".")
+    if namespace != "aten" or name in ("set_", "resize_", "resize_as_"):
+        return None
+    is_in_place = name.endswith("_")
+    packet = getattr(torch.ops.aten, name[:-1] if is_in_place else f"{name}_functional", None)
+    found = getattr(packet, overload, None)
+    if found is None or any(result.alias_info is not None for result in found._schema.returns):
+        return None
+    written = [a for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
+    if is_in_place and (len(written) != 1 or in_place_overload(found) is not target):
+        return None
+    return found
+
+
+def call_with_fakes(mode: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what an operation returns for placeholders: placeholders."""
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        return target(*args, **kwargs)
 
 
 def _view_or_copy(tensor: Tensor, size: Sequence[Any]) -> Any:

@@ -44,6 +44,10 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], T]) -> T:
+        if torch.backends.cuda.is_built():
+            # The pool's memory comes from CUDA: what uncompiled steps have left cached for each
+            # other would be reserved beside it, and the two are of one size.
+            torch.cuda.empty_cache()
         stream = torch.cuda.Stream(self._device)
         caller = torch.cuda.current_stream(self._device)
         stream.wait_stream(caller)

@@ -209,9 +209,10 @@ class Strategy(NoCopy):
             step: a function for ``run``: forward, backward, optimizers' steps.
             fallback: the reaction to a step that cannot be traced: ``"error"`` raises, ``"eager"``
                 calls ``run``.
-            mode: ``"inductor"``; ``"trace"`` for torch's own kernels; ``"auto"`` for inductor if
-                it is available, but on the CPU for torch's kernels if most of the step's time
-                goes into large convolutions.
+            mode: ``"inductor"``; ``"graphs"`` for torch's own kernels in CUDA graphs; ``"trace"``
+                for the same kernels, launched one by one; ``"auto"`` for ``"graphs"`` on GPUs, and
+                on the CPU for inductor if it is available, unless most of the step's time goes
+                into large convolutions.
         """
         return make_compiled_step(self._group, self.run, step, fallback=fallback, mode=mode)
 

@@ -18,7 +18,7 @@ from mirror.replica.collectives.over_workers import PerPositionCommunicator, Tim
 # Type checkers find a typo with these; check_choice finds it at run time.
 Fallback: TypeAlias = Literal["error", "eager"]
 GradientReduction: TypeAlias = Literal["mean", "sum"]
-Mode: TypeAlias = Literal["auto", "inductor", "trace"]
+Mode: TypeAlias = Literal["auto", "inductor", "graphs", "trace"]
 OptimizerState: TypeAlias = Literal["replicated", "sharded"]
 Verify: TypeAlias = Literal["first", "error", "off"]
 Schedule: TypeAlias = Literal["auto", "lockstep", "staggered", "parallel"]

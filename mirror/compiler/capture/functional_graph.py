@@ -1,9 +1,10 @@
 """The graph of a step, free of side effects except the writes at its end.
 
 The first pass follows the step with autograd, and writes in place as the step does. The second
-pass runs the graph of the first without autograd, and turns every write into a new value. After it
-each value depends on its inputs only, and ``lowering/partitioner.py`` can cut the graph anywhere.
-The last value of an input is written to it at the end.
+pass turns every write into a new value: node by node where that is possible, and for inductor by a
+trace of the first graph, without autograd, in which operations are decomposed. After it each value
+depends on its inputs only, and ``lowering/partitioner.py`` can cut the graph anywhere. The last
+value of an input is written to it at the end.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mirror.compiler.capture.write_rewriting import rewrite_writes
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.compiler.torch_internals import (
+    KeepingPlaces,
     inductor_decompositions,
     is_fake,
     is_operation,
@@ -77,6 +80,7 @@ def trace_functional(
         found.append(one)
         with graph.graph.inserting_after(holders[-1]):
             holder = graph.graph.placeholder(f"found_{len(found)}")
+        holder.meta["val"] = one.fake
         holders.append(holder)
         node.replace_all_uses_with(holder)
         graph.graph.erase_node(node)
@@ -110,34 +114,55 @@ def functional(
         for_inductor: whether operations are decomposed as inductor needs it. Torch's kernels are
             faster whole: a batch norm, say, would become twenty passes over its input.
     """
+    for node in reversed(list(graph.graph.nodes)):
+        if "profiler" in str(node.target):  # a step's name, for torch.profiler
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()  # views that autograd makes of what it has made views of
+    last = None if for_inductor else rewrite_writes(graph.graph, mode)
+    pure, writes = graph, last
+    if writes is None:
+        pure, writes = _retrace(graph, inputs, mode, for_inductor=for_inductor)
+    holders = [node for node in pure.graph.nodes if node.op == "placeholder"]
+    by_holder = dict(zip(holders, inputs, strict=True))
+    (output,) = (node for node in pure.graph.nodes if node.op == "output")
+    results = [_detached(node) if node.op == "placeholder" else node for node in output.args[0]]
+    output.args = ([*results, *writes.values()],)
+    pure.graph.eliminate_dead_code()
+    pure.recompile()
+    return FunctionalGraph(pure, inputs, [by_holder[node] for node in writes], len(results))
+
+
+def _detached(holder: fx.Node) -> fx.Node:
+    """Returns an input as a result: another tensor, of the same memory, as it was traced."""
+    (output,) = holder.graph.find_nodes(op="output")
+    with holder.graph.inserting_before(output):
+        found = holder.graph.call_function(torch.ops.aten.detach.default, (holder,))
+    found.meta = dict(holder.meta)
+    return found
+
+
+def _retrace(
+    graph: fx.GraphModule, inputs: list[StepInput], mode: Any, *, for_inductor: bool
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """Traces a graph without its writes; returns, by input that it writes, its last value."""
+    call = graph if for_inductor else KeepingPlaces(graph).run
 
     def function(*args: Tensor) -> Any:
         with torch.no_grad():
-            return graph(*args)
+            return call(*args)
 
     fakes = [one.fake for one in inputs]
     without_writes = torch.func.functionalize(function, remove="mutations")
     decompositions = inductor_decompositions() if for_inductor else kernel_decompositions()
     pure = trace_graph(without_writes, mode, fakes, decompositions)
-    nodes = pure.graph
-    holders = [node for node in nodes.nodes if node.op == "placeholder"]
-    by_holder = dict(zip(holders, inputs, strict=True))
-    (output,) = (node for node in nodes.nodes if node.op == "output")
-    results = list(output.args[0])
-    writes: list[tuple[StepInput, fx.Node]] = []
-    for node in list(nodes.nodes):
+    writes: dict[fx.Node, fx.Node] = {}
+    for node in list(pure.graph.nodes):
         is_copy = node.target is torch.ops.aten.copy_.default
-        if is_copy and node.args[0] in by_holder:
-            writes.append((by_holder[node.args[0]], node.args[1]))
+        if is_copy and node.args[0].op == "placeholder":
+            writes[node.args[0]] = node.args[1]
             node.replace_all_uses_with(node.args[1])
-            nodes.erase_node(node)
-    output.args = ([*results, *[value for _, value in writes]],)
-    for node in reversed(list(nodes.nodes)):
-        if "profiler" in str(node.target):  # a step's name, for torch.profiler
-            nodes.erase_node(node)
-    nodes.eliminate_dead_code()
-    pure.recompile()
-    return FunctionalGraph(pure, inputs, [one for one, _ in writes], len(results))
+            pure.graph.erase_node(node)
+    return pure, writes
 
 
 def base_of_view(node: fx.Node) -> fx.Node:

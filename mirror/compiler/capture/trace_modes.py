@@ -22,11 +22,17 @@ from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.recurrent_layers import RECURRENT, call_layers
 from mirror.compiler.capture.seeded_attention import ATTENTION, call_attention
 from mirror.compiler.capture.traced_numbers import TracedNumbers, has_traced
-from mirror.compiler.step_errors import current_line, find_asking_layer, is_called_by
+from mirror.compiler.step_errors import (
+    current_line,
+    current_place,
+    find_asking_layer,
+    is_called_by,
+)
 from mirror.compiler.torch_internals import (
     ITEM,
     UNIQUE,
     DispatchMode,
+    call_noting_place,
     constant_of,
     is_fake,
     schema_of,
@@ -135,9 +141,10 @@ class Operations(DispatchMode):
                 self._capture(tensor)
         if schema_of(func).is_mutable:
             self._check_written(func, args, kwargs)
+        place = current_place()
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draws.draw(func, args, kwargs)
-        return func(*args, **kwargs)
+            return call_noting_place(place, self._draws.draw, func, args, kwargs)
+        return call_noting_place(place, func, *args, **kwargs)
 
     def _capture(self, tensor: Tensor) -> None:
         if tensor.requires_grad and torch.is_grad_enabled():

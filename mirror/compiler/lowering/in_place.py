@@ -16,6 +16,7 @@ in the programs that it compiles.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from mirror.compiler.capture.functional_graph import is_view
-from mirror.compiler.torch_internals import in_place_overload
+from mirror.compiler.torch_internals import in_place_overload, without_guards
 
 _AT_THE_END = 1 << 60  # the position of the output and of the copies
 _VIEWS_WITHOUT_ALIAS = ("aten._unsafe_view.default",)  # views, but not by their schema
@@ -89,12 +90,14 @@ def _may_write(
 ) -> bool:
     if not node.args or not node.args[0]:
         return False
+    num_uses = Counter[fx.Node]()
+    fx.map_arg((node.args, node.kwargs), lambda one: num_uses.update((one,)))
     for before, after in _pairs(node):
         holder = stored_in.get(before)
         if holder is None or after is None or not _have_same_layout(holder, after):
             return False
         uses = list(_uses(holder))
-        if uses.count(node) != 1 or _count(node, before) != 1:
+        if uses.count(node) != 1 or num_uses[before] != 1:
             return False  # the operation reads the input a second time, perhaps through a view
         if any(use is not node and positions[use] >= positions[node] for use in uses):
             return False
@@ -104,29 +107,20 @@ def _may_write(
     return True
 
 
-def _count(node: fx.Node, argument: fx.Node) -> int:
-    """Returns how often ``argument`` occurs in the arguments of ``node``."""
-    count = 0
-
-    def visit(one: fx.Node) -> fx.Node:
-        nonlocal count
-        count += one is argument
-        return one
-
-    fx.map_arg((node.args, node.kwargs), visit)
-    return count
-
-
 def _have_same_layout(one: fx.Node, two: fx.Node) -> bool:
-    """Whether both values are strided, and agree in dtype, sizes and strides."""
+    """Whether both values are strided, and agree in dtype, sizes and strides.
+
+    For all batch sizes, not only for that of the trace: to compare the sizes themselves would make
+    a batch of 6 beside 6 features a trace of its own.
+    """
     mine, other = one.meta.get("val"), two.meta.get("val")
     return (
         isinstance(mine, Tensor)
         and isinstance(other, Tensor)
         and mine.dtype == other.dtype
-        and mine.shape == other.shape
-        and mine.stride() == other.stride()
         and mine.layout is torch.strided
+        and without_guards(mine.shape) == without_guards(other.shape)
+        and without_guards(mine.stride()) == without_guards(other.stride())
     )
 
 
@@ -149,6 +143,7 @@ def _replace(
 ) -> None:
     with graph.inserting_before(node):
         written = graph.call_function(in_place, node.args, dict(node.kwargs))
+        written.meta = dict(node.meta)
     positions[written] = positions[node]
     for before, after in _pairs(node):
         assert after is not None

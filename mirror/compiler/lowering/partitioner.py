@@ -29,6 +29,7 @@ from mirror.compiler.custom_ops import COLLECTIVE
 from mirror.compiler.lowering.gradient_packing import PackedSlice, pack_gradients
 from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan, estimate_work
 from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.compiler.torch_internals import graph_module
 from mirror.errors import CompileError
 
 _NUMBERS = (
@@ -98,7 +99,9 @@ class _Cutter:
         self._level: dict[fx.Node, int] = {}
         self._is_own: dict[fx.Node, bool] = {}
         self._slots: dict[Any, int] = {node: i for i, node in enumerate(self._holders)}
-        self._collectives: list[fx.Node] = []
+        # In the order of the step, with the tensors that they return.
+        self._collectives = {n: None for n in self._nodes if str(n.target) == COLLECTIVE}
+        self._reduced = {user for node in self._collectives for user in node.users}
 
     def cut(self, packings: Sequence[list[PackedSlice]]) -> StepPlan:
         self._place()
@@ -128,17 +131,16 @@ class _Cutter:
         """Finds the level of every node, whether it is a replica's own, and of every write."""
         for node in self._nodes:
             before = node.all_input_nodes
-            level = max((self._level[n] + _is_collective(n) for n in before), default=0)
+            level = max((self._level[n] + (n in self._collectives) for n in before), default=0)
             self._level[node] = level
             if node.op == "placeholder":
                 self._is_own[node] = self._alone or self._inputs[node].kind.is_own
-            elif _is_collective(node):
-                self._collectives.append(node)
+            elif node in self._collectives:
                 self._is_own[node] = False
             else:
                 self._is_own[node] = self._alone or any(self._is_own[n] for n in before)
         self._num_levels = 1 + max(
-            [self._level[n] + _is_collective(n) for n in self._nodes if n.op != "output"],
+            [self._level[n] + (n in self._collectives) for n in self._nodes if n.op != "output"],
             default=0,
         )
         shared = [one for one in self._writes if not one.kind.is_own and not self._alone]
@@ -165,7 +167,7 @@ class _Cutter:
             not self._is_own[node]
             and self._level[node] in self._updates
             and node.op != "placeholder"
-            and not _is_collective(node)
+            and node not in self._collectives
         )
 
     def _sinks(self) -> tuple[list[list[fx.Node]], list[list[fx.Node]]]:
@@ -183,7 +185,7 @@ class _Cutter:
         return own, shared
 
     def _sink(self, own: Any, shared: Any, value: fx.Node, level: int) -> None:
-        if value.op == "placeholder" or _is_result(value):
+        if value.op == "placeholder" or value in self._reduced:
             return
         if self._is_shared(value):
             shared[self._level[value]].append(value)
@@ -200,7 +202,7 @@ class _Cutter:
             stack = list(own_sinks[level])
             while stack:
                 node = stack.pop()
-                if node.op == "placeholder" or _is_result(node) or node in own[level]:
+                if node.op == "placeholder" or node in self._reduced or node in own[level]:
                     continue
                 if self._is_shared(node):
                     shared_sinks[self._level[node]].append(node)
@@ -215,7 +217,7 @@ class _Cutter:
             while stack:
                 node = stack.pop()
                 done = node in known or node in shared[level]
-                if node.op == "placeholder" or _is_result(node) or done:
+                if node.op == "placeholder" or node in self._reduced or done:
                     continue
                 shared[level].add(node)
                 stack += node.all_input_nodes
@@ -247,7 +249,7 @@ class _Cutter:
 
     def _use(self, value: fx.Node, level: int, is_own: bool, here: set[fx.Node]) -> None:
         """Records that a program uses a value of another program."""
-        if value in here or _is_result(value):
+        if value in here or value in self._reduced:
             return
         if value.op == "placeholder":
             if self._is_overwritten(value, level, is_own):
@@ -385,22 +387,13 @@ class _ProgramGraph:
             written = self._graph.call_function(aten.copy_.default, (made[target], stable[value]))
             written.meta = dict(target.meta)
         self._graph.output([*returned, *copies])
-        return fx.GraphModule(self._module, self._graph)
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return str(node.target) == COLLECTIVE
+        return graph_module(self._module, self._graph)
 
 
 def _inputs_of(collective: fx.Node) -> list[fx.Node]:
     """Returns the tensors that a replica contributes at a collective point."""
     inputs: Any = collective.args[0]
     return list(inputs)
-
-
-def _is_result(node: fx.Node) -> bool:
-    """Whether a node is one of the tensors that a collective point returns."""
-    return any(_is_collective(before) for before in node.all_input_nodes)
 
 
 def _own_write(one: StepInput) -> str:

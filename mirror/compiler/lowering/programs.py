@@ -8,6 +8,7 @@ only. Tensors that the step keeps on the host stay there.
 from __future__ import annotations
 
 import copy
+import linecache
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,14 @@ from torch import Tensor, fx
 from mirror.compiler.custom_ops import DRAW
 from mirror.compiler.lowering.in_place import update_in_place
 from mirror.compiler.lowering.step_plan import ProgramPiece, estimate_work
-from mirror.compiler.torch_internals import Program, compile_with_inductor, trace_graph
+from mirror.compiler.step_errors import quote
+from mirror.compiler.torch_internals import (
+    GENERATED,
+    Program,
+    compile_with_inductor,
+    place_of,
+    trace_graph,
+)
 
 SMALL_PRODUCT = 1024  # multiplications of a matrix product
 
@@ -30,6 +38,7 @@ class CallableProgram:
 
     Args:
         programs: by device, a function of the list of inputs that returns the outputs.
+        graph: the graph whose nodes torch's kernels run one by one; ``None``: it is compiled.
 
     Attributes:
         get_inputs: returns the inputs out of a replica's values.
@@ -38,12 +47,27 @@ class CallableProgram:
         work: its approximate number of multiplications.
     """
 
-    __slots__ = ("get_inputs", "gives", "is_own", "is_raw", "programs", "reads", "work", "writes")
+    __slots__ = (
+        "_graph",
+        "get_inputs",
+        "gives",
+        "is_own",
+        "is_raw",
+        "programs",
+        "reads",
+        "work",
+        "writes",
+    )
 
     def __init__(
-        self, piece: ProgramPiece, programs: Mapping[torch.device, Program], *, is_raw: bool
+        self,
+        piece: ProgramPiece,
+        programs: Mapping[torch.device, Program],
+        *,
+        is_raw: bool,
+        graph: fx.Graph | None = None,
     ) -> None:
-        self.programs = dict(programs)
+        self.programs, self._graph = dict(programs), graph
         self.is_own = piece.is_own
         self.get_inputs = slot_getter(piece.reads)
         self.reads, self.gives, self.writes = piece.reads, piece.gives, piece.writes
@@ -55,6 +79,26 @@ class CallableProgram:
         found = self.programs[device](list(self.get_inputs(values)))
         for slot, value in zip(self.gives, found, strict=True):
             values[slot] = value
+
+    def line_of_input(self, position: int) -> str:
+        """Returns the user's line that first uses an input; empty if that is not known."""
+        if self._graph is None:
+            return ""
+        holders = self._graph.find_nodes(op="placeholder")
+        return next((quote(p) for p in map(place_of, holders[position].users) if p), "")
+
+    def line_of(self, error: Exception) -> str:
+        """Returns the user's line whose kernel has raised an error; empty if that is not known."""
+        places = {} if self._graph is None else {n.name: place_of(n) for n in self._graph.nodes}
+        step, found = error.__traceback__, ""
+        while step is not None:
+            name = step.tb_frame.f_code.co_filename
+            if name.startswith(GENERATED):  # a node a line: ``add = torch.ops.aten.add(x, y)``
+                code = linecache.getline(name, step.tb_lineno, step.tb_frame.f_globals)
+                place = places.get(code.partition("=")[0].strip())
+                found = quote(place) if place else found
+            step = step.tb_next
+        return found
 
 
 def slot_getter(slots: list[int]) -> SlotGetter:
@@ -69,9 +113,9 @@ def interpret_piece(
 ) -> CallableProgram:
     """Returns a program that calls torch's kernels one by one, as the step itself does."""
     assert piece.graph is not None
-    graph = fx.GraphModule(piece.graph, copy.deepcopy(piece.graph.graph))
-    update_in_place(graph.graph)
-    graph.recompile()
+    changed = copy.deepcopy(piece.graph.graph)
+    update_in_place(changed)
+    graph = fx.GraphModule(piece.graph, changed)
 
     def program(device: torch.device) -> Program:
         forward: Any = retarget(graph, traced_on, device).forward
@@ -82,7 +126,8 @@ def interpret_piece(
 
         return call
 
-    return CallableProgram(piece, {device: program(device) for device in devices}, is_raw=False)
+    programs = {device: program(device) for device in devices}
+    return CallableProgram(piece, programs, is_raw=False, graph=changed)
 
 
 def compile_piece(

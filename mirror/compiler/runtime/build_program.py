@@ -49,8 +49,11 @@ class ProgramBuilder:
     """Builds the programs of one strategy's steps.
 
     Args:
-        mode: ``"inductor"``, ``"trace"``, or ``"auto"``: the former where there is a compiler,
-            except for large convolutions on the CPU.
+        mode: ``"inductor"``: compiled; ``"graphs"``: torch's own kernels in CUDA graphs, and on
+            the CPU as in ``"trace"``; ``"trace"``: torch's own kernels, launched one by one;
+            ``"auto"``: ``"graphs"`` on GPUs, which needs no compiler and rounds as an uncompiled
+            step, and on the CPU ``"inductor"`` where there is a compiler, except for large
+            convolutions.
     """
 
     def __init__(
@@ -162,10 +165,12 @@ class ProgramBuilder:
 
     def _is_interpreted(self, trace_step: StepTrace) -> bool:
         """Whether torch's own kernels run the step, without a compiler."""
-        if self._mode != "auto" or not _has_compiler():
+        if self._mode != "auto":
             return self._mode != "inductor"
-        on_cpu = self._replicas.devices[0].type == "cpu"
-        return on_cpu and is_mostly_convolutions(trace_step.graph.graph.nodes)
+        device = self._replicas.devices[0]
+        if has_graphs(device) or not _has_compiler():
+            return True
+        return device.type == "cpu" and is_mostly_convolutions(trace_step.graph.graph.nodes)
 
     def _interpret(
         self, piece: ProgramPiece | None, trace_step: StepTrace

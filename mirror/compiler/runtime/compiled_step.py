@@ -37,7 +37,7 @@ from mirror.values import ABSENT, PerReplica, is_number, rebuild_structure
 
 logger = logging.getLogger(__name__)
 
-MODES = ("auto", "inductor", "trace")
+MODES = ("auto", "inductor", "graphs", "trace")
 FALLBACKS = ("error", "eager")
 MAX_TRACES = 8
 _OFTEN = 4  # calls a trace

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from mirror.compiler.lowering.programs import CallableProgram
-from mirror.compiler.step_errors import first_line
+from mirror.compiler.step_errors import Uncapturable, first_line
 from mirror.compiler.torch_internals import DispatchMode
 from mirror.device.cuda_graph import DeviceGraph
 from mirror.values import are_identical
@@ -100,6 +100,7 @@ class CapturedPieces:
     ) -> None:
         self._devices, self._static_slots = devices, set(static_slots)
         self._make_graph = make_graph
+        self._has_warned = False
         # By piece and device, then by replicas and sizes; None: seen once, not captured yet.
         self._captured: dict[
             tuple[CallableProgram, torch.device], dict[Any, _CapturedGraph | None]
@@ -214,32 +215,48 @@ class CapturedPieces:
                 ]
 
         try:
-            self._check(program, device, [*static, *own])
+            self._check(program, device, replicas, static, own)
             captured.outputs = captured.graph.capture(work)
         except Exception as error:
             self._uncapturable.add(program)
-            logger.warning(
-                "a compiled step launches the kernels of a piece one by one, because %s cannot be "
-                "captured in a CUDA graph: %s: %s",
-                last.name,
-                type(error).__name__,
-                first_line(error),
-            )
+            if not self._has_warned:  # once a step
+                self._has_warned = True
+                line = getattr(error, "line", "") or program.line_of(error)
+                logger.warning(
+                    "a compiled step launches kernels one by one, as an uncompiled step does: "
+                    "%s%s cannot be captured in a CUDA graph: %s: %s",
+                    line and f"{line}: ",
+                    last.name,
+                    type(error).__name__,
+                    first_line(error),
+                )
             return None
         return captured
 
     def _check(
-        self, program: CallableProgram, device: torch.device, inputs: Sequence[Tensor]
+        self,
+        program: CallableProgram,
+        device: torch.device,
+        replicas: list[int],
+        static: list[Tensor],
+        copied: list[Tensor],
     ) -> None:
-        """Raises ValueError if a replay would read or write other values than a call."""
-        for tensor in inputs:
+        """Raises Uncapturable if a replay would read or write other values than a call."""
+        next_static, next_copied = iter(static), iter(copied)
+        for position, slot in enumerate(program.reads * len(replicas)):
+            tensor = next(next_static if slot in self._static_slots else next_copied)
             if tensor.device != device:
-                raise ValueError(
+                raise Uncapturable(
                     f"it reads a tensor of shape {tuple(tensor.shape)} on {tensor.device}; a "
-                    "graph would keep the value that it has now"
+                    "graph would keep the value that it has now",
+                    program.line_of_input(position % len(program.reads)),
                 )
-        if not self._static_slots.issuperset(program.writes):
-            raise ValueError("it writes to an argument of the step")
+        for slot in program.writes:
+            if slot not in self._static_slots:
+                raise Uncapturable(
+                    "it writes to an argument of the step",
+                    program.line_of_input(program.reads.index(slot)),
+                )
 
     def _note_storages(self) -> None:
         """Collects the storages that replays write: inputs in graph memory, and outputs."""

@@ -2,6 +2,7 @@
 
 import operator
 import random
+import sys
 from itertools import combinations
 
 import pytest
@@ -97,6 +98,25 @@ def test_lists_are_updated_at_once():
     after = built.each(aten._foreach_add.List, built.inputs[:2], built.inputs[2:])
     graph = built.finish(dict(zip(built.inputs[:2], after, strict=True)))
     assert names_of(assert_equal_results(graph, values + grads)) == ["aten._foreach_add_.List"]
+
+
+def test_the_calls_of_a_longer_list_grow_with_its_length():
+    def num_calls(length):
+        values = [torch.zeros(2) for _ in range(2 * length)]
+        built = Builder(*values)
+        before, grads = built.inputs[:length], built.inputs[length:]
+        after = built.each(aten._foreach_add.List, before, grads)
+        graph = built.finish(dict(zip(before, after, strict=True)))
+        calls = []
+        sys.setprofile(lambda frame, event, _: calls.append(None) if event == "call" else None)
+        try:
+            update_in_place(graph)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    num_calls(2)  # what is called once in a process
+    assert num_calls(80) < 2.5 * num_calls(40)
 
 
 def return_result(built, x, y):

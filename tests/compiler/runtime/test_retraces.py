@@ -61,6 +61,23 @@ def test_traces_that_come_rarely_have_no_limit():
     assert beside.compiled.num_traces == 11
 
 
+@pytest.mark.parametrize("num_replicas", quick_of([1, 2, 3], [1, 2]))
+@pytest.mark.parametrize("width", [3, 6, 8])
+def test_parts_with_as_many_examples_as_a_layer_has_features_need_no_trace_of_their_own(
+    num_replicas, width
+):
+    """Examples, features and classes in equal numbers are not taken for one size."""
+
+    def square():
+        return torch.nn.Sequential(
+            torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 3, bias=False)
+        )
+
+    beside = Beside(num_replicas, square)
+    beside.train(batches([n * num_replicas for n in (width, width, 4, 5, 8, 6, 3, 2)]))
+    assert beside.compiled.num_traces == 1
+
+
 def numbered_step(model, optimizer):
     def step(x, y, number):
         optimizer.zero_grad()

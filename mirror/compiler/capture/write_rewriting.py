@@ -1,0 +1,274 @@
+"""Rewrites the writes of a traced graph as new values, node by node, without a second trace.
+
+    in the traced graph                      afterwards
+    aten.add_(x, y)                          aten.add(x, y); what follows uses the result
+    aten._foreach_add_(xs, ys)               aten._foreach_add(xs, ys), and its elements
+    aten._native_batch_norm_legit(...)       its functional form, which also returns the statistics
+    aten.detach(x)                           x
+    aten.t(x), and later a write of x        the view again, of the new value, where it is used
+    aten.relu_(z.view(...))                  aten.relu of the view, if nothing else uses z later
+
+That is what torch's functionalization computes, which calls every operation again to find it out,
+and takes as long as the trace. Some graphs are left to it: those that write through a view to a
+tensor that is used as a whole later (``weight[0].zero_()``), change a tensor's dtype or layout by
+the way, or have operations whose functional form is not known.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mirror.compiler.torch_internals import (
+    call_with_fakes,
+    functional_overload,
+    is_operation,
+    schema_of,
+    without_guards,
+)
+
+aten = torch.ops.aten
+_ALIASES = (aten.detach.default, aten.alias.default)
+# They write statistics, and their schemas do not say so.
+_UNDECLARED = ("aten.native_batch_norm.", "aten.cudnn_batch_norm.", "aten.miopen_batch_norm.")
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def rewrite_writes(graph: fx.Graph, mode: Any) -> dict[fx.Node, fx.Node] | None:
+    """Rewrites the writes of a graph.
+
+    Returns:
+        By input that the graph writes, its last value. ``None``: the graph cannot be rewritten,
+        and is as it was.
+    """
+    positions = {node: i for i, node in enumerate(graph.nodes)}
+    memory = _Memory(positions)
+    plans: dict[fx.Node, _Write] = {}
+    for node in graph.nodes:
+        if not memory.add(node):
+            return None
+        if is_operation(node.target) and schema_of(node.target).is_mutable:
+            plan = _plan(node, memory, mode)
+            if plan is None:
+                return None
+            plans[node] = plan
+    return _Rewriting(graph, memory, plans).run()
+
+
+class _Memory:
+    """Which nodes of a graph are the memory of which others.
+
+    Args:
+        positions: the positions of all nodes in the graph.
+
+    Attributes:
+        whole: by node that is the same tensor as another one, the first such node.
+        views: by view, the node that it is a view of; that one may be a view, too.
+    """
+
+    def __init__(self, positions: dict[fx.Node, int]) -> None:
+        self._positions = positions
+        self.whole: dict[fx.Node, fx.Node] = {}
+        self.views: dict[fx.Node, fx.Node] = {}
+        self._shared_by: dict[fx.Node, list[fx.Node]] = {}
+        self._written: set[fx.Node] = set()
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """Returns the first node that is this tensor."""
+        return self.whole.get(node, node)
+
+    def bases(self, node: fx.Node) -> list[fx.Node]:
+        """Returns what a node is a view of, from the nearest to the one that made the memory."""
+        found: list[fx.Node] = []
+        while node in self.views:
+            node = self.views[node]
+            found.append(node)
+        return found
+
+    def write(self, root: fx.Node, at: fx.Node) -> bool:
+        """Records that ``at`` writes a tensor; returns False if others would have to see it.
+
+        A view that is written is a tensor of its own from then on, if nothing else uses the memory
+        that it is a view of.
+        """
+        bases = self.bases(root)
+        if bases:
+            if bases[-1].op == "placeholder" or not self._written.isdisjoint(bases):
+                return False
+            now, waiting = self._positions[at], [bases[-1]]
+            while waiting:
+                one = waiting.pop()
+                if one is not root:
+                    if any(self._positions[user] >= now for user in one.users):
+                        return False
+                    waiting += self._shared_by.get(one, ())
+            del self.views[root]
+        self._written.add(root)
+        return True
+
+    def add(self, node: fx.Node) -> bool:
+        """Records the next node; returns False if it cannot be told what its memory is."""
+        if node.op in ("placeholder", "output"):
+            return True
+        if node.op != "call_function" or str(node.target).startswith(_UNDECLARED):
+            return False
+        if node.target is operator.getitem:
+            (source,) = node.all_input_nodes
+            return self._add_view(node) if self.root(source) in self.views else True
+        if not is_operation(node.target):
+            return isinstance(node.meta.get("val"), _NUMBERS)
+        schema = schema_of(node.target)
+        if schema.is_mutable:
+            written = _written(node)
+            if len(written) == 1 and any(r.alias_info is not None for r in schema.returns):
+                self._share(self.whole, node, written[0])
+            return True
+        if any(result.alias_info is not None for result in schema.returns):
+            return self._add_view(node)
+        return True
+
+    def _add_view(self, node: fx.Node) -> bool:
+        base = node.args[0] if node.args else None
+        if not isinstance(base, fx.Node):
+            return False
+        self._share(self.whole if node.target in _ALIASES else self.views, node, base)
+        return True
+
+    def _share(self, how: dict[fx.Node, fx.Node], node: fx.Node, base: fx.Node) -> None:
+        how[node] = self.root(base)
+        self._shared_by.setdefault(how[node], []).append(node)
+
+
+class _Write:
+    """How a write becomes a value.
+
+    Attributes:
+        target: the functional form.
+        roots: the nodes whose memory is written.
+        value: the fake of what ``target`` returns.
+        first: the position of the first new value among the results; ``None``: there is only one.
+    """
+
+    def __init__(
+        self, target: Any, roots: Sequence[fx.Node], value: Any, first: int | None
+    ) -> None:
+        self.target, self.roots, self.value, self.first = target, roots, value, first
+
+
+def _plan(node: fx.Node, memory: _Memory, mode: Any) -> _Write | None:
+    """Returns how a write becomes a value; ``None`` if that is not known."""
+    target = functional_overload(node.target)
+    written = _written(node)
+    roots = [memory.root(one) for one in written]
+    if target is None or not written or len(set(roots)) != len(roots):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    value = call_with_fakes(mode, target, args, kwargs)
+    several = isinstance(value, (list, tuple))
+    first = len(value) - len(written) if several else None
+    values = list(value)[first:] if several else [value]
+    before = [one.meta["val"] for one in written]
+    if not all(map(_have_one_layout, before, values)):
+        return None
+    if not all(memory.write(root, node) for root in roots):
+        return None
+    return _Write(target, roots, value, first)
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Returns the tensors that an operation writes, in the order of its arguments."""
+    found: list[fx.Node] = []
+    for i, argument in enumerate(schema_of(node.target).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value: Any = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            found += [one for one in values if isinstance(one, fx.Node)]
+    return found
+
+
+def _have_one_layout(one: Tensor, two: Tensor) -> bool:
+    return (
+        one.dtype == two.dtype
+        and one.layout is two.layout is torch.strided
+        and without_guards(one.shape) == without_guards(two.shape)
+        and without_guards(one.stride()) == without_guards(two.stride())
+    )
+
+
+class _Rewriting:
+    """Rewrites a graph in place, from its first node to its last.
+
+    Args:
+        plans: by node that writes, how it becomes a value.
+    """
+
+    def __init__(self, graph: fx.Graph, memory: _Memory, plans: dict[fx.Node, _Write]) -> None:
+        self._graph, self._memory, self._plans = graph, memory, plans
+        self._now: dict[fx.Node, fx.Node] = {}  # by root that has been written, its value
+        self._num_writes: dict[fx.Node, int] = {}  # by root
+        # By view, the node that computes it, and the number of writes of its bases before that.
+        self._seen: dict[fx.Node, tuple[fx.Node, int]] = {}
+
+    def run(self) -> dict[fx.Node, fx.Node]:
+        """Returns, by input that the graph writes, its last value."""
+        for node in list(self._graph.nodes):
+            self._use_values_of_now(node)
+            if node in self._memory.views:
+                self._seen[node] = node, self._count(node)
+            elif node in self._plans:
+                self._replace(node, self._plans[node])
+            elif node in self._memory.whole:
+                self._erase(node)
+        return {node: value for node, value in self._now.items() if node.op == "placeholder"}
+
+    def _use_values_of_now(self, node: fx.Node) -> None:
+        if any(self._is_outdated(one) for one in node.all_input_nodes):
+            with self._graph.inserting_before(node):
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._value)
+
+    def _is_outdated(self, node: fx.Node) -> bool:
+        if node in self._now:
+            return True
+        seen = self._seen.get(node)
+        return seen is not None and seen != (node, self._count(node))
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """Returns the value that a node has now: what was written, or the view of it."""
+        if node in self._now:
+            return self._now[node]
+        if node not in self._seen:
+            return node
+        found, num_writes = self._seen[node]
+        if num_writes != self._count(node):
+            found = self._graph.node_copy(node, self._value)
+            self._seen[node] = found, self._count(node)
+        return found
+
+    def _count(self, view: fx.Node) -> int:
+        return sum(self._num_writes.get(base, 0) for base in self._memory.bases(view))
+
+    def _replace(self, node: fx.Node, plan: _Write) -> None:
+        with self._graph.inserting_before(node):
+            made = self._graph.call_function(plan.target, node.args, dict(node.kwargs))
+            made.meta = {**node.meta, "val": plan.value}
+            for i, root in enumerate(plan.roots):
+                value = made
+                if plan.first is not None:
+                    value = self._graph.call_function(operator.getitem, (made, plan.first + i))
+                    value.meta = {**node.meta, "val": plan.value[plan.first + i]}
+                self._now[root] = value
+                self._num_writes[root] = self._num_writes.get(root, 0) + 1
+        if node in self._memory.whole:
+            self._erase(node)
+        else:  # its other results come first in the functional form, too
+            node.replace_all_uses_with(made)
+            self._graph.erase_node(node)
+
+    def _erase(self, node: fx.Node) -> None:
+        """Drops a node that is the memory of another one, which its users use instead."""
+        node.replace_all_uses_with(self._memory.root(node))
+        self._graph.erase_node(node)
