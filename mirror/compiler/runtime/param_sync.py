@@ -9,9 +9,10 @@ replica's own, as in a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,18 +30,41 @@ from mirror.replica.params.replicated_params import ReplicatedParams, mark_synce
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StateChanges:
     """The changes of a step that the rest of the strategy sees.
 
     Attributes:
         variables, buffers: the records of parameters and buffers.
         optimizers: the optimizers that it steps.
+        left, cleared: the parameters that have a gradient after it, and those that have none.
+        owners, records: of ``left``, and then of ``cleared``.
     """
 
     variables: list[Any]
     buffers: list[Any]
     optimizers: list[Optimizer]
+    left: list[StateTensor]
+    cleared: list[StateTensor]
+    owners: list[Any] = field(init=False)
+    records: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = [*self.left, *self.cleared]
+        self.owners = [place.owner for place in places]
+        self.records = [place.record for place in places]
+
+
+class GradientKeeper(Protocol):
+    """Copies the gradients that a later step would overwrite; implemented by the launchers."""
+
+    def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors, or copies that no step overwrites."""
+
+    def keep_gradients(
+        self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Does the same with gradients that become the parameters' ``.grad`` at once."""
 
 
 class ParamSync:
@@ -144,11 +168,17 @@ class ParamSync:
     def record_step(
         self,
         changes: StateChanges,
-        grads: dict[StateTensor, Tensor | None],
+        grads: Sequence[Tensor],
+        keeper: GradientKeeper,
         active: tuple[int, ...],
         weights: Sequence[float] | None,
     ) -> None:
-        """Records the changes of a compiled step, and the gradients that it leaves."""
+        """Records the changes of a compiled step, and the gradients that it leaves.
+
+        Args:
+            grads: the gradients of ``changes.left``, which the next step may overwrite.
+            keeper: copies gradients so that no step overwrites them.
+        """
         if changes.optimizers:
             self._replicas.workers.num_steps += 1
         for buffer in changes.buffers:
@@ -156,8 +186,9 @@ class ParamSync:
                 buffer.count_examples(active, weights)
             buffer.record_write(active)
         if not self._replicas.mirrors:
-            for place, grad in grads.items():
-                place.owner.grad = grad
+            kept = keeper.keep_gradients(grads, changes.owners[: len(grads)])
+            for owner, grad in zip_longest(changes.owners, kept):
+                owner.grad = grad
             return
         mark_synced(changes.variables)
         if self._others:
@@ -166,4 +197,4 @@ class ParamSync:
                 mirror: Any = vars(optimizer).get("_mirror")
                 if mirror is not None:
                     mirror.states.follow_first()
-        self._access.set_common({place.record: grad for place, grad in grads.items()})
+        self._access.set_common(changes.records, grads, keeper.keep)

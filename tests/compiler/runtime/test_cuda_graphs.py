@@ -88,7 +88,9 @@ class Steps:
         losses = {r: [mine[LOSS]] for r, mine in values.items()}
         grads = {"w": values[0][LEFT], "none": None}
         if self.captures is not None:
-            losses, grads = self.captures.keep_outputs(losses, grads)
+            kept = self.captures.keep([loss for (loss,) in losses.values()])
+            losses = {r: [loss] for r, loss in zip(losses, kept, strict=True)}
+            (grads["w"],) = self.captures.keep([grads["w"]])
         return [*[loss for (loss,) in losses.values()], grads["w"]]
 
     def train(self, sizes):
@@ -235,7 +237,7 @@ MUTANTS = [
         "if destinations:",
         "self.graph.launch()\n    if destinations:",
     ),
-    (cuda_graphs.CapturedPieces, "_copy_out", "in self._graph_storages:", "in ():"),
+    (cuda_graphs.CapturedPieces, "keep", "self._graph_storages._", "()._"),
     (cuda_graphs._CapturedGraph, "launch", "self.graph.launch()", "pass"),
     (
         cuda_graphs.CapturedPieces,

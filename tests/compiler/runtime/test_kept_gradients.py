@@ -1,0 +1,103 @@
+"""Gradients after steps that run as CUDA graphs: right, whoever holds them, and copied when read.
+
+On simulated GPUs with graphs that replay; the expected values are those of the same steps on the
+CPU, where every step leaves new gradients.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gpu.compiling import Training, compiling_gpus
+from tests.gpu.graphs import graphs_on
+
+PLACES = [
+    ["cuda:0"],
+    ["cuda:0", "cuda:1"],
+    pytest.param(["cuda:0"] * 2, marks=pytest.mark.slow),
+    pytest.param(["cuda:0", "cuda:1", "cuda:0"], marks=pytest.mark.slow),
+]
+
+
+def move(training):
+    """Moves the gradients to other parameters, as a program with master weights does."""
+    others = [nn.Parameter(torch.zeros_like(p)) for p in training.model.parameters()]
+    for other, parameter in zip(others, training.model.parameters(), strict=True):
+        other.grad, parameter.grad = parameter.grad, None
+    return others
+
+
+def transpose(training):
+    for parameter in training.model.parameters():
+        if parameter.dim() == 2:
+            parameter.grad.t_()
+
+
+def change(training, seed):
+    for parameter in training.model.parameters():
+        parameter.grad = None if seed % 2 else torch.ones_like(parameter)
+
+
+def grads(training):
+    return [parameter.grad for parameter in training.model.parameters()]
+
+
+def keep_and_clear(training):
+    found = grads(training)
+    training.optimizer.zero_grad()
+    return found
+
+
+HOLD = {  # what a program does after step number ``seed``; returns what it keeps
+    "nothing": lambda training, seed: (),
+    "objects": lambda training, seed: grads(training),
+    "one": lambda training, seed: grads(training)[1:2],
+    "every other": lambda training, seed: grads(training) if seed % 2 else (),
+    "read": lambda training, seed: grads(training) and (),
+    "views": lambda training, seed: [grad.view(-1) for grad in grads(training)],
+    "parts": lambda training, seed: [grads(training)[0][:1]],
+    "detached": lambda training, seed: [grad.detach() for grad in grads(training)],
+    "data": lambda training, seed: [grad.data for grad in grads(training)],
+    "moved": lambda training, seed: move(training) if seed > 1 else (),
+    "cleared": lambda training, seed: training.optimizer.zero_grad(),
+    "zeroed": lambda training, seed: training.optimizer.zero_grad(set_to_none=False),
+    "kept and cleared": lambda training, seed: keep_and_clear(training),
+    "written": lambda training, seed: [grad.mul_(2) for grad in grads(training)] and (),
+    "written and kept": lambda training, seed: [grad.mul_(2) for grad in grads(training)],
+    "transposed": lambda training, seed: transpose(training),
+    "replaced": lambda training, seed: change(training, seed),
+    "evaluated": lambda training, seed: training.strategy.run(lambda: None) and (),
+}
+
+
+def values_of(held):
+    found = [value for one in held for value in (one, one.grad if one.is_leaf else None)]
+    return [value.detach().cpu().clone() for value in found if value is not None]
+
+
+def train(names, mode, hows=HOLD, num_steps=3):
+    """Returns what a program that holds gradients in these ways has after some steps of each."""
+    training = Training(names, mode=mode)
+    for seed in range(3):
+        training.call(8, seed)
+    found = {}
+    for how in hows:
+        held = []
+        for seed in range(num_steps):
+            training.call(8, seed)
+            held += HOLD[how](training, seed) or ()
+        training.call(8)  # may write into what is held
+        found[how] = values_of([*held, *training.model.parameters()])
+    training.close()
+    return found
+
+
+@pytest.mark.parametrize("names", PLACES)
+def test_gradients_are_those_of_steps_that_leave_new_ones(names):
+    expected = train(["cpu"] * len(names), "trace")
+    with compiling_gpus(2) as gpus, graphs_on(gpus) as graphs:
+        found = train(names, "auto")
+        assert sum(kind == "launch" for kind, *_ in graphs.events) >= 4 * len(HOLD)
+    for how in HOLD:
+        said = f"{how}: {{}}".format
+        torch.testing.assert_close(found[how], expected[how], msg=said)
