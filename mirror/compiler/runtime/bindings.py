@@ -299,10 +299,12 @@ class HeldStates:
         Raises:
             KeyError: one is missing.
         """
-        mirror: Any = self._mirror
-        state = (
-            self._optimizer.state if mirror is None else mirror.states.state_of(self._replica_id)
-        )
+        state: Any = self._optimizer.state
+        if self._mirror is not None:
+            states = self._mirror.states
+            if state is not states.shared or states.shared.seen:  # the program may have changed it
+                states.read(self._optimizer)
+            state = states.state_of(self._replica_id)
         # Past what the state of mirrored parameters does when it is looked into.
         entries = [*dict.values(state)]
         if state is not self._state or not are_identical(entries, self._entries):

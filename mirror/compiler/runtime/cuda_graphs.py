@@ -50,6 +50,10 @@ _address = Tensor.data_ptr  # three times as fast as methodcaller
 class _CapturedGraph:
     """A graph with the tensors that it reads and writes.
 
+    Args:
+        num_seen: how many of the first static inputs are the first replica's.
+        moves: the ``moves`` of CapturedPieces.
+
     Attributes:
         static_inputs: the tensors that it reads in place.
         copied_inputs: tensors in graph memory, filled before each replay.
@@ -57,17 +61,28 @@ class _CapturedGraph:
     """
 
     def __init__(
-        self, graph: DeviceGraph, static_inputs: list[Tensor], copied_inputs: list[Tensor]
+        self,
+        graph: DeviceGraph,
+        static_inputs: list[Tensor],
+        copied_inputs: list[Tensor],
+        num_seen: int,
+        moves: object,
     ) -> None:
         self.graph = graph
         self.static_inputs, self.copied_inputs = static_inputs, copied_inputs
         self.outputs: list[Sequence[Any]] = []
         self._addresses = [*map(_address, static_inputs)]
+        self._seen = self._addresses[:num_seen]
+        self._moves = moves
 
-    def is_valid(self, static_inputs: list[Tensor]) -> bool:
+    def is_valid(self, static_inputs: list[Tensor], moves: object) -> bool:
         """Whether these are the tensors of the capture, at the same addresses."""
-        are_same = are_identical(static_inputs, self.static_inputs)
-        return are_same and [*map(_address, static_inputs)] == self._addresses
+        if not are_identical(static_inputs, self.static_inputs):
+            return False
+        if moves == self._moves:
+            return [*map(_address, static_inputs[: len(self._seen)])] == self._seen
+        self._moves = moves
+        return [*map(_address, static_inputs)] == self._addresses
 
     def launch(self, inputs: Sequence[Tensor]) -> None:
         """Copies inputs into graph memory, and replays the graph on the current stream."""
@@ -91,9 +106,12 @@ class CapturedPieces:
 
     Attributes:
         is_raw: True: writes do not increment the version of a tensor.
+        moves: a value that changes whenever replicas' tensors may have got other memory. Those of
+            the first replica, which the program sees, may at any time.
     """
 
     is_raw = True
+    moves = (0, 0)
 
     def __init__(
         self,
@@ -183,7 +201,7 @@ class CapturedPieces:
             self._note_first(known, sizes)
             return False
         captured = known.pop(sizes)
-        if captured is None or not captured.is_valid(static):
+        if captured is None or not captured.is_valid(static, self.moves):
             captured = self._capture(program, device, replicas, static, copied)
             if captured is None:
                 return False
@@ -215,7 +233,8 @@ class CapturedPieces:
         """Captures a piece; if that fails, logs a warning and returns ``None``."""
         are_of_graphs = map(self._graph_storages.__contains__, _storages_of(copied))
         own = [t if stays else t.clone() for t, stays in zip(copied, are_of_graphs, strict=True)]
-        captured = _CapturedGraph(self._make_graph(device), static, own)
+        num_seen = len(static) // len(replicas) if replicas[0] == 0 else 0
+        captured = _CapturedGraph(self._make_graph(device), static, own, num_seen, self.moves)
         call, last = program.programs[device], _LastOperation()
 
         def work() -> list[Sequence[Any]]:

@@ -45,9 +45,11 @@ class ParallelLaunch:
 
     Attributes:
         is_raw: False: whether writes increment the version of a tensor depends on the program.
+        moves: not used.
     """
 
     is_raw = False
+    moves = (0, 0)
 
     def __init__(self, replicas: Replicas) -> None:
         self._names, self._devices = replicas.names, replicas.devices

@@ -75,6 +75,8 @@ class ParamSync:
 
     Attributes:
         timeline: the times of the replicas' steps.
+        moves: changes whenever tensors that only runs use may have got other memory: after a run,
+            an uncompiled step, or ``p.data = ...``.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class ParamSync:
         self.timeline, self.num_replicas = replicas.timeline, replicas.num_replicas
         devices = list(replicas.devices)
         self._leaders = {devices.index(device) for device in devices}
+        self.moves = (0, 0)
         self._others = [r for r in range(self.num_replicas) if r not in self._leaders]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -138,6 +141,7 @@ class ParamSync:
         self._reduce_deferred()
         if len(self._leaders) > 1:
             self._variables.sync_changed()
+        self.moves = self._runner.num_prepared, self._variables.memory.num_moves
 
     def _reduce_deferred(self) -> None:
         """Reduces deferred gradients: a step must find them in ``p.grad``."""

@@ -167,6 +167,7 @@ class StepProgram:
         self._before = None if self._has_run else torch.get_rng_state()
         self._undo.clear()
         self._may_have_changed = False
+        self._launcher.moves = self._param_sync.moves
         own = bindings.values(parts, weights, weighing.count)
         active = tuple(own)
         shared = {r: own[r] if r in own else bindings.idle(r) for r in bindings.leaders}

@@ -101,3 +101,84 @@ def test_gradients_are_those_of_steps_that_leave_new_ones(names):
     for how in HOLD:
         said = f"{how}: {{}}".format
         torch.testing.assert_close(found[how], expected[how], msg=said)
+
+
+def move_in_run(training):
+    def step():
+        for parameter in training.model.parameters():
+            parameter.data = parameter.data * 0.5
+
+    training.strategy.run(step)
+
+
+def move_buffers_in_run(training):
+    def step():
+        training.model[1].running_mean.data = training.model[1].running_mean.data * 0.5
+
+    training.strategy.run(step)
+
+
+def replace_buffers_in_run(training):
+    def step():
+        training.model[1].running_mean = training.model[1].running_mean * 0.5
+
+    training.strategy.run(step)
+
+
+def move_outside(training):
+    for parameter in training.model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def move_buffers_outside(training):
+    training.model[1].running_mean.data = training.model[1].running_mean.data * 0.5
+
+
+def move_state(training):
+    for state in training.optimizer.state.values():
+        state["momentum_buffer"].data = state["momentum_buffer"].data * 0.5
+
+
+def load_state(training):
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+
+
+def run_uncompiled(training):
+    training.strategy.run(training.step, training.parts(8, 1))
+
+
+MOVES = [
+    move_in_run,
+    move_buffers_in_run,
+    replace_buffers_in_run,
+    move_outside,
+    move_buffers_outside,
+    move_state,
+    load_state,
+    run_uncompiled,
+]
+
+
+def train_moving(names, mode):
+    training = Training(names, mode=mode)
+    for seed in range(4):
+        training.call(8, seed)
+    found = []
+    for move in MOVES:
+        move(training)
+        for seed in range(3):
+            training.call(8, seed)
+        state = [*training.model.state_dict().values()]
+        found.append((move.__name__, [tensor.detach().cpu().clone() for tensor in state]))
+    training.strategy.check_replicas()
+    training.close()
+    return found
+
+
+@pytest.mark.parametrize("names", [pytest.param(PLACES[0], marks=pytest.mark.slow), *PLACES[1:]])
+def test_memory_that_moves_between_steps_is_followed(names):
+    expected = train_moving(["cpu"] * len(names), "trace")
+    with compiling_gpus(2) as gpus, graphs_on(gpus):
+        found = train_moving(names, "auto")
+    for (move, state), (_, values) in zip(found, expected, strict=True):
+        torch.testing.assert_close(state, values, msg=f"{move}: {{}}".format)
