@@ -25,6 +25,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
+from mirror.replica.params.mirrored_buffer import record_writes
 from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced
 
 T = TypeVar("T")
@@ -188,7 +189,7 @@ class ParamSync:
         for buffer in changes.buffers:
             if buffer.averages_examples:
                 buffer.count_examples(active, weights)
-            buffer.record_write(active)
+        record_writes(changes.buffers, active)
         if not self._replicas.mirrors:
             kept = keeper.keep_gradients(grads, changes.owners[: len(grads)])
             for owner, grad in zip_longest(changes.owners, kept):
