@@ -26,6 +26,7 @@ a size runs without a graph: it loads the kernels, and the size may not recur.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from typing import Any
@@ -72,7 +73,7 @@ class _CapturedGraph:
         self.static_inputs, self.copied_inputs = static_inputs, copied_inputs
         self.outputs: list[Sequence[Any]] = []
         self._addresses = [*map(_address, static_inputs)]
-        self._seen = self._addresses[:num_seen]
+        self._seen, self._num_seen = self._addresses[:num_seen], num_seen
         self._moves = moves
 
     def is_valid(self, static_inputs: list[Tensor], moves: object) -> bool:
@@ -80,19 +81,16 @@ class _CapturedGraph:
         if not are_identical(static_inputs, self.static_inputs):
             return False
         if moves == self._moves:
-            return [*map(_address, static_inputs[: len(self._seen)])] == self._seen
+            return [*map(_address, static_inputs[: self._num_seen])] == self._seen
         self._moves = moves
         return [*map(_address, static_inputs)] == self._addresses
 
     def launch(self, inputs: Sequence[Tensor]) -> None:
         """Copies inputs into graph memory, and replays the graph on the current stream."""
-        destinations, sources = [], []
-        for own, tensor in zip(self.copied_inputs, inputs, strict=True):
-            if own is not tensor:
-                destinations.append(own)
-                sources.append(tensor)
-        if destinations:
-            torch._foreach_copy_(destinations, sources, non_blocking=True)
+        are_others = [*map(operator.is_not, self.copied_inputs, inputs)]
+        if True in are_others:
+            destinations = [*compress(self.copied_inputs, are_others)]
+            torch._foreach_copy_(destinations, [*compress(inputs, are_others)], non_blocking=True)
         self.graph.launch()
 
 
