@@ -141,7 +141,10 @@ class TraceGuards:
 
     def hold(self) -> bool:
         """Whether all values are those of the trace."""
-        return all(watched.holds() for watched in self._watched)
+        for watched in self._watched:  # noqa: SIM110  that would be a call for each
+            if not watched.holds():
+                return False
+        return True
 
     def find_change(self) -> str | None:
         """Returns the first change in words; ``None`` if there is none."""

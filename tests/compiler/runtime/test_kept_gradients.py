@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gpu.compiling import Training, compiling_gpus
+import mirror
+from tests.gpu.compiling import Training, compiling_gpus, plain_step, usual_step
 from tests.gpu.graphs import graphs_on
 
 PLACES = [
@@ -75,15 +76,15 @@ def values_of(held):
     return [value.detach().cpu().clone() for value in found if value is not None]
 
 
-def train(names, mode, hows=HOLD, num_steps=3):
-    """Returns what a program that holds gradients in these ways has after some steps of each."""
-    training = Training(names, mode=mode)
+def train(names, mode, make_step):
+    """Returns what a program that holds gradients has after some steps, by the way it does."""
+    training = Training(names, mode=mode, make_step=make_step)
     for seed in range(3):
         training.call(8, seed)
     found = {}
-    for how in hows:
+    for how in HOLD:
         held = []
-        for seed in range(num_steps):
+        for seed in range(3):
             training.call(8, seed)
             held += HOLD[how](training, seed) or ()
         training.call(8)  # may write into what is held
@@ -94,13 +95,56 @@ def train(names, mode, hows=HOLD, num_steps=3):
 
 @pytest.mark.parametrize("names", PLACES)
 def test_gradients_are_those_of_steps_that_leave_new_ones(names):
-    expected = train(["cpu"] * len(names), "trace")
+    make_step = usual_step if len(set(names)) == 1 else plain_step  # clipped, or as reduced
+    expected = train(["cpu"] * len(names), "trace", make_step)
     with compiling_gpus(2) as gpus, graphs_on(gpus) as graphs:
-        found = train(names, "auto")
+        found = train(names, "auto", make_step)
         assert sum(kind == "launch" for kind, *_ in graphs.events) >= 4 * len(HOLD)
     for how in HOLD:
         said = f"{how}: {{}}".format
         torch.testing.assert_close(found[how], expected[how], msg=said)
+
+
+def train_until_an_error(names, mode):
+    """Returns the gradients after a step that fails, as the step before has left them."""
+    guards = mirror.Guards(finite_gradients=True)
+    strategy = mirror.MirroredStrategy(names, "naive", guards=guards)
+    training = Training(names, strategy=strategy, mode=mode, make_step=plain_step)
+    for seed in range(5):
+        training.call(8, seed)
+    x, y = training.parts(8, 5)
+    x = mirror.PerReplica([part * float("nan") for part in x.values])
+    with pytest.raises(mirror.GradientError):
+        training.compiled(x, y)
+    found = values_of(grads(training))
+    strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("names", PLACES)
+def test_an_error_leaves_the_gradients_of_the_step_before(names):
+    expected = train_until_an_error(["cpu"] * len(names), "trace")
+    with compiling_gpus(2) as gpus, graphs_on(gpus) as graphs:
+        torch.testing.assert_close(train_until_an_error(names, "auto"), expected)
+        assert "launch" in {kind for kind, *_ in graphs.events}
+
+
+@pytest.mark.parametrize("names", PLACES[:2])
+def test_two_steps_leave_the_gradients_of_their_own_parameters(names):
+    def train(names, mode):
+        strategy = mirror.MirroredStrategy(names, "naive")
+        pairs = [Training(names, strategy=strategy, mode=mode) for _ in range(2)]
+        found = []
+        for seed in range(8):
+            pairs[seed % 2].call(8, seed)
+            if seed in (5, 7):
+                found += [grad.cpu().clone() for pair in pairs for grad in grads(pair)]
+        strategy.close()
+        return found
+
+    expected = train(["cpu"] * len(names), "trace")
+    with compiling_gpus(2) as gpus, graphs_on(gpus):
+        torch.testing.assert_close(train(names, "auto"), expected)
 
 
 def move_in_run(training):
