@@ -314,6 +314,9 @@ _counted = itertools.count()
 _use_count: Callable[[Any], int] = _find(
     "torch._C._storage_Use_Count", lambda storage: next(_counted)
 )
+num_holders: Callable[[Tensor], int] = _find(
+    "torch.Tensor._use_count", lambda tensor: next(_counted)
+)
 hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
 # The code of nn.Parameter(parameter), which weight_norm calls.
 NEW_PARAMETER: Any = nn.Parameter.__new__.__code__

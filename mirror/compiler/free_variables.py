@@ -17,7 +17,9 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Sequence, Set
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import repeat
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -26,11 +28,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.compiler.step_errors import is_users
+from mirror.values import are_identical
 
 PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
 MAX_ENTRIES = 256
 _MAX_DEPTH, _MAX_WATCHED, _MAX_FUNCTIONS = 5, 1000, 100
 _MISSING: Any = object()
+_CONTENTS = operator.attrgetter("cell_contents")
 _NOT_FOLLOWED = (Tensor, nn.Module, Optimizer)
 _OF_LIBRARIES = ("torch", "mirror", "numpy", "builtins")
 
@@ -121,6 +125,43 @@ class FreeVariables:
         found = [make_comparable(entry.value()) for entry in self.entries]
         found += [len(container) for _, container in self.sizes]
         return found
+
+    def watch(self) -> Callable[[], bool]:
+        """Returns a function: whether each place holds the object that it holds now.
+
+        It compares in C. If it returns False, values may be equal still: ``scan`` compares them.
+        """
+        dicts, cells, rest = list[Entry](), list[Any](), list[Entry]()
+        for entry in self.entries:
+            if type(entry.holder) is dict:
+                dicts.append(entry)
+            elif isinstance(entry.holder, CellType):
+                cells.append(entry.holder)
+            else:
+                rest.append(entry)
+        holders, keys = [entry.holder for entry in dicts], [entry.key for entry in dicts]
+        containers = [container for _, container in self.sizes]
+
+        def find() -> list[Any]:
+            return [
+                *map(dict.get, holders, keys, repeat(_MISSING)),
+                *map(_CONTENTS, cells),
+                *[entry.value() for entry in rest],
+                *map(len, containers),
+            ]
+
+        try:
+            then = find()
+        except ValueError:  # a variable is not assigned yet
+            return lambda: False
+
+        def are_same() -> bool:
+            try:
+                return are_identical(find(), then)
+            except ValueError:
+                return False
+
+        return are_same
 
     @property
     def names(self) -> list[str]:

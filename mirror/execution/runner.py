@@ -61,6 +61,7 @@ class Runner:
         schedule: how the replicas move.
         running: the innermost run in progress, ``None`` between runs.
         parallel_pass: the backward pass outside ``run`` that uses the replicas' threads.
+        num_prepared: how often the replicas were made equal before code that may change them.
         unfinished: whether the replicas may differ, because an operation on them is in progress.
             If none is, an interrupt has left the flag: [Note: Interrupts].
         locksteps: the replicas' threads, by depth of nested runs.
@@ -77,6 +78,7 @@ class Runner:
         self.replicas = replicas
         self.running: Run | None = None
         self.parallel_pass: GoesAlone | None = None
+        self.num_prepared = 0
         self.unfinished = False
         self._unended: tuple[Run, ThreadState | None] | None = None
         self.schedule = Schedule(schedule)
@@ -109,6 +111,7 @@ class Runner:
             self.check_between_runs(what)
         if self.unfinished and self.running is None:
             self.recover()
+        self.num_prepared += 1
         self._parts.prepare()
 
     def recover(self) -> None:

@@ -82,9 +82,38 @@ def test_a_change_is_seen_wherever_it_is(name):
     around = FreeVariables([read])
     assert around.scan() == around.scan()
     assert len(around.names) == len(around.scan())
-    before = around.scan()
+    before, is_untouched = around.scan(), around.watch()
+    assert is_untouched()
     change()
     assert around.scan() != before
+    assert not is_untouched()
+
+
+@pytest.mark.parametrize("hold", ["cell", "dict", "list", "class"])
+def test_an_equal_value_of_another_object_is_no_change(hold):
+    value, entries, numbers = float("1e3"), {"weight": float("1e3")}, [float("1e3")]
+    Config.kind = float("1e3")
+    readers = {
+        "cell": lambda: value,
+        "dict": lambda: entries["weight"],
+        "list": lambda: numbers[0],
+        "class": lambda: Config.kind,
+    }
+    around = FreeVariables([readers[hold]])
+    before, is_untouched = around.scan(), around.watch()
+    assert is_untouched()
+    value = entries["weight"] = numbers[0] = Config.kind = float("1e3")
+    assert not is_untouched()
+    assert around.scan() == before
+
+
+def test_a_variable_that_is_not_assigned_is_compared_by_value():
+    around = FreeVariables([lambda: later])
+    is_untouched = around.watch()
+    assert not is_untouched()
+    assert around.scan() == around.scan()
+    later = 1.0
+    assert not is_untouched()
 
 
 def test_what_no_code_names_is_not_watched():

@@ -1,7 +1,10 @@
-"""Packs local gradients into one flat tensor per dtype, except large ones.
+"""Packs local gradients into one flat tensor per dtype, except large ones on the CPU.
 
-A tensor per gradient costs a call wherever Python handles it. Gradients above ``LARGE_BYTES`` stay
-tensors of their own: copying 25 MB takes longer than all the calls that it saves.
+A tensor per gradient costs a call wherever Python handles it. On the CPU, gradients above
+``LARGE_BYTES`` stay tensors of their own: copying 25 MB takes longer than all the calls that it
+saves. On GPUs all are packed, inside the graph: otherwise the reduction would pack them outside,
+and copy them back, with two launches per replica and pack of ``bytes_per_pack``. It sums a flat
+tensor that is larger than that in place.
 """
 
 from __future__ import annotations
@@ -66,7 +69,8 @@ def _pack(graph: fx.Graph, collective: fx.Node) -> list[PackedSlice]:
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, grad in enumerate(grads):
         value = grad.meta["val"]
-        if value.numel() * value.element_size() <= LARGE_BYTES:
+        is_small = value.numel() * value.element_size() <= LARGE_BYTES
+        if is_small or value.device.type != "cpu":
             by_dtype.setdefault(value.dtype, []).append(i)
     groups = [positions for positions in by_dtype.values() if len(positions) > 1]
     packing = {i: (i, 0, tuple(grad.meta["val"].shape)) for i, grad in enumerate(grads)}

@@ -102,10 +102,10 @@ class CallableProgram:
 
 
 def slot_getter(slots: list[int]) -> SlotGetter:
-    """Returns a function that picks values out of their slots, without Python if several."""
+    """Returns a function that picks values out of their slots, in C."""
     if len(slots) > 1:
         return operator.itemgetter(*slots)
-    return lambda values: [values[slot] for slot in slots]
+    return operator.itemgetter(slice(slots[0], slots[0] + 1) if slots else slice(0))
 
 
 def interpret_piece(

@@ -102,13 +102,16 @@ class Bindings:
                 ]
             templates.append(template)
         self._templates = [[*template, *self._spare] for template in templates]
-        self._copied = [
-            (one.value, templates[leader][i])
-            for i, one in enumerate(inputs)
-            if one.value is not None
-            for leader in self.leaders
-            if one.value.device != self._replicas.devices[leader]
-        ]
+        devices = self._replicas.devices
+        self._copied: list[tuple[Tensor, Tensor | None, list[Tensor]]] = []
+        for i, one in enumerate(inputs):
+            if (found := one.value) is not None:
+                apart = [leader for leader in self.leaders if devices[leader] != found.device]
+                # A value of the host is compared there, unless a program changes the copies.
+                is_compared = found.device.type == "cpu" and i not in self._written_shared
+                known = found.detach().clone() if is_compared and apart else None
+                copies = [templates[leader][i] for leader in apart]
+                self._copied += [(found, known, copies)] if copies else []
 
     def _find(self, one: StepInput, r: int) -> Any:
         kind, device = one.kind, self._replicas.devices[r]
@@ -201,8 +204,10 @@ class Bindings:
         """
         self._fill(tuple(parts), weights, count)
         self._fill_numbers(tuple(parts))
-        for found, copy in self._copied:  # a program may have changed the copy
-            copy.copy_(found)
+        for found, known, copies in self._copied:
+            if known is None or not torch.equal(found, known):  # a copy from the host waits
+                for copy in [*copies, *([] if known is None else [known])]:
+                    copy.copy_(found)
         if self._trace.draws:
             seeds = torch.empty(len(parts), dtype=torch.int64, device="cpu").random_(0, 2**62)
             for r, seed in zip(parts, seeds.tolist(), strict=True):
@@ -299,10 +304,12 @@ class HeldStates:
         Raises:
             KeyError: one is missing.
         """
-        mirror: Any = self._mirror
-        state = (
-            self._optimizer.state if mirror is None else mirror.states.state_of(self._replica_id)
-        )
+        state: Any = self._optimizer.state
+        if self._mirror is not None:
+            states = self._mirror.states
+            if state is not states.shared or states.shared.seen:  # the program may have changed it
+                states.read(self._optimizer)
+            state = states.state_of(self._replica_id)
         # Past what the state of mirrored parameters does when it is looked into.
         entries = [*dict.values(state)]
         if state is not self._state or not are_identical(entries, self._entries):

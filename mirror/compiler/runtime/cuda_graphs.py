@@ -15,23 +15,27 @@ reads its inputs at the addresses of the capture:
     copied inputs   parts of the batch and outputs of other pieces: copied into tensors of the
                     graph, except outputs of graphs, which keep their addresses
 
-A replay overwrites the outputs of the replay before, so results and gradients are copied before
-they leave the step. A graph is valid for one batch size; a piece keeps the graphs of a few sizes.
-The first call with a size runs without a graph: it loads the kernels, and the size may not recur.
+A replay overwrites the outputs of the replay before, so results are copied before they leave the
+step. Gradients are copied when something reads them: see ``GradAccess.set_common``. With one
+replica a read of ``p.grad`` is not seen, so each step copies them: see ``KeptGradients``.
+
+A graph is valid for one batch size; a piece keeps the graphs of a few sizes. The first call with
+a size runs without a graph: it loads the kernels, and the size may not recur.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mirror.compiler.lowering.programs import CallableProgram
+from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
+from mirror.compiler.runtime.kept_gradients import KeptGradients
 from mirror.compiler.step_errors import Uncapturable, first_line
 from mirror.compiler.torch_internals import DispatchMode
 from mirror.device.cuda_graph import DeviceGraph
@@ -41,11 +45,15 @@ logger = logging.getLogger(__name__)
 
 MAX_CAPTURES = 4  # per piece and GPU; each graph has memory of its own
 
-_address = operator.methodcaller("data_ptr")
+_address = Tensor.data_ptr  # three times as fast as methodcaller
 
 
 class _CapturedGraph:
     """A graph with the tensors that it reads and writes.
+
+    Args:
+        num_seen: how many of the first static inputs are the first replica's.
+        moves: the ``moves`` of CapturedPieces.
 
     Attributes:
         static_inputs: the tensors that it reads in place.
@@ -54,27 +62,35 @@ class _CapturedGraph:
     """
 
     def __init__(
-        self, graph: DeviceGraph, static_inputs: list[Tensor], copied_inputs: list[Tensor]
+        self,
+        graph: DeviceGraph,
+        static_inputs: list[Tensor],
+        copied_inputs: list[Tensor],
+        num_seen: int,
+        moves: object,
     ) -> None:
         self.graph = graph
         self.static_inputs, self.copied_inputs = static_inputs, copied_inputs
         self.outputs: list[Sequence[Any]] = []
         self._addresses = [*map(_address, static_inputs)]
+        self._seen, self._num_seen = self._addresses[:num_seen], num_seen
+        self._moves = moves
 
-    def is_valid(self, static_inputs: list[Tensor]) -> bool:
+    def is_valid(self, static_inputs: list[Tensor], moves: object) -> bool:
         """Whether these are the tensors of the capture, at the same addresses."""
-        are_same = are_identical(static_inputs, self.static_inputs)
-        return are_same and [*map(_address, static_inputs)] == self._addresses
+        if not are_identical(static_inputs, self.static_inputs):
+            return False
+        if moves == self._moves:
+            return [*map(_address, static_inputs[: self._num_seen])] == self._seen
+        self._moves = moves
+        return [*map(_address, static_inputs)] == self._addresses
 
     def launch(self, inputs: Sequence[Tensor]) -> None:
         """Copies inputs into graph memory, and replays the graph on the current stream."""
-        destinations, sources = [], []
-        for own, tensor in zip(self.copied_inputs, inputs, strict=True):
-            if own is not tensor:
-                destinations.append(own)
-                sources.append(tensor)
-        if destinations:
-            torch._foreach_copy_(destinations, sources, non_blocking=True)
+        are_others = [*map(operator.is_not, self.copied_inputs, inputs)]
+        if True in are_others:
+            destinations = [*compress(self.copied_inputs, are_others)]
+            torch._foreach_copy_(destinations, [*compress(inputs, are_others)], non_blocking=True)
         self.graph.launch()
 
 
@@ -88,9 +104,12 @@ class CapturedPieces:
 
     Attributes:
         is_raw: True: writes do not increment the version of a tensor.
+        moves: a value that changes whenever replicas' tensors may have got other memory. Those of
+            the first replica, which the program sees, may at any time.
     """
 
     is_raw = True
+    moves = (0, 0)
 
     def __init__(
         self,
@@ -106,6 +125,9 @@ class CapturedPieces:
             tuple[CallableProgram, torch.device], dict[Any, _CapturedGraph | None]
         ] = {}
         self._uncapturable: set[CallableProgram] = set()
+        self._kept: KeptGradients | None = None
+        # By piece, functions that pick static inputs and those to copy out of the slots.
+        self._getters: dict[CallableProgram, tuple[SlotGetter, SlotGetter]] = {}
         self._graph_storages: set[int] = set()
 
     def run(self, program: CallableProgram, values: dict[int, list[Any]]) -> None:
@@ -120,23 +142,13 @@ class CapturedPieces:
                 for r in replicas:
                     program.run(values[r], device)
 
-    def keep_outputs(
-        self, results: dict[int, Sequence[Tensor]], grads: dict[Any, Tensor | None]
-    ) -> tuple[dict[int, Sequence[Tensor]], dict[Any, Tensor | None]]:
-        """Returns results and gradients as tensors that no later replay overwrites."""
-        present = [(place, grad) for place, grad in grads.items() if grad is not None]
-        tensors = [*chain.from_iterable(results.values()), *[grad for _, grad in present]]
-        kept = iter(self._copy_out(tensors))
-        results = {r: [next(kept) for _ in one] for r, one in results.items()}
-        return results, {**grads, **{place: next(kept) for place, _ in present}}
-
-    def _copy_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies the tensors that are in graph memory."""
+    def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors, with copies of those that the next replay would overwrite."""
         kept = list(tensors)
         by_kind: dict[Any, list[int]] = {}
-        for i, tensor in enumerate(kept):
-            if _storage_of(tensor) in self._graph_storages:
-                by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
+        are_of_graphs = map(self._graph_storages.__contains__, _storages_of(kept))
+        for i in compress(range(len(kept)), are_of_graphs):
+            by_kind.setdefault((kept[i].device, kept[i].dtype), []).append(i)
         for (_, dtype), positions in by_kind.items():
             # One call for all; a product with 1 has the same bits.
             if dtype.is_floating_point:
@@ -147,6 +159,23 @@ class CapturedPieces:
                 kept[i] = copy
         return kept
 
+    def keep_gradients(
+        self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Does the same with gradients of unmirrored parameters: without new memory, if possible.
+
+        Args:
+            parameters: whose ``.grad`` they become.
+        """
+        kept = self._kept
+        if kept is None or not are_identical(tensors, kept.sources):
+            self._kept = kept = None
+            if not tensors or not self._graph_storages.issuperset(_storages_of(tensors)):
+                return self.keep(tensors)
+        if kept is None or not kept.are_free():
+            kept = self._kept = KeptGradients(tensors, parameters)
+        return kept.take()
+
     def _replay(
         self,
         program: CallableProgram,
@@ -155,19 +184,23 @@ class CapturedPieces:
         values: dict[int, list[Any]],
     ) -> bool:
         """Runs a piece on one device as a graph; returns whether there is one."""
-        static: list[Tensor] = []
-        copied: list[Tensor] = []
-        for r in replicas:
-            mine = values[r]
-            for slot in program.reads:
-                (static if slot in self._static_slots else copied).append(mine[slot])
+        getters = self._getters.get(program)
+        if getters is None:
+            kinds = [slot in self._static_slots for slot in program.reads]
+            stay = [slot for slot, stays in zip(program.reads, kinds, strict=True) if stays]
+            move = [slot for slot, stays in zip(program.reads, kinds, strict=True) if not stays]
+            getters = self._getters[program] = slot_getter(stay), slot_getter(move)
+        get_static, get_copied = getters
+        rows = [values[r] for r in replicas]
+        static = [*chain.from_iterable(map(get_static, rows))]
+        copied = [*chain.from_iterable(map(get_copied, rows))]
         sizes = (*replicas, *[(tensor.shape, tensor.dtype) for tensor in copied])
         known = self._captured.setdefault((program, device), {})
         if sizes not in known:
             self._note_first(known, sizes)
             return False
         captured = known.pop(sizes)
-        if captured is None or not captured.is_valid(static):
+        if captured is None or not captured.is_valid(static, self.moves):
             captured = self._capture(program, device, replicas, static, copied)
             if captured is None:
                 return False
@@ -197,8 +230,10 @@ class CapturedPieces:
         copied: list[Tensor],
     ) -> _CapturedGraph | None:
         """Captures a piece; if that fails, logs a warning and returns ``None``."""
-        own = [t if _storage_of(t) in self._graph_storages else t.clone() for t in copied]
-        captured = _CapturedGraph(self._make_graph(device), static, own)
+        are_of_graphs = map(self._graph_storages.__contains__, _storages_of(copied))
+        own = [t if stays else t.clone() for t, stays in zip(copied, are_of_graphs, strict=True)]
+        num_seen = len(static) // len(replicas) if replicas[0] == 0 else 0
+        captured = _CapturedGraph(self._make_graph(device), static, own, num_seen, self.moves)
         call, last = program.programs[device], _LastOperation()
 
         def work() -> list[Sequence[Any]]:
@@ -262,7 +297,7 @@ class CapturedPieces:
         """Collects the storages that replays write: inputs in graph memory, and outputs."""
         graphs = [c for known in self._captured.values() for c in known.values() if c is not None]
         written = [t for one in graphs for ts in (one.copied_inputs, *one.outputs) for t in ts]
-        self._graph_storages = {_storage_of(t) for t in written if isinstance(t, Tensor)} - {0}
+        self._graph_storages = {*_storages_of(t for t in written if isinstance(t, Tensor))} - {0}
 
 
 class _LastOperation(DispatchMode):
@@ -283,5 +318,6 @@ class _LastOperation(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storages_of(tensors: Iterable[Tensor]) -> Iterable[int]:
+    """Returns the address of each tensor's storage."""
+    return map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, tensors))

@@ -45,9 +45,11 @@ class ParallelLaunch:
 
     Attributes:
         is_raw: False: whether writes increment the version of a tensor depends on the program.
+        moves: not used.
     """
 
     is_raw = False
+    moves = (0, 0)
 
     def __init__(self, replicas: Replicas) -> None:
         self._names, self._devices = replicas.names, replicas.devices
@@ -94,11 +96,15 @@ class ParallelLaunch:
         for r, values in own.items():
             program.run(values, self._devices[r])
 
-    def keep_outputs(
-        self, results: dict[int, Sequence[Tensor]], grads: dict[Any, Tensor | None]
-    ) -> tuple[dict[int, Sequence[Tensor]], dict[Any, Tensor | None]]:
-        """Returns results and gradients as they are: no later call writes to them."""
-        return results, grads
+    def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors as they are: no later call writes to them."""
+        return list(tensors)
+
+    def keep_gradients(
+        self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Does the same."""
+        return list(tensors)
 
     def _threads(self, num: int) -> ThreadPoolExecutor:
         if self._pool is None:

@@ -9,9 +9,10 @@ replica's own, as in a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,23 +25,47 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
+from mirror.replica.params.mirrored_buffer import record_writes
 from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StateChanges:
     """The changes of a step that the rest of the strategy sees.
 
     Attributes:
         variables, buffers: the records of parameters and buffers.
         optimizers: the optimizers that it steps.
+        left, cleared: the parameters that have a gradient after it, and those that have none.
+        owners, records: of ``left``, and then of ``cleared``.
     """
 
     variables: list[Any]
     buffers: list[Any]
     optimizers: list[Optimizer]
+    left: list[StateTensor]
+    cleared: list[StateTensor]
+    owners: list[Any] = field(init=False)
+    records: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = [*self.left, *self.cleared]
+        self.owners = [place.owner for place in places]
+        self.records = [place.record for place in places]
+
+
+class GradientKeeper(Protocol):
+    """Copies the gradients that a later step would overwrite; implemented by the launchers."""
+
+    def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors, or copies that no step overwrites."""
+
+    def keep_gradients(
+        self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Does the same with gradients that become the parameters' ``.grad`` at once."""
 
 
 class ParamSync:
@@ -51,6 +76,8 @@ class ParamSync:
 
     Attributes:
         timeline: the times of the replicas' steps.
+        moves: changes whenever tensors that only runs use may have got other memory: after a run,
+            an uncompiled step, or ``p.data = ...``.
     """
 
     def __init__(
@@ -66,6 +93,7 @@ class ParamSync:
         self.timeline, self.num_replicas = replicas.timeline, replicas.num_replicas
         devices = list(replicas.devices)
         self._leaders = {devices.index(device) for device in devices}
+        self.moves = (0, 0)
         self._others = [r for r in range(self.num_replicas) if r not in self._leaders]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -114,6 +142,7 @@ class ParamSync:
         self._reduce_deferred()
         if len(self._leaders) > 1:
             self._variables.sync_changed()
+        self.moves = self._runner.num_prepared, self._variables.memory.num_moves
 
     def _reduce_deferred(self) -> None:
         """Reduces deferred gradients: a step must find them in ``p.grad``."""
@@ -144,20 +173,27 @@ class ParamSync:
     def record_step(
         self,
         changes: StateChanges,
-        grads: dict[StateTensor, Tensor | None],
+        grads: Sequence[Tensor],
+        keeper: GradientKeeper,
         active: tuple[int, ...],
         weights: Sequence[float] | None,
     ) -> None:
-        """Records the changes of a compiled step, and the gradients that it leaves."""
+        """Records the changes of a compiled step, and the gradients that it leaves.
+
+        Args:
+            grads: the gradients of ``changes.left``, which the next step may overwrite.
+            keeper: copies gradients so that no step overwrites them.
+        """
         if changes.optimizers:
             self._replicas.workers.num_steps += 1
         for buffer in changes.buffers:
             if buffer.averages_examples:
                 buffer.count_examples(active, weights)
-            buffer.record_write(active)
+        record_writes(changes.buffers, active)
         if not self._replicas.mirrors:
-            for place, grad in grads.items():
-                place.owner.grad = grad
+            kept = keeper.keep_gradients(grads, changes.owners[: len(grads)])
+            for owner, grad in zip_longest(changes.owners, kept):
+                owner.grad = grad
             return
         mark_synced(changes.variables)
         if self._others:
@@ -166,4 +202,4 @@ class ParamSync:
                 mirror: Any = vars(optimizer).get("_mirror")
                 if mirror is not None:
                     mirror.states.follow_first()
-        self._access.set_common({place.record: grad for place, grad in grads.items()})
+        self._access.set_common(changes.records, grads, keeper.keep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -78,8 +79,9 @@ class StepProgram:
             for called, level in zip(levels, pieces.levels, strict=True)
         ]
         self._bindings, self._reductions = bindings, reductions
-        self._results = slot_getter(pieces.results)
+        self._results = slot_getter(pieces.results[: sum(trace.is_tensor)])
         self._changes = _changes(trace, pieces)
+        self._grads = slot_getter([pieces.results[trace.grads[one]] for one in self._changes.left])
         self.collectives = ProgramCollectives(
             [(one.op, _names(one.places), one.packing) for one in trace.collectives]
         )
@@ -160,9 +162,12 @@ class StepProgram:
         """
         bindings, timeline = self._bindings, self._replicas.timeline
         timeline.compiled.calls += 1
+        if self._reductions.may_raise:  # the gradients of the step before stay, then
+            self._param_sync.take_gradients()
         self._before = None if self._has_run else torch.get_rng_state()
         self._undo.clear()
         self._may_have_changed = False
+        self._launcher.moves = self._param_sync.moves
         own = bindings.values(parts, weights, weighing.count)
         active = tuple(own)
         shared = {r: own[r] if r in own else bindings.idle(r) for r in bindings.leaders}
@@ -186,23 +191,21 @@ class StepProgram:
             increment_version(bindings.collect_written(shared, own))
         for module, mode in self.trace.modes:
             module.training = mode
-        slots = self.pieces.results
-        leader, first = bindings.leaders[0], next(iter(own.values()))
-        leader_values = shared[leader]
-        grads = {
-            place: None if at is None else leader_values[slots[at]]
-            for place, at in self.trace.grads.items()
-        }
+        leader = bindings.leaders[0]
+        grads = self._grads(shared[leader])
         if leader not in own:  # it has run no own program, which constants may be computed in
-            for place, at in self.trace.grads.items():
-                if at is not None and grads[place] is ABSENT:
-                    grads[place] = first[slots[at]].to(self._replicas.devices[leader])
-        results = {r: self._results(values) for r, values in own.items()}
+            first, device = self._grads(next(iter(own.values()))), self._replicas.devices[leader]
+            grads = [
+                other.to(device) if grad is ABSENT else grad
+                for grad, other in zip(grads, first, strict=True)
+            ]
         if self.trace.sets_weight:
-            self.weights = {r: check_weight(values[slots[-1]]) for r, values in own.items()}
-        results, grads = self._launcher.keep_outputs(results, grads)
-        self._param_sync.record_step(self._changes, grads, active, weights)
-        return results
+            slot = self.pieces.results[-1]
+            self.weights = {r: check_weight(values[slot]) for r, values in own.items()}
+        found = [*map(self._results, own.values())]
+        kept = iter(self._launcher.keep([*chain.from_iterable(found)]))
+        self._param_sync.record_step(self._changes, grads, self._launcher, active, weights)
+        return {r: [*islice(kept, len(found[0]))] for r in own}
 
     def _launch(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
         """Runs a program on the values of some replicas.
@@ -280,5 +283,10 @@ def _changes(trace: StepTrace, pieces: StepPlan) -> StateChanges:
         places = [place for kind, place in changed if kind is wanted]
         return [place.record for place in places if place.record is not None]
 
-    optimizers = [swap.optimizer for swap in trace.swaps]
-    return StateChanges(records(InputKind.PARAMETER), records(InputKind.BUFFER), optimizers)
+    return StateChanges(
+        records(InputKind.PARAMETER),
+        records(InputKind.BUFFER),
+        [swap.optimizer for swap in trace.swaps],
+        [place for place, at in trace.grads.items() if at is not None],
+        [place for place, at in trace.grads.items() if at is None],
+    )

@@ -24,12 +24,16 @@ class StepReductions:
     Args:
         reducer: sums over the replicas.
         finite: checks that gradients are finite before they are reduced; ``None``: no check.
+
+    Attributes:
+        may_raise: whether gradients that are not finite are an error.
     """
 
     def __init__(
         self, replicas: Replicas, reducer: Reducer, finite: NonFiniteCheck | None
     ) -> None:
         self._replicas, self._reducer, self._finite = replicas, reducer, finite
+        self.may_raise = finite is not None
         self._workers, self._unfit = replicas.workers, NonFinite(replicas.workers, finite)
 
     def reduce(

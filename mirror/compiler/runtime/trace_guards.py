@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,16 +49,25 @@ class GuardedValue:
     Args:
         names: the description of each value.
         read: returns the values of now.
+        is_untouched: whether the places hold the objects of the trace, found in C; if it returns
+            False, the values are read and compared.
     """
 
-    __slots__ = ("_names", "_read", "_then")
+    __slots__ = ("_is_untouched", "_names", "_read", "_then")
 
-    def __init__(self, names: Sequence[str], read: Callable[[], list[Any]]) -> None:
-        self._names, self._read = names, read
+    def __init__(
+        self,
+        names: Sequence[str],
+        read: Callable[[], list[Any]],
+        is_untouched: Callable[[], bool] | None = None,
+    ) -> None:
+        self._names, self._read, self._is_untouched = names, read, is_untouched
         self._then = read()
 
     def holds(self) -> bool:
         """Whether all values are those of the trace."""
+        if self._is_untouched is not None and self._is_untouched():
+            return True
         return self._read() == self._then
 
     def find_change(self) -> str | None:
@@ -131,7 +141,10 @@ class TraceGuards:
 
     def hold(self) -> bool:
         """Whether all values are those of the trace."""
-        return all(watched.holds() for watched in self._watched)
+        for watched in self._watched:  # noqa: SIM110  that would be a call for each
+            if not watched.holds():
+                return False
+        return True
 
     def find_change(self) -> str | None:
         """Returns the first change in words; ``None`` if there is none."""
@@ -204,21 +217,45 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     def read_hooks() -> list[Any]:
         return [*map(tuple, hooks)]  # ids of handles: one in another's place is another
 
+    tensors = [f"tensor {n!r}" for _, n in held]
+    have_none = None if any(hooks) else lambda: not any(hooks)
     return [
         GuardedValue(values, read),
-        GuardedValue(owners, read_children),
-        GuardedValue(["the hooks of modules"] * len(hooks), read_hooks),
-        *([GuardedValue([f"tensor {n!r}" for _, n in held], read_tensors)] if held else []),
+        GuardedValue(owners, read_children, _watch_all(children)),
+        GuardedValue(["the hooks of modules"] * len(hooks), read_hooks, have_none),
+        *([GuardedValue(tensors, read_tensors, _watch(held))] if held else []),
     ]
+
+
+def _watch_all(dicts: Sequence[dict[str, Any]]) -> Callable[[], bool]:
+    """Returns a function: whether the dicts have the values of now, and no others."""
+    then, sizes = [*chain.from_iterable(map(dict.values, dicts))], [*map(len, dicts)]
+
+    def are_untouched() -> bool:
+        if [*map(len, dicts)] != sizes:
+            return False
+        return all(map(operator.is_, chain.from_iterable(map(dict.values, dicts)), then))
+
+    return are_untouched
+
+
+def _watch(places: Sequence[tuple[dict[str, Any], str]]) -> Callable[[], bool]:
+    """Returns a function: whether the dicts have the values of now under these names."""
+    dicts, names = [kept for kept, _ in places], [name for _, name in places]
+    then = [*map(dict.get, dicts, names)]
+    return lambda: all(map(operator.is_, map(dict.get, dicts, names), then))
 
 
 def _guard_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
-    pointer = operator.methodcaller("data_ptr")
-    strides = operator.methodcaller("stride")
+    pointer, strides = Tensor.data_ptr, Tensor.stride  # three times as fast as methodcaller
     requires_grad = operator.attrgetter("requires_grad")
     mirrored = [p.record.hooks for p in places if p.record is not None]
     own = [p.owner for p in places if p.record is None]
+
+    def have_no_hooks() -> bool:
+        return not (any(mirrored) or any(map(hooks_of, own)))
+
     return [
         GuardedValue(
             _NamedValue("the hooks", sorted(places, key=lambda place: place.record is None)),
@@ -226,6 +263,7 @@ def _guard_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
                 *map(tuple, mirrored),
                 *[tuple(hooks or ()) for hooks in map(hooks_of, own)],
             ],
+            have_no_hooks if have_no_hooks() else None,
         ),
         GuardedValue(_NamedValue("requires_grad", places), lambda: [*map(requires_grad, tensors)]),
         GuardedValue(_NamedValue("the memory", places), lambda: [*map(pointer, tensors)]),
@@ -271,4 +309,4 @@ def _guard_rates(optimizer: Optimizer) -> GuardedValue:
 def _guard_surroundings(step: Callable[..., Any], called: Sequence[nn.Module]) -> GuardedValue:
     modules = {id(sub): sub for module in called for sub in module.modules()}
     around = FreeVariables([step], modules.values())
-    return GuardedValue(around.names, around.scan)
+    return GuardedValue(around.names, around.scan, around.watch())

@@ -35,6 +35,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ from mirror.replica.params.mirrored_tensor import same_kind, share_storage
 from mirror.replica.params.replicated_param import GradientHook, ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
 
+Keep = Callable[[Sequence[Tensor]], list[Tensor]]
+
 _MAX_GPU_COMPARISONS = 64  # of gradients that replicas have set; each one waits for the GPU
 
 
@@ -69,7 +72,7 @@ class GradAccess:
         self._replicas, self._runner = replicas, runner
         self.unreduced = gradients
         self.exposed: dict[ReplicatedParam, Tensor] = {}
-        self._common: dict[ReplicatedParam, Tensor | None] = {}
+        self._common: dict[ReplicatedParam, tuple[Tensor | None, Keep]] = {}
         self._assigned: dict[
             ReplicatedParam, dict[int, weakref.ref[Tensor]]
         ] = {}  # what each replica set
@@ -99,15 +102,34 @@ class GradAccess:
             recover=recover,
         )
 
-    def set_common(self, grads: dict[ReplicatedParam, Tensor | None]) -> None:
-        """Sets the gradients of all replicas; ``distribute_common`` copies them when needed."""
-        self._common.update(grads)
+    def set_common(
+        self, variables: Sequence[ReplicatedParam], grads: Sequence[Tensor], keep: Keep
+    ) -> None:
+        """Sets the gradients of all replicas; ``distribute_common`` copies them when needed.
+
+        A gradient that nothing reads before the next compiled step is never copied.
+
+        Args:
+            grads: of the first of the variables; the others have none from now on.
+            keep: returns gradients, with copies of those that the next compiled step overwrites.
+        """
+        all_grads = chain(grads, repeat(None))
+        self._common.update(zip(variables, zip(all_grads, repeat(keep)), strict=False))
 
     def distribute_common(self) -> None:
         """Gives the replicas the gradients of ``set_common``."""
         common = dict(self._common)
+        by_step: dict[Keep, list[ReplicatedParam]] = {}
+        for variable, (grad, keep) in common.items():
+            if grad is not None:
+                by_step.setdefault(keep, []).append(variable)
+        kept: dict[ReplicatedParam, Tensor] = {}
+        for keep, variables in by_step.items():
+            grads: Any = [common[variable][0] for variable in variables]
+            kept.update(zip(variables, keep(grads), strict=True))
         self._common.clear()
-        for variable, grad in common.items():
+        for variable in common:
+            grad = kept.get(variable)
             for r, target in enumerate(variable.targets):
                 target.grad = grad if grad is None or r == 0 else _copy_for(grad, target)
 
@@ -179,8 +201,7 @@ class GradAccess:
 
     def _write_outside(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         self._runner.check_between_runs("a gradient")
-        if self._common:
-            self.distribute_common()
+        self._common.pop(variable, None)
         self._put(variable, value, 0, range(len(variable.copies)))
         self.exposed.pop(variable, None)
         if value is not None:
@@ -218,10 +239,12 @@ class GradAccess:
                 gradients.scatter.drop_all_of(variables, r)
         else:
             self._runner.check_between_runs("a gradient")
-            if self._common:
-                self.distribute_common()
             if gradients.have_arrived() or gradients.deferred:
+                self.distribute_common()
                 return False
+            if self._common:
+                for variable in variables:
+                    self._common.pop(variable, None)
             if self.exposed:
                 for variable in variables:
                     self.exposed.pop(variable, None)
@@ -287,6 +310,7 @@ class GradAccess:
     def forget(self, variable: ReplicatedParam) -> None:
         """Drops the state of a variable that was freed; takes no lock."""
         self.exposed.pop(variable, None)
+        self._common.pop(variable, None)
         self._assigned.pop(variable, None)
         self.unreduced.forget(variable)
 

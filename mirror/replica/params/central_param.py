@@ -194,6 +194,7 @@ class CentralParam(ReplicatedParam):
         others = (target for r, target in enumerate(self.targets) if r != replica_id)
         if any(share_storage(value, target) for target in (self.home, *others)):
             value = value_on(data, device)
+        self.memory.num_moves += 1
         self.targets[replica_id].data = value
         copy = self.copies[replica_id]
         DATA.__set__(copy, value)

@@ -283,14 +283,6 @@ class ReplicatedBuffer:
         is_used = counts is not None and any(counts[r] for r in active)
         self._counts = [counts[r] for r in active] if is_used and counts is not None else None
 
-    def record_write(self, active: tuple[int, ...]) -> None:
-        """Records that these replicas have written their copies; idle replicas follow them."""
-        self._ran = active
-        self._stale = self._may_differ = True
-        if len(active) < len(self.copies):
-            with torch.no_grad():
-                self.sync_idle([r for r in range(len(self.copies)) if r not in active])
-
     def _combine_for_views(self) -> None:
         """Combines at once while the program has views, which must see what a run has written."""
         self.views.drop_dead()
@@ -341,16 +333,7 @@ class ReplicatedBuffer:
 
     def must_distribute(self) -> bool:
         """Whether the replicas' copies must be updated before they run."""
-        # Runs for every buffer before every run, so it repeats is_written_outside without a call.
-        truth = self.copies[0] if self._aggregation == "none" else self.combined
-        if self.handles or truth._version != self._combined_version:
-            return True
-        if not self._may_differ or self._aggregation == "none":
-            return False
-        if self.averages_examples:
-            return self._aggregation == "mean"
-        module = self.module()
-        return module is not None and not module.training  # evaluates
+        return bool(find_changed((self,)))
 
     def is_written_outside(self) -> bool:
         """Whether the cross-replica context may have written a value that is not distributed."""
@@ -514,6 +497,41 @@ def mean_of(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
     if len(set(counts)) == 1:
         return (reduce_tensors(wide, first.device) / len(values)).to(first.dtype)
     return weighted_mean(wide, counts).to(first.dtype)
+
+
+def find_changed(buffers: Sequence[ReplicatedBuffer]) -> list[ReplicatedBuffer]:
+    """Returns the buffers of which the replicas' copies must be updated before they run.
+
+    It runs before every run, so it repeats ``is_written_outside`` without a call for each buffer.
+    """
+    found = []
+    for buffer in buffers:
+        aggregation = buffer._aggregation
+        truth = buffer.copies[0] if aggregation == "none" else buffer.combined
+        if not buffer.handles and truth._version == buffer._combined_version:
+            if not buffer._may_differ or aggregation == "none":
+                continue
+            if buffer.averages_examples:
+                if aggregation != "mean":
+                    continue
+            else:
+                module = buffer.module()
+                if module is None or module.training:  # else it evaluates
+                    continue
+        found.append(buffer)
+    return found
+
+
+def record_writes(buffers: Sequence[ReplicatedBuffer], active: tuple[int, ...]) -> None:
+    """Records that these replicas have written their copies; idle replicas follow them."""
+    for buffer in buffers:
+        buffer._ran = active
+        buffer._stale = buffer._may_differ = True
+    if buffers and len(active) < len(buffers[0].copies):
+        idle = [r for r in range(len(buffers[0].copies)) if r not in active]
+        with torch.no_grad():
+            for buffer in buffers:
+                buffer.sync_idle(idle)
 
 
 class MirroredBuffer(MirroredTensor):

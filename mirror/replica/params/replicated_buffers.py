@@ -25,7 +25,11 @@ from mirror.replica.params.buffer_differences import (
     log_statistics,
     warn_of_buffer,
 )
-from mirror.replica.params.mirrored_buffer import MirroredBuffer, ReplicatedBuffer
+from mirror.replica.params.mirrored_buffer import (
+    MirroredBuffer,
+    ReplicatedBuffer,
+    find_changed,
+)
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import MirroredTensors, put_in_order
 from mirror.replica.params.shared_memory import StorageIndex
@@ -118,7 +122,7 @@ class Buffers:
     def distribute_changed(self) -> None:
         """Distributes values that were written outside ``run``, or that an evaluation needs."""
         # A copy of the dict: a garbage collection may remove entries.
-        changed = [buffer for buffer in tuple(self._by_id.values()) if buffer.must_distribute()]
+        changed = find_changed(tuple(self._by_id.values()))
         if changed:
             with torch.no_grad():
                 for buffer in changed:

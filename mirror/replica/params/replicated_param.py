@@ -403,6 +403,7 @@ class ReplicatedParam:
         if any(share_storage(value, target) for target in others):
             value = value_on(data, device)
         self.num_moves += 1
+        self.memory.num_moves += 1
         self.targets[replica_id].data = value
         copy = self.copies[replica_id]
         DATA.__set__(copy, value)

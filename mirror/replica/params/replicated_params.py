@@ -30,6 +30,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ from mirror.replica.params.shared_memory import StorageIndex, address_of, lie_al
 from mirror.replica.params.torch_function import MirroredParameter
 
 T = TypeVar("T")
+_version_of, _known_version_of = attrgetter("_version"), attrgetter("version")
 _logger = logging.getLogger("mirror")
 
 
@@ -241,15 +243,18 @@ class ReplicatedParams:
         for variable in variables:
             variable.broadcast(0, others)
         changed = []
-        variables, shown, homes = self.memory.rows or self.memory.make_rows()
+        rows = self.memory.rows or self.memory.make_rows()
         with WithoutSubclass():  # halves the time of what is read for each variable
             # ``lie_apart``, without a call: this runs in every run.
-            if list(map(address_of, shown)) != list(map(address_of, homes)):
-                for variable in variables:
+            if list(map(address_of, rows.placed)) != list(map(address_of, rows.homes)):
+                for variable in rows.variables:
                     variable.follow_leaves()
-            for variable in variables:
-                if variable.handles or variable.shown._version != variable.version:
-                    changed.append(variable)
+            versions = list(map(_version_of, rows.shown))
+            is_known = versions == list(map(_known_version_of, rows.variables))
+            if not is_known or rows.handles != rows.no_handles:
+                for variable in rows.variables:
+                    if variable.handles or variable.shown._version != variable.version:
+                        changed.append(variable)
         if changed:
             for variable in changed:
                 if not lie_alike(variable.shown, variable.home):  # transposed in place, say

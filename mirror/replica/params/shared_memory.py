@@ -15,7 +15,7 @@ Consequence: it is looked up where a tensor gets its memory: when it is mirrored
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,8 +40,29 @@ class Placed(Protocol):
     @property
     def targets(self) -> Sequence[Tensor]: ...
 
+    @property
+    def handles(self) -> Sequence[object]: ...
+
 
 PlacedT = TypeVar("PlacedT", bound=Placed)
+
+
+class PlacedRows(NamedTuple, Generic[PlacedT]):
+    """All parameters of a strategy, for comparisons in C.
+
+    Attributes:
+        variables: the parameters.
+        shown, handles: of each.
+        no_handles: an empty list for each.
+        placed, homes: ``shown`` and ``home`` of those that have a storage.
+    """
+
+    variables: tuple[PlacedT, ...]
+    shown: list[Tensor]
+    handles: list[Sequence[object]]
+    no_handles: list[Sequence[object]]
+    placed: list[Tensor]
+    homes: list[Tensor]
 
 
 class StorageIndex(Generic[PlacedT]):
@@ -49,11 +70,13 @@ class StorageIndex(Generic[PlacedT]):
 
     Attributes:
         rows: what ``make_rows`` has returned, until a parameter comes, moves or goes.
+        num_moves: how often a replica's copy of any parameter has got other memory.
     """
 
-    rows: tuple[tuple[PlacedT, ...], list[Tensor], list[Tensor]] | None = None
+    rows: PlacedRows[PlacedT] | None = None
 
     def __init__(self) -> None:
+        self.num_moves = 0
         # Tuples: a garbage collection may remove a parameter at any time.
         self._by_storage: dict[int, tuple[PlacedT, ...]] = {}
         self._storages: dict[PlacedT, int] = {}
@@ -73,11 +96,18 @@ class StorageIndex(Generic[PlacedT]):
         if left:
             self._by_storage[storage] = left
 
-    def make_rows(self) -> tuple[tuple[PlacedT, ...], list[Tensor], list[Tensor]]:
-        """Returns all parameters; and ``shown`` and ``home`` of those that have a storage."""
+    def make_rows(self) -> PlacedRows[PlacedT]:
+        """Returns all parameters."""
         known = tuple(self._storages)  # at once: a garbage collection may remove some
         placed = [variable for variable in known if self._storages.get(variable)]
-        rows = known, [v.shown for v in placed], [v.home for v in placed]
+        rows = PlacedRows(
+            known,
+            [v.shown for v in known],
+            [v.handles for v in known],
+            [[] for _ in known],
+            [v.shown for v in placed],
+            [v.home for v in placed],
+        )
         if len(known) == len(self._storages):  # a garbage collection has removed none meanwhile
             self.rows = rows
         return rows

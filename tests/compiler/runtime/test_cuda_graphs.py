@@ -88,7 +88,9 @@ class Steps:
         losses = {r: [mine[LOSS]] for r, mine in values.items()}
         grads = {"w": values[0][LEFT], "none": None}
         if self.captures is not None:
-            losses, grads = self.captures.keep_outputs(losses, grads)
+            kept = self.captures.keep([loss for (loss,) in losses.values()])
+            losses = {r: [loss] for r, loss in zip(losses, kept, strict=True)}
+            (grads["w"],) = self.captures.keep([grads["w"]])
         return [*[loss for (loss,) in losses.values()], grads["w"]]
 
     def train(self, sizes):
@@ -171,10 +173,28 @@ def test_what_lies_elsewhere_is_captured_anew(change):
                                 values[i] = moved[id(value)]
                             else:
                                 value.data = moved[id(value)]
+                steps.captures.moves = seed, 0
                 steps.graphs.since()
             left = steps.step(steps.batch(seed, 8))
             torch.testing.assert_close([t.cpu() for t in left], plain.step(plain.batch(seed, 8)))
         assert len(steps.graphs.since("capture")) == 4
+
+
+def test_addresses_of_tensors_that_only_runs_move_are_read_after_runs(monkeypatch):
+    with capturing(names(2)) as steps:
+        for _ in range(3):
+            steps.step(steps.batch(0, 8))
+        read, address = [], torch.Tensor.data_ptr
+        monkeypatch.setattr(cuda_graphs, "_address", lambda t: read.append(t) or address(t))
+        mine = {id(tensor) for tensor in (steps.w[0], steps.b[0])}
+        steps.step(steps.batch(0, 8))
+        assert {id(tensor) for tensor in read} == mine
+        steps.captures.moves = 1, 0
+        steps.step(steps.batch(0, 8))
+        assert {id(tensor) for tensor in read} == {*mine, id(steps.w[1]), id(steps.b[1])}
+        num_read = len(read)
+        steps.step(steps.batch(0, 8))
+        assert {id(tensor) for tensor in read[num_read:]} == mine
 
 
 def test_what_cannot_be_captured_is_named_and_called(caplog):
@@ -228,14 +248,14 @@ def test_a_piece_that_changes_its_batch_is_not_captured(caplog):
 OTHER = "\n    with torch.cuda.stream(torch.cuda.Stream(self._device)): "
 MUTANTS = [
     # The batch is not copied, or late; results are not; nothing is launched, or twice.
-    (cuda_graphs._CapturedGraph, "launch", "if own is not tensor", "if False"),
+    (cuda_graphs._CapturedGraph, "launch", "[*map(operator.is_not,", "[*map(lambda *_: False,"),
     (
         cuda_graphs._CapturedGraph,
         "launch",
-        "if destinations:",
-        "self.graph.launch()\n    if destinations:",
+        "if True in",
+        "self.graph.launch()\n    if True in",
     ),
-    (cuda_graphs.CapturedPieces, "_copy_out", "in self._graph_storages:", "in ():"),
+    (cuda_graphs.CapturedPieces, "keep", "self._graph_storages._", "()._"),
     (cuda_graphs._CapturedGraph, "launch", "self.graph.launch()", "pass"),
     (
         cuda_graphs.CapturedPieces,
@@ -253,7 +273,7 @@ MUTANTS = [
     (CudaGraph, "capture", "thread_local", "global"),
     (CudaGraph, "capture", "caller.wait_stream(stream)", "pass"),
     # What lies elsewhere is not noticed.
-    (cuda_graphs._CapturedGraph, "is_valid", "return", "return True or"),
+    (cuda_graphs._CapturedGraph, "is_valid", "return [", "return True or ["),
 ]
 
 
@@ -275,6 +295,7 @@ def check_steps():
                 for one in (steps, plain):
                     for value in {id(w): w for w in one.w}.values():
                         value.data = value * 0.5
+                steps.captures.moves = seed, 0
             steps.graphs.since()
             left += steps.step(batch)
             expected += plain.step(plain.batch(seed, 8))
