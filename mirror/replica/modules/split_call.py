@@ -54,7 +54,7 @@ from mirror.base.torch_private import (
     top_saved_tensors_hooks,
     transforms_of,
 )
-from mirror.errors import StrategyError
+from mirror.errors import MirrorError, StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import (
     Replica,
@@ -91,7 +91,7 @@ from mirror.replica.scatter_gather.scatter import (
     must_move,
     sizes_of_parts,
 )
-from mirror.threads.user_frames import add_note, warn_user
+from mirror.threads.user_frames import add_note, find_remedy, warn_user
 
 _LOSS: Any = nn.MSELoss.__base__  # the base class of torch's losses: their calls are not split
 
@@ -112,6 +112,7 @@ class CallInterceptor(Interceptor):
         varying: the positions of numbers among the outputs that depend on the part.
         verified: the kinds of calls that were compared with one device.
         weight_lists: of a recurrent layer, by replica. See [Note: Flat weights].
+        writes_args: whether a trial has shown that forward writes to tensors among its arguments.
     """
 
     __slots__ = (
@@ -127,6 +128,7 @@ class CallInterceptor(Interceptor):
         "varying",
         "verified",
         "weight_lists",
+        "writes_args",
     )
 
     def __init__(
@@ -146,6 +148,7 @@ class CallInterceptor(Interceptor):
         self.verified, self.varying = set[Any](), set[int]()
         self.weight_lists: dict[int, dict[str, list[Any]]] = {}
         self.is_checkpointed = self.is_checked = self.has_warned_of_lists = False
+        self.writes_args = False
 
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,6 +298,7 @@ class CallInterceptor(Interceptor):
         if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
             return _call_lone(runner, module, args, kwargs, hold, sizes)
         split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies)
+        split.clones = self.writes_args
         if runner.copies is not None:
             split.pin((args, kwargs))
         parts: dict[int, ReplicaArgs] = {}
@@ -328,7 +332,8 @@ class CallInterceptor(Interceptor):
             joined = join_outputs(runner, run.results, sizes, own, module, self.varying)
             take_changes(runner, own, list(run.results), args, kwargs)
         except Exception as error:
-            add_note(error, _describe_sizes(module, split, args, kwargs))
+            if _may_be_of_sizes(error):
+                add_note(error, _describe_sizes(module, split, args, kwargs))
             raise
         finally:
             if runner.copies is not None:
@@ -362,9 +367,14 @@ class CallInterceptor(Interceptor):
         self.verified.add(kind)
 
         def call(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self.is_plain:
-                return self._call_inside(module, replica, args, kwargs)
-            return getattr(module, WHOLE_CALL)(*args, **kwargs)
+            tensors = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor)]
+            counted = [(leaf, leaf._version) for leaf in tensors if not leaf.is_inference()]
+            try:
+                if not self.is_plain:
+                    return self._call_inside(module, replica, args, kwargs)
+                return getattr(module, WHOLE_CALL)(*args, **kwargs)
+            finally:
+                self.writes_args |= any(leaf._version != version for leaf, version in counted)
 
         verified = VerifiedCall(self.recorder.runner, module, args, kwargs, sizes, call)
         return verified if verified.begin() else None
@@ -483,8 +493,9 @@ def _call_lone(
         part = ReplicaArgs(SplitPlan(sizes, runner.replicas.places, sizes[0]), 0)
         return join_outputs(runner, run.results, sizes, [part], module)
     except Exception as error:
-        split = SplitPlan(sizes, runner.replicas.places, sizes[0])
-        add_note(error, _describe_sizes(module, split, args, kwargs))
+        if _may_be_of_sizes(error):
+            split = SplitPlan(sizes, runner.replicas.places, sizes[0])
+            add_note(error, _describe_sizes(module, split, args, kwargs))
         raise
 
 
@@ -524,6 +535,16 @@ def _call_held(hold: DynamoCallback, whole: Callable[..., Any], *args: Any, **kw
     """Calls a module of the only replica, compiled if the caller's code is."""
     resume_dynamo(hold)
     return whole(*args, **kwargs)
+
+
+def _may_be_of_sizes(error: Exception) -> bool:
+    """Returns whether an error in a split call may come from the sizes of the parts.
+
+    Errors of mirror have their own remedies. A layout that an operation lacks, memory that is
+    used up, and the errors of ``find_remedy`` are not mended by another split.
+    """
+    others = (MirrorError, NotImplementedError, torch.OutOfMemoryError)
+    return not isinstance(error, others) and not find_remedy(error)
 
 
 def _describe_sizes(

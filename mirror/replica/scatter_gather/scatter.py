@@ -6,7 +6,8 @@ gets its own part of everything that can be changed. Its changes are joined into
 object by the rules for outputs, so the object ends as on one device.
 
     an argument                                 a replica gets
-    tensor or array, batched                    its rows: a view if they are on its device
+    tensor or array, batched                    its rows: a view if they are on its device; a copy
+                                                if a trial has shown that forward writes to them
     tensor, not batched                         a copy, if it is small and needs no gradient
     list, dict, set, deque, dataclass           a copy with the replica's parts inside
     object that is data (a key-value cache)     a copy with the replica's parts inside
@@ -64,6 +65,9 @@ class SplitPlan:
         num_examples: of the whole batch; ``None`` if one replica makes the whole call.
         sizes: each replica's number of examples.
         starts: each replica's first example.
+        clones: whether parts in the memory of the caller's tensor are copied, for a forward that
+            writes to them. Views have one version counter: a replica's write would seem to
+            autograd to be one to what the other replicas have saved for their backward passes.
 
     Args:
         mesh: the devices of all replicas.
@@ -76,6 +80,7 @@ class SplitPlan:
         "_pinned",
         "_reads_pinned_args",
         "active",
+        "clones",
         "devices",
         "num_examples",
         "sizes",
@@ -97,6 +102,7 @@ class SplitPlan:
         self.devices = mesh.positions[0]
         self._mesh = mesh if mesh.is_model_parallel else None
         self.num_examples = num_examples
+        self.clones = False
         self.active = list(range(len(sizes)))
         if not all(sizes):
             self.active = [r for r in self.active if sizes[r]] or [0]
@@ -161,7 +167,7 @@ class ReplicaArgs:
     Attributes:
         own: by ``id`` of a caller's value: that value, and the replica's value for it.
         given: the caller's objects, the replica's copies, and the copies' first contents.
-        tensors: the caller's tensors, the replica's, and the replica's first versions.
+        tensors: the caller's tensors, the replica's, and the replica's first versions and nodes.
         shared: the objects that all replicas share, and their first contents.
         unsplit: the caller's lists that may have an entry for each example.
         has_share: whether the arguments have a ``num_items_in_batch``.
@@ -176,7 +182,7 @@ class ReplicaArgs:
         self.replica_id = replica_id
         self.own: dict[int, tuple[Any, Any]] = {}
         self.given: list[tuple[Any, Any, dict[Any, Any]]] = []
-        self.tensors: list[tuple[Tensor, Tensor, int]] = []
+        self.tensors: list[tuple[Tensor, Tensor, int, Any]] = []
         self.shared: list[tuple[Any, dict[Any, Any]]] = []
         self.unsplit: list[Any] = []
         self.has_share = False
@@ -330,7 +336,9 @@ class ReplicaArgs:
                     "(a graph's adjacency), call the module inside strategy.run"
                 )
             part = split.to_replica(tensor, self.replica_id)
-            if part.device == tensor.device:  # a view
+            if part.device == tensor.device and split.clones:
+                part = part.clone()
+            elif part.device == tensor.device:  # a view
                 if tensor.__dict__:
                     self._copy_attributes(tensor, part)
                 return part
@@ -342,7 +350,7 @@ class ReplicaArgs:
         else:
             part = split.to_replica(tensor, self.replica_id)
         if not part.is_inference():
-            self.tensors.append((tensor, part, part._version))
+            self.tensors.append((tensor, part, part._version, part.grad_fn))
         if tensor.__dict__ and part is not tensor:
             self._copy_attributes(tensor, part)
         return part
