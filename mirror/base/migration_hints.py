@@ -65,7 +65,7 @@ def attribute_error(thing: object, name: str) -> AttributeError:
     if hint is None:
         text = f"{kind.__name__!r} object has no attribute {name!r}"
         return AttributeError(text, name=name, obj=thing)
-    return AttributeError(f"a {kind.__name__} has no {_format(name, hint)}")
+    return AttributeError(f"a {kind.__name__} has no {format_hint(name, hint)}")
 
 
 def call_with_hints(cls: ClassT) -> ClassT:
@@ -131,7 +131,7 @@ def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleT
         hint = find([module], name)
         if hint is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module} has no {_format(name, hint)}"
+        text = f"{module} has no {format_hint(name, hint)}"
         # `from mirror import name` would replace an AttributeError by an error without the hint.
         frame = sys._getframe(1)
         if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM:
@@ -179,7 +179,7 @@ def _check_keywords(
         if name not in known:
             hint = find(places, name)
             if hint is not None:
-                raise TypeError(f"{place}() takes no {_format(name, hint)}")
+                raise TypeError(f"{place}() takes no {format_hint(name, hint)}")
 
 
 def _find_misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
@@ -191,5 +191,6 @@ def _find_misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
                 break
 
 
-def _format(name: str, hint: Hint) -> str:
+def format_hint(name: str, hint: Hint) -> str:
+    """Returns a name, its library and the way, for an error."""
     return f"{name!r} ({hint.library}); {hint.way}"

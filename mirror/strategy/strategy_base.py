@@ -128,6 +128,7 @@ class Strategy(NoCopy):
             StrategyError: it is entered inside another strategy's scope, inside ``run``, or after
                 ``close``.
         """
+        self._group.plain.forget_block()
         return Scope(self._group)
 
     def mirror(self, module: ModuleT, *more: Any) -> ModuleT:
@@ -388,9 +389,11 @@ class Strategy(NoCopy):
             dataset.close()
 
     def __enter__(self: StrategyT) -> StrategyT:
+        self._group.plain.enter_block()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._group.plain.leave_block(warns=exception[0] is None)
         self.close()
 
     def _check_cross(self, what: str) -> None:

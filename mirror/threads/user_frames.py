@@ -154,7 +154,7 @@ def warn_user(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-# Texts in errors of torch, each with its remedy inside a replica.
+# Texts in errors of torch, each with its remedy under a strategy.
 _REMEDIES = (
     (
         "Default process group has not been initialized",
@@ -168,16 +168,26 @@ _REMEDIES = (
         "mirror.nn.convert_sync_batchnorm(model) uses the whole batch, and drop_last=True leaves "
         "a small last batch out",
     ),
+    (
+        "has been modified by an inplace operation",
+        "the replicas' parts of a batch are views of one tensor, so to autograd a write to one "
+        "part is a write to all; if the model or the step writes in place to its batch (x += y, "
+        "nn.ReLU(inplace=True) as the first layer), let it write to x.clone()",
+    ),
 )
 
 
 def annotate_error(error: BaseException, name: str) -> None:
     """Adds notes to an error: the replica that raised it, and the remedy if one is known."""
     add_note(error, f"in {name}")
+    if remedy := find_remedy(error):
+        add_note(error, remedy)
+
+
+def find_remedy(error: BaseException) -> str:
+    """Returns the remedy of an error of torch; "" if none is known."""
     text = str(error)
-    for part, remedy in _REMEDIES:
-        if part in text:
-            add_note(error, remedy)
+    return next((remedy for part, remedy in _REMEDIES if part in text), "")
 
 
 def call_with_note(task: Callable[[], Any], replica: str) -> Any:

@@ -60,6 +60,7 @@ CALLED = STRATEGIES | {
         "PreemptionCheckpointHandler",
     )
 }
+MODEL = "a mirrored module"
 FUNCTIONS = {
     "MirroredStrategy.mirror": mirror.MirroredStrategy.mirror,
     "MirroredStrategy.compile": mirror.MirroredStrategy.compile,
@@ -101,6 +102,48 @@ def check_attribute(thing, name, sign):
     assert getattr(thing, name, 5) == 5
 
 
+class Wrapping(nn.Module):
+    """Has a submodule by the name of a wrapper's, and asks it for what itself lacks."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def test_every_name_on_a_mirrored_module_names_its_library_and_a_remedy():
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+    model = strategy.mirror(nn.Sequential(nn.Linear(2, 2)))
+    wrapping = strategy.mirror(Wrapping(nn.Linear(2, 2)))
+    assert isinstance(wrapping.module, nn.Linear)
+    for name, sign in TABLE[MODEL].items():
+        check_attribute(model, name, sign)
+        check_attribute(model[0], name, sign)
+        if name != "module":
+            check_attribute(wrapping, name, sign)
+        with pytest.raises(AttributeError, match=f"'Linear' object has no attribute '{name}'"):
+            getattr(nn.Linear(2, 2), name)
+    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'unknown'"):
+        _ = model.unknown
+    with pytest.raises(AttributeError) as error:
+        _ = model.module
+    assert type(error.value) is AttributeError
+    with pytest.raises(AttributeError, match="has no attribute `module`"):
+        model.get_submodule("0.module")
+
+
+def test_the_hints_of_a_mirrored_module_cost_attributes_that_exist_nothing():
+    mirror.MirroredStrategy(["cpu"] * 2).mirror(nn.Linear(2, 2))
+    assert nn.Module.__getattr__.__module__ == "torch.nn.modules.module"
+    assert not hasattr(nn.Module.__getattr__, "__wrapped__")
+    assert type(nn.Module.__dict__["__getattr__"]).__name__ == "function"
+
+
 @pytest.mark.parametrize("place", CALLED)
 def test_every_keyword_of_a_constructor_says_what_to_do(place):
     kind = CALLED[place]
@@ -128,7 +171,7 @@ def test_every_keyword_of_a_function_says_what_to_do(place):
 
 def ways():
     """Yields every text with its place, and the class that a program has there, if it is one."""
-    for place in (*MODULES, *(f"{name}()" for name in FUNCTIONS)):
+    for place in (*MODULES, MODEL, *(f"{name}()" for name in FUNCTIONS)):
         for sign in TABLE[place].values():
             yield place, None, sign.way
     for place, kind in CLASSES.items():
@@ -227,7 +270,7 @@ def test_a_way_that_names_what_is_not_there_is_found(way):
 
 def test_the_table_is_sorted_into_places_that_exist():
     calls = {f"{name}()" for name in (*CALLED, *FUNCTIONS)}
-    assert set(TABLE) <= {*MODULES, *CLASSES, *calls}
+    assert set(TABLE) <= {*MODULES, MODEL, *CLASSES, *calls}
     assert all(TABLE.values())
     assert all(sign.library and sign.way for names in TABLE.values() for sign in names.values())
 

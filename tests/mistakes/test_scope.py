@@ -1,5 +1,6 @@
 """Mistakes with the scope, with where models are made, with two strategies, and after close."""
 
+import contextlib
 import copy
 import warnings
 
@@ -372,6 +373,91 @@ def test_a_model_of_a_strategy_of_one_replica_may_train_beside_an_idle_strategy(
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()  # a warning would be an error
+
+
+# The strategy for its scope
+
+
+def trained_in_the_block(strategy):
+    with strategy:
+        model = net()
+        step(model, sgd(model))
+
+
+def made_before_the_block(strategy):
+    model = net()
+    optimizer = sgd(model)
+    with strategy:
+        for _ in range(2):
+            step(model, optimizer)
+
+
+def trained_in_a_function(strategy):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(strategy)
+        plain()
+
+
+@pytest.mark.parametrize(
+    "program", [trained_in_the_block, made_before_the_block, trained_in_a_function]
+)
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_training_in_a_block_of_the_strategy_for_its_scope_is_warned_of(program, num_replicas):
+    words = "with MirroredStrategy(...): closes", "write `with strategy.scope():`"
+    warned(*words)(program)(mirror.MirroredStrategy(["cpu"] * num_replicas))
+
+
+def mirrored_after_a_baseline(strategy):
+    plain()
+    step(model := strategy.mirror(net()), sgd(model))
+
+
+def scoped_after_a_baseline(strategy):
+    plain()
+    with strategy.scope():
+        step(model := net(), sgd(model))
+
+
+def baseline_between_runs(strategy):
+    strategy.reduce("sum", strategy.run(lambda: torch.ones(1)))
+    X.sum()
+
+
+def evaluated(strategy):
+    net()(X)
+
+
+def of_one_replica_inside(strategy):
+    with mirror.OneDeviceStrategy("cpu") as other:
+        step(model := other.mirror(net()), sgd(model))
+    strategy.mirror(net())
+
+
+def failed(strategy):
+    plain()
+    raise KeyError
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "program",
+    [
+        mirrored_after_a_baseline,
+        scoped_after_a_baseline,
+        baseline_between_runs,
+        evaluated,
+        of_one_replica_inside,
+        failed,
+    ],
+)
+def test_a_block_that_only_closes_a_used_strategy_is_not_warned_of(program):
+    with contextlib.suppress(KeyError), mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        program(strategy)
+
+
+def test_a_block_of_one_replica_is_not_warned_of():
+    with mirror.OneDeviceStrategy("cpu"):
+        plain()  # a warning would be an error
 
 
 # Calls of the strategy

@@ -56,6 +56,7 @@ from mirror.replica.multi_worker.pass_weights import start_without_examples
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import MirroredParameter, all_leaves
+from mirror.threads.user_frames import add_note, find_remedy
 from mirror.values import are_identical
 
 
@@ -374,6 +375,10 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 with renaming(replica):  # torch removes this mode for the time of backward
                     return run(*args, **kwargs)
             return run(*args, **kwargs)
+        except RuntimeError as error:
+            if timeline is not None and (remedy := find_remedy(error)):
+                add_note(error, remedy)
+            raise
         finally:
             this.is_over = True
             for tracker, replica_id in begun:

@@ -12,6 +12,8 @@ a warning is issued.
     a step in run           the optimizer's parameters
     a step outside run      whether a strategy has nothing to do: its scope is open, or it was
                             used, and it mirrors nothing
+    the end of a block          whether an optimizer has stepped inside, and the strategy itself
+    ``with strategy:``          was not used: its scope was meant
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class UnmirroredParams:
         self.losses = LocalLosses()
         self.leaves: weakref.WeakKeyDictionary[Run, UnmirroredLeaves] = weakref.WeakKeyDictionary()
         self._unused = [replicas]  # until their first use
-        self._has_warned = False
+        self._has_warned = self._has_idled = False
+        self._reference = weakref.ref(self)
         _by_replicas.put(replicas, self)
 
     def part(self) -> LifecycleHooks:
@@ -78,8 +81,35 @@ class UnmirroredParams:
     def record_use(self) -> None:
         """Records the first use of a strategy, if it has mirrored nothing yet."""
         self._unused.clear()
+        self.forget_block()
         if self.replicas.mirrors and not self._registry.has_owned:
             _used.add(self)
+
+    def enter_block(self) -> None:
+        """Watches for steps beside the strategy, until its first use or the end."""
+        if self.replicas.mirrors and self._unused:
+            _blocks.append(self._reference)
+
+    def leave_block(self, *, warns: bool) -> None:
+        """Warns if an optimizer has stepped in the block, and the strategy was not used."""
+        if self.forget_block() and warns and self._has_idled and self.has_nothing:
+            kind = type(self.replicas.strategy).__name__
+            warn_user(
+                f"with {kind}(...): closes the strategy at its end, and does nothing else. A "
+                "model was trained inside on one device, and the strategy was not used; write "
+                "`with strategy.scope():` around the model and its training"
+            )
+
+    def forget_block(self) -> bool:
+        """Ends the watch for steps; returns whether there was one."""
+        if self._reference not in _blocks:
+            return False
+        _blocks.remove(self._reference)
+        return True
+
+    def record_step_beside(self) -> None:
+        """Records that an optimizer has stepped parameters that no strategy mirrors."""
+        self._has_idled = True
 
     @property
     def has_nothing(self) -> bool:
@@ -110,6 +140,9 @@ class UnmirroredParams:
 
 
 _used: WeakRegistry[UnmirroredParams] = WeakRegistry()  # used with nothing mirrored
+# Entered by ``with strategy:``, and not used since. A list, because every step asks whether there
+# is one.
+_blocks: list[weakref.ref[UnmirroredParams]] = []
 _by_replicas: WeakReplicaMap[UnmirroredParams] = WeakReplicaMap()
 _unmirrored_of = _by_replicas.get
 
@@ -201,7 +234,12 @@ def check_step(optimizer: Optimizer) -> None:
         if len(replica.run.active) > 1:
             leaves = _unmirrored_of(replica.replicas).leaves_in(replica.run)
             leaves.claim_step(optimizer, replica.replica_id)
-    elif (_used or current.strategy is not None) and optimizer not in _warned:
+        return
+    if _blocks and _trains_parameters(optimizer):
+        for reference in tuple(_blocks):
+            if (unmirrored := reference()) is not None:
+                unmirrored.record_step_beside()
+    if (_used or current.strategy is not None) and optimizer not in _warned:
         idle = _idle_strategy()
         if idle is not None and _trains_parameters(optimizer):
             _warned.add(optimizer)

@@ -9,6 +9,8 @@ Wrappers and samplers of other libraries for many devices raise an error, or a w
 ``nn.DataParallel`` and ``DistributedDataParallel`` would copy or reduce mirrored tensors again. A
 ``DistributedSampler`` skips the examples of other processes, of which there are none. Parameters
 that ``_set_params_and_buffers_to_ignore_for_model`` excludes from DDP are mirrored nevertheless.
+Names that such a wrapper has and a mirrored module lacks (``model.module``) raise AttributeError
+with a hint.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
+from mirror.base.migration_hints import find, format_hint
 from mirror.base.torch_private import CONVERT, wrap_once
 from mirror.data.loader_order import SHARDED, reads_a_shard
 from mirror.errors import StrategyError
@@ -142,6 +146,23 @@ def watch_wrappers() -> None:
     for wrapper in _WRAPPERS:
         wrap_once(wrapper, "__init__", _wrap_init)
     wrap_once(DistributedSampler, "__iter__", _wrap_iter)
+    # Module.__getattr__, which finds every parameter, is not wrapped: what it raises is.
+    vars(torch_module).setdefault("AttributeError", _missing_name)
+
+
+def _missing_name(*args: Any) -> AttributeError:
+    """Makes an error of ``torch.nn.modules.module``; a hint for names that wrappers have."""
+    if torch.compiler.is_compiling():  # Dynamo traces no frames
+        return AttributeError(*args)
+    frame = sys._getframe(1)
+    if frame.f_code.co_name == "__getattr__":
+        module, name = frame.f_locals.get("self"), frame.f_locals.get("name", "")
+        if owner_of(module) is not None:
+            hint = find(["a mirrored module"], name)
+            if hint is not None:
+                kind = type(module).__name__
+                args = (f"a mirrored {kind} has no {format_hint(name, hint)}",)
+    return AttributeError(*args)
 
 
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:

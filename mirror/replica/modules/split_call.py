@@ -54,7 +54,7 @@ from mirror.base.torch_private import (
     top_saved_tensors_hooks,
     transforms_of,
 )
-from mirror.errors import StrategyError
+from mirror.errors import MirrorError, StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import (
     Replica,
@@ -91,7 +91,7 @@ from mirror.replica.scatter_gather.scatter import (
     must_move,
     sizes_of_parts,
 )
-from mirror.threads.user_frames import add_note, warn_user
+from mirror.threads.user_frames import add_note, find_remedy, warn_user
 
 _LOSS: Any = nn.MSELoss.__base__  # the base class of torch's losses: their calls are not split
 
@@ -347,7 +347,8 @@ class CallInterceptor(Interceptor):
             )
             take_changes(runner, own, list(run.results), args, kwargs)
         except Exception as error:
-            add_note(error, _describe_sizes(module, split, args, kwargs))
+            if _may_be_of_sizes(error):
+                add_note(error, _describe_sizes(module, split, args, kwargs))
             raise
         finally:
             if runner.copies is not None:
@@ -501,8 +502,9 @@ def _call_lone(
         part = ReplicaArgs(SplitPlan(sizes, runner.replicas.places, sizes[0]), 0)
         return join_outputs(runner, run.results, sizes, [part], module)
     except Exception as error:
-        split = SplitPlan(sizes, runner.replicas.places, sizes[0])
-        add_note(error, _describe_sizes(module, split, args, kwargs))
+        if _may_be_of_sizes(error):
+            split = SplitPlan(sizes, runner.replicas.places, sizes[0])
+            add_note(error, _describe_sizes(module, split, args, kwargs))
         raise
 
 
@@ -542,6 +544,16 @@ def _call_held(hold: DynamoCallback, whole: Callable[..., Any], *args: Any, **kw
     """Calls a module of the only replica, compiled if the caller's code is."""
     resume_dynamo(hold)
     return whole(*args, **kwargs)
+
+
+def _may_be_of_sizes(error: Exception) -> bool:
+    """Returns whether an error in a split call may come from the sizes of the parts.
+
+    Errors of mirror have their own remedies. A layout that an operation lacks, memory that is
+    used up, and the errors of ``find_remedy`` are not mended by another split.
+    """
+    others = (MirrorError, NotImplementedError, torch.OutOfMemoryError)
+    return not isinstance(error, others) and not find_remedy(error)
 
 
 def _describe_sizes(

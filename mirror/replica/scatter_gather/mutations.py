@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
@@ -107,15 +108,14 @@ def _collect_writes(
     writes: list[Callable[[], object]] = []
     changed: dict[int, Tensor] = {}
     for part in parts:
-        for tensor, own, version in part.tensors:
+        for tensor, own, version, node in part.tensors:
             if own._version == version:
                 continue
             if own is tensor and len(parts) > 1:
                 shape = tuple(tensor.shape)
                 _refuse(where(tensor), f"in place a tensor of shape {shape} that all share")
             elif own is not tensor and part.split.is_batched(tensor):
-                rows = part.split.rows(tensor, part.replica_id)
-                writes.append(partial(rows.copy_, own))
+                writes.append(partial(_write_rows, part, tensor, own, own.grad_fn is not node))
             elif own is not tensor:
                 changed[id(tensor)] = tensor
     for tensor in changed.values():
@@ -125,6 +125,16 @@ def _collect_writes(
             _refuse(where(tensor), f"in place a tensor of shape {shape}, differently on each")
         writes.append(partial(tensor.copy_, value))
     return writes
+
+
+def _write_rows(part: ReplicaArgs, tensor: Tensor, own: Tensor, is_in_graph: bool) -> None:
+    """Writes a replica's rows into the caller's tensor, whose version and graph show it.
+
+    Args:
+        is_in_graph: whether autograd has recorded what the replica did.
+    """
+    with torch.set_grad_enabled(is_in_graph and torch.is_grad_enabled()):
+        part.split.rows(tensor, part.replica_id).copy_(own)
 
 
 def _merge_contents(

@@ -166,7 +166,7 @@ class ReplicaArgs:
     Attributes:
         own: by ``id`` of a caller's value: that value, and the replica's value for it.
         given: the caller's objects, the replica's copies, and the copies' first contents.
-        tensors: the caller's tensors, the replica's, and the replica's first versions.
+        tensors: the caller's tensors, the replica's, and the replica's first versions and nodes.
         shared: the objects that all replicas share, and their first contents.
         unsplit: the caller's lists that may have an entry for each example.
         has_share: whether the arguments have a ``num_items_in_batch``.
@@ -181,7 +181,7 @@ class ReplicaArgs:
         self.replica_id = replica_id
         self.own: dict[int, tuple[Any, Any]] = {}
         self.given: list[tuple[Any, Any, dict[Any, Any]]] = []
-        self.tensors: list[tuple[Tensor, Tensor, int]] = []
+        self.tensors: list[tuple[Tensor, Tensor, int, Any]] = []
         self.shared: list[tuple[Any, dict[Any, Any]]] = []
         self.unsplit: list[Any] = []
         self.has_share = False
@@ -349,7 +349,7 @@ class ReplicaArgs:
         else:
             part = split.to_replica(tensor, self.replica_id)
         if not part.is_inference():
-            self.tensors.append((tensor, part, part._version))
+            self.tensors.append((tensor, part, part._version, part.grad_fn))
         if tensor.__dict__ and part is not tensor:
             self._copy_attributes(tensor, part)
         return part

@@ -427,6 +427,36 @@ def test_an_error_inside_a_split_call_says_how_it_was_split(make_strategy):
     assert any(entry.name == "forward" for entry in caught.traceback)
 
 
+class Failing(nn.Linear):
+    def __init__(self, error):
+        super().__init__(3, 3)
+        self.make = error
+
+    def forward(self, x):
+        raise self.make
+
+
+@pytest.mark.parametrize(
+    ("error", "has_note"),
+    [
+        (ValueError("Expected input batch_size (8) to match target batch_size (4)."), True),
+        (IndexError("index 4 is out of bounds"), True),
+        (NotImplementedError("Could not run 'aten::equal' with 'SparseCPU'"), False),
+        (ValueError("Expected more than 1 value per channel when training"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (mirror.BatchError("has its own remedy"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_note_on_the_split_is_added_where_another_split_may_be_the_remedy(
+    error, has_note, make_strategy
+):
+    model = make_strategy(2).mirror(Failing(error))
+    with pytest.raises(type(error)) as caught:
+        model(torch.ones(4, 3))
+    assert any("was split over" in note for note in caught.value.__notes__) == has_note
+
+
 class Frozen(nn.Module):
     def __init__(self):
         super().__init__()
