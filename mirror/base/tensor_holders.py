@@ -6,8 +6,9 @@ A tensor is held in three ways, and each is counted in C for all tensors togethe
     the tensor     references of C++: a parameter's ``.grad``, a graph of autograd
     its memory     storages in use: a view, ``detach()``, DLPack, ``untyped_storage()``
 
-The counts are compared with those from when nothing else held the tensors. An address that a
-program has read, ``data_ptr()``, is not counted, and neither is a weak reference.
+The counts are compared with those from when nothing else held the tensors. What a debugger or a
+profiler holds counts, too: then tensors are not free, and the caller takes new memory. An address
+that a program has read, ``data_ptr()``, is not counted, and neither is a weak reference.
 """
 
 from __future__ import annotations

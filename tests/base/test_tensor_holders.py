@@ -40,7 +40,7 @@ HOLDERS = {
     "numpy": lambda t, ps: t.numpy(),
     "numpy of a part": lambda t, ps: t[:1].numpy(),
     "memoryview": lambda t, ps: memoryview(t.numpy()),
-    "dlpack": lambda t, ps: torch.utils.dlpack.to_dlpack(t),
+    "dlpack": lambda t, ps: t.__dlpack__(),
     "storage": lambda t, ps: t.untyped_storage(),
     "graph": lambda t, ps: Function.apply(torch.ones(3, requires_grad=True), t),
     "another parameter": move_to_another,

@@ -81,7 +81,9 @@ class StepProgram:
         self._bindings, self._reductions = bindings, reductions
         self._results = slot_getter(pieces.results[: sum(trace.is_tensor)])
         self._changes = _changes(trace, pieces)
-        self._grads = slot_getter([pieces.results[trace.grads[one]] for one in self._changes.left])
+        self._grads = slot_getter(
+            [pieces.results[at] for at in trace.grads.values() if at is not None]
+        )
         self.collectives = ProgramCollectives(
             [(one.op, _names(one.places), one.packing) for one in trace.collectives]
         )
