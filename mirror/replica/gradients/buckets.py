@@ -140,8 +140,6 @@ class Buckets:
             return
         if any(not copy.requires_grad for mine in arrivals.copies for copy in mine):
             return  # a parameter was frozen since: the next pass will have another order
-        if any(variable.home.layout is not torch.strided for variable in arrivals.variables):
-            return  # a flat buffer has no place for the gradient of a sparse parameter
         if plan is None or again:
             self.forget_order()
             ends = self._ends(arrivals.variables)[:-1]

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import (
@@ -165,8 +166,16 @@ class ReplicatedParams:
             name: the parameter's path, for messages.
 
         Raises:
-            StrategyError: its class cannot be swapped, or it has hooks that cannot be kept.
+            StrategyError: its class cannot be swapped, it is not dense, or it has hooks that cannot
+                be kept.
         """
+        if parameter.layout is not torch.strided:
+            layout = str(parameter.layout).removeprefix("torch.")
+            raise StrategyError(
+                f"parameter {name!r} is a {layout} tensor: an optimizer's step gives such a tensor "
+                "new memory, which its replicas do not see; make a parameter of its values, keep "
+                "its indices in a buffer, and make the sparse tensor in forward"
+            )
         kind, gradients = type(parameter), self._gradients
         refuse_operations(kind, name)
         if has_post_accumulate_hooks(parameter):

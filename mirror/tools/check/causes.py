@@ -66,8 +66,14 @@ def diagnose_error(result: CheckResult, error: dict[str, Any]) -> CheckResult:
 
 
 def _remedy_in(message: str) -> str:
-    """Returns what mirror's own messages say to do: what follows the last semicolon."""
+    """Returns what mirror's own messages say to do: what follows the last semicolon.
+
+    Or the one before it, if several ways are named.
+    """
     head, _, tail = message.rpartition("; ")
+    if tail.startswith("or "):
+        head, _, other = head.rpartition("; ")
+        tail = f"{other}; {tail}" if head else tail
     return tail if head else "run it with mirror run to see the traceback"
 
 
@@ -388,7 +394,8 @@ def _explain_gradient(
     result.cause = f"another {event.kind}"
     result.why = (
         "outputs and losses are equal, and the gradients are not: a backward pass of its own (a "
-        "custom Function, a hook, a penalty on gradients) mixes or counts examples"
+        "custom Function, a hook, a penalty on gradients, an embedding with scale_grad_by_freq) "
+        "mixes or counts examples"
     )
     result.remedy = "look at what backward does with this parameter; compute it outside run"
     return result

@@ -77,12 +77,18 @@ def _sort_rows(rows: Any) -> Any:
     return rows[np.lexsort(rows.T[::-1])]
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """Returns the dense form of a tensor, without its graph: few operations take other layouts."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return torch.nested.to_padded_tensor(tensor, 0)
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Returns the fingerprint of a tensor; of a sparse one that of its dense form."""
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
-    tensor = tensor.detach()
+    """Returns the fingerprint of a tensor; of a sparse or nested one that of its dense form."""
+    tensor = dense(tensor)
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     bits = 0
     if tensor.is_complex():
@@ -149,7 +155,7 @@ def join_parts(
     if len(parts) == 1:
         return [fingerprint(parts[0])], ["cat 0"]
     found: list[tuple[Tensor, str]] = []
-    parts = [part.detach() for part in parts]
+    parts = list(map(dense, parts))
     if len({part.dtype for part in parts}) > 1 or len({part.dim() for part in parts}) > 1:
         return [], []
     for dim in range(min(parts[0].dim(), _MOST_DIMS)):

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from mirror.execution.run import current
 from mirror.threads.user_frames import user_line
+from mirror.tools.check.fingerprint import dense
 from mirror.tools.check.record import ReplicaLog
 
 if TYPE_CHECKING:
@@ -118,4 +119,4 @@ def _is_in_layer(frame: FrameType | None) -> bool:
 
 def _checksum(tensor: Tensor) -> float:
     with torch.no_grad():
-        return float(tensor.detach().double().sum()) if not tensor.is_complex() else 0.0
+        return float(dense(tensor).double().sum()) if not tensor.is_complex() else 0.0

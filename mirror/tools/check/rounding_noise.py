@@ -20,6 +20,11 @@ from torch import Tensor, nn
 _PERIOD = 65_521  # a prime, so that rows get different signs
 
 
+def _takes_errors(tensor: Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and tensor.is_floating_point()
+
+
 class RoundingNoise:
     """Adds rounding errors.
 
@@ -47,12 +52,12 @@ class RoundingNoise:
         with torch.no_grad():
             for param in params:
                 grad = param.grad
-                if grad is not None and not grad.is_sparse and grad.is_floating_point():
+                if grad is not None and _takes_errors(grad):
                     grad.copy_(grad * self._factor(grad, self.unit))
 
     def _change(self, value: Any) -> Any:
         if type(value) is Tensor:
-            if not value.is_floating_point() or not value.numel():
+            if not _takes_errors(value) or not value.numel():
                 return value
             unit = torch.finfo(value.dtype).eps / (1 if value.dtype.itemsize > 2 else 2)
             self.unit = max(self.unit, unit)
@@ -68,7 +73,7 @@ class RoundingNoise:
         """Adds errors to parameters in place, once each."""
         with torch.no_grad():
             for param in module.parameters():
-                if id(param) not in self._known and param.is_floating_point():
+                if id(param) not in self._known and _takes_errors(param):
                     self._known[id(param)] = param
                     if not isinstance(param, nn.parameter.UninitializedParameter):
                         unit = torch.finfo(param.dtype).eps

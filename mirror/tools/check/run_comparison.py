@@ -277,6 +277,10 @@ class RunComparison:
             reported=bool(_WARNED.search(many.output)),
         )
         diagnose(result, found, difference, some, others, one, many)
+        written = next((call for call in many.unequal_calls if _WRITTEN in call), "")
+        if event.kind == PARAMETER and written:
+            result.cause = "a parameter that forward writes"
+            result.why, _, result.remedy = written.partition(". ")
         what = f"{event.kind} of {event.name}" if event.kind != "loss" else "the loss"
         size = f" by {found.distance:.0e}" if found.distance < float("inf") else ""
         at = f", in module {result.module}" if result.module else ""

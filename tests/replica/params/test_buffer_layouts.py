@@ -117,6 +117,25 @@ def test_a_buffer_that_requires_a_gradient_is_refused(make_strategy):
         make_strategy(2).mirror(net)
 
 
+@pytest.mark.parametrize("place", ["before", "inside"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_sparse_parameter_is_refused_by_name(n, place, make_strategy):
+    """A step gives it new memory: on replicas it trained with the first values, in silence."""
+
+    def make():
+        net = nn.Sequential(nn.Linear(4, 4))
+        net[0].table = nn.Parameter(torch.eye(4).to_sparse())
+        return net
+
+    strategy = make_strategy(n)
+    with pytest.raises(mirror.StrategyError, match="'0.table' is a sparse_coo tensor: .* values"):
+        if place == "before":
+            strategy.mirror(make())
+        else:
+            with strategy.scope():
+                make()(torch.ones(4, 4))
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_that_counts_frequencies_is_warned_of(kind, make_strategy):
     with pytest.warns(UserWarning, match=rf"{kind.__name__}\(scale_grad_by_freq=True\) divides"):

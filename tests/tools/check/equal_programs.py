@@ -181,6 +181,26 @@ def embedding_bag():
         update(optimizer, F.mse_loss(model(users, items), torch.ones(24)))
 
 
+def sparse_buffer():
+    """A graph's adjacency, in compressed rows."""
+
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's: sparse CSR is a beta
+                self.register_buffer("adjacency", torch.eye(6).to_sparse_csr())
+
+        def forward(self, x):
+            return self.layer((self.adjacency @ x.t()).t())
+
+    model = Graph()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        update(optimizer, model(torch.randn(8, 6)).square().mean())
+
+
 def evaluation_between():
     """Evaluation, early stopping and printing between epochs."""
     model = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 4))
