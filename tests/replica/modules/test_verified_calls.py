@@ -602,3 +602,15 @@ def test_a_traced_submodule_is_called_in_a_trial():
         net = Computing(lambda f, x: net.traced(f(x)))
         net.traced = torch.jit.trace(nn.ReLU(), torch.zeros(2, 3))
         strategy.mirror(net)(x())
+
+
+class Calling(nn.Linear):
+    def __call__(self, x):
+        return {"out": super().__call__(x)}
+
+
+def test_a_call_of_the_class_itself_is_made_once():
+    plain = Calling(4, 3)
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        net = strategy.mirror(copy.deepcopy(plain))
+        assert_equal(net(x()), plain(x()))
