@@ -25,9 +25,9 @@ returns what it is given. A trial leaves no trace:
 Printed text, files, and objects that hold more than data are not restored: forward runs once more.
 If a state cannot be copied (a dict whose class refuses it), there is no trial.
 
-Before a difference is reported, two more trials without hooks of their own are made, since forward
-may take another path where there are hooks (``nn.TransformerEncoder`` does). Outputs that differ
-between these two are those of a clock, of ``uuid`` or ``secrets``: there is nothing to compare.
+A trial that is compared has no hooks of its own, since forward may take another path with hooks
+(``nn.TransformerEncoder`` does). Before a difference is reported, two more trials are compared
+with each other. Outputs that differ there are those of a clock, of ``uuid`` or ``secrets``.
 
 Outputs of a call that draws random numbers, or that normalises with the statistics of the part
 (BatchNorm, which has a message of its own), are compared in structure and shape only.
@@ -45,6 +45,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass
 from types import FunctionType
 from typing import Any
 
@@ -86,6 +87,7 @@ from mirror.replica.scatter_gather.containers import (
     empty_like,
     is_consumed,
     is_leaf,
+    is_object,
     is_shared,
     leaves_in,
 )
@@ -163,8 +165,7 @@ class VerifiedCall:
         self._args, self._kwargs = args, kwargs
         self._sizes = sizes
         self._modules = list(module.modules())
-        self._layers = LayerSums()
-        self._draws = self.writes_inputs = False
+        self._draws = self._has_hooks = self.writes_inputs = False
         self._written = set[ReplicatedParam]()
         self._whole: Any = None
         self._copied: tuple[Any, Any] = ((), {})
@@ -178,7 +179,7 @@ class VerifiedCall:
             places = self._runner.replicas.places
             with _telling_what_fails():
                 self._copied = _Copies(places).copy((self._args, self._kwargs))
-            self._whole = self._call(self._layers.adding(0, sum(self._sizes)))
+            self._whole = self._call()
         except Unverifiable as why:
             return self._leave_out(str(why))
         except torch.OutOfMemoryError:
@@ -253,12 +254,15 @@ class VerifiedCall:
         if not found:
             return None
         try:
-            self._whole = self._call(calls_hooks=True)
-            found = self._find_all(joined)
-            again = self._call(calls_hooks=True) if found else self._whole
+            # The state is that after the call now, so these are compared with each other.
+            late = self._call(calls_hooks=True)
+            if self._has_hooks:
+                self._whole = late
+                found = self._find_all(joined)
+            again = self._call(calls_hooks=True) if found else late
         except Exception:  # memory, say: what is known is told
             return found[0]
-        varying = {one.path for one in find_output_differences(again, self._whole)}
+        varying = {one.path for one in find_output_differences(again, late)}
         found = [one for one in found if one.path not in varying]
         if not found or found[0].distance == float("inf"):
             return found[0] if found else None
@@ -266,7 +270,7 @@ class VerifiedCall:
             noisy = self._call(RoundingErrors(), calls_hooks=True)
         except Exception:  # memory, say: what is known is told
             return found[0]
-        errors = find_output_differences(noisy, self._whole, tolerance=0.0)
+        errors = find_output_differences(noisy, late, tolerance=0.0)
         spread = {error.path: error.distance for error in errors}
         return next(
             (one for one in found if one.distance > _NOISE_FACTOR * spread.get(one.path, 0.0)),
@@ -278,15 +282,16 @@ class VerifiedCall:
 
         The module is called on each part in turn, on the first replica.
         """
-        sums, start = LayerSums(), 0
+        whole, sums, start = LayerSums(), LayerSums(), 0
         try:
+            self._call(whole.adding(0, sum(self._sizes)))
             for size in self._sizes:
                 if size:
                     self._call(sums.adding(start, size), part=(start, size))
                 start += size
         except Exception:  # a collective, say, which needs all replicas
             return ""
-        layer = self._layers.first_other_than(sums)
+        layer = whole.first_other_than(sums)
         name = next((n for n, one in self._module.named_modules() if one is layer), "")
         kind = type(layer).__name__
         return f"; the first module with another output is {name!r} ({kind})" if name else ""
@@ -358,7 +363,7 @@ class VerifiedCall:
         states = enter(_keeping_generators(replicas.devices[0]))
         enter(_copying_attributes(self._modules))
         if not calls_hooks:
-            _remove_hooks(self._modules)
+            self._has_hooks |= _remove_hooks(self._modules)
         enter(_copying_buffers(self._modules))
         enter(_keeping_parameters(self._modules, run, self._written))
         enter(_without_caches())
@@ -396,6 +401,7 @@ class _Copies:
     def __init__(self, places: DeviceMesh | None = None) -> None:
         self._places = places
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._is_in_data = False  # what data holds is data, which is not looked for again
 
     def copy(self, value: Any) -> Any:
         """Returns a copy of everything mutable in a value.
@@ -427,8 +433,16 @@ class _Copies:
                 return copy.copy(value)
         if isinstance(value, torch.Generator):
             return value.clone_state()
-        if is_leaf(value) or is_shared(value):
+        if is_leaf(value) or (not self._is_in_data and is_shared(value)):
             return value
+        is_outermost = not self._is_in_data and is_object(value) and not is_dataclass(value)
+        try:
+            self._is_in_data |= is_outermost
+            return self._copy_contents(value)
+        finally:
+            self._is_in_data &= not is_outermost
+
+    def _copy_contents(self, value: Any) -> Any:
         if isinstance(value, tuple):
             return rebuild_node(value, {k: self.copy(v) for k, v in contents_of(value).items()})
         made = empty_like(value)
@@ -476,11 +490,12 @@ def _copying_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
                 attributes[name].resume(state)
 
 
-def _remove_hooks(modules: Iterable[nn.Module]) -> None:
-    """Removes the forward hooks that are not torch's.
+def _remove_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Removes the forward hooks that are not torch's; returns whether there were any.
 
     ``_copying_attributes`` restores them.
     """
+    has_found = False
     for module in modules:
         for name in FORWARD_HOOKS:
             hooks = module.__dict__.get(name, {})  # a ScriptModule has none
@@ -488,6 +503,8 @@ def _remove_hooks(modules: Iterable[nn.Module]) -> None:
                 kind = hook if isinstance(hook, FunctionType) else type(hook)
                 if not kind.__module__.startswith("torch."):
                     del hooks[key]
+                    has_found = True
+    return has_found
 
 
 @contextmanager

@@ -604,6 +604,25 @@ def test_a_traced_submodule_is_called_in_a_trial():
         strategy.mirror(net)(x())
 
 
+class Scheduled(nn.Module):
+    """Its outputs depend on how often it was called, which replicas share: the second has 2."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.layer, self.counts = nn.Linear(4, 3), counts
+
+    def forward(self, x):
+        self.counts.append(len(x))
+        return self.layer(x) * len(self.counts)
+
+
+def test_a_state_that_the_call_has_changed_excuses_no_difference():
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        net = strategy.mirror(Scheduled([]))
+        with told("output differs"):
+            net(x())
+
+
 class Calling(nn.Linear):
     def __call__(self, x):
         return {"out": super().__call__(x)}
