@@ -84,8 +84,10 @@ def skip_frame(function: FunctionT) -> FunctionT:
     return function
 
 
-def call_under_dynamo(hold: DynamoCallback, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Calls ``module`` on a replica's thread with the callback of the splitting thread."""
+def call_under_dynamo(
+    hold: DynamoCallback, module: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Calls a module, or its method, on a replica's thread with the callback of the splitting."""
     if not hold:
         return module(*args, **kwargs)
     # Imported already: there is a callback.
@@ -93,7 +95,8 @@ def call_under_dynamo(hold: DynamoCallback, module: nn.Module, args: Any, kwargs
     from torch._dynamo.external_utils import wrap_inline
 
     # Dynamo does not start at a function of torch; the frame of wrap_inline is an exception.
-    call = wrap_inline(module) if trace_rules.check(module.forward) else module
+    owner: Any = getattr(module, "__self__", module)
+    call = wrap_inline(module) if trace_rules.check(owner.forward) else module
     prior = set_eval_frame(hold)
     try:
         return call(*args, **kwargs)

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -317,6 +318,11 @@ class CallInterceptor(Interceptor):
         parts: dict[int, ReplicaArgs] = {}
         names = _positional_names(module) if args[1:] else ()
 
+        # A class's own __call__ has been called already, and has called this one.
+        entry: Any = module
+        if type(module).__call__ is not nn.Module.__call__:
+            entry = MethodType(nn.Module.__call__, module)
+
         # 2. Call the module on every replica.
         def call(replica_id: int) -> Any:
             replica = current.replica
@@ -325,11 +331,11 @@ class CallInterceptor(Interceptor):
             part = parts[replica_id] = ReplicaArgs(split, replica_id)
             own_args, own_kwargs = part.from_call(args, kwargs, names)
             if each is not None:
-                own = partial(call_under_dynamo, hold, module, own_args, own_kwargs)
+                own = partial(call_under_dynamo, hold, entry, own_args, own_kwargs)
                 return each(replica_id, own)
             if hold:
-                return call_under_dynamo(hold, module, own_args, own_kwargs)
-            return module(*own_args, **own_kwargs)
+                return call_under_dynamo(hold, entry, own_args, own_kwargs)
+            return entry(*own_args, **own_kwargs)
 
         try:
             with limits_for(replicas.num_replicas):

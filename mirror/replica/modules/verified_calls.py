@@ -23,22 +23,29 @@ returns what it is given. A trial leaves no trace:
     forward hooks of the program       not called, unless the outputs differ without them
 
 Printed text, files, and objects that hold more than data are not restored: forward runs once more.
+If a state cannot be copied (a dict whose class refuses it), there is no trial.
+
+A trial that is compared has no hooks of its own, since forward may take another path with hooks
+(``nn.TransformerEncoder`` does). Before a difference is reported, two more trials are compared
+with each other. Outputs that differ there are those of a clock, of ``uuid`` or ``secrets``.
 
 Outputs of a call that draws random numbers, or that normalises with the statistics of the part
 (BatchNorm, which has a message of its own), are compared in structure and shape only.
 
-A difference may be rounding. So before it is reported, a second trial adds rounding errors to the
-outputs of all layers, which shows how far such errors carry.
+A difference may be rounding. So a last trial adds rounding errors to the outputs of all layers,
+which shows how far such errors carry.
 """
 
 from __future__ import annotations
 
+import array
 import copy
 import logging
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass
 from types import FunctionType
 from typing import Any
 
@@ -80,6 +87,7 @@ from mirror.replica.scatter_gather.containers import (
     empty_like,
     is_consumed,
     is_leaf,
+    is_object,
     is_shared,
     leaves_in,
 )
@@ -91,8 +99,14 @@ from mirror.values import PerReplica, leaves_of, rebuild_node
 MOST_KINDS = 16  # of one module: the usual program has two or three
 _NOISE_FACTOR = 8  # by which a distance may exceed that of a call with rounding errors
 _TORCHS = frozenset(nn.Module().__dict__)
-_TABLES = sorted(name for name in _TORCHS if isinstance(nn.Module().__dict__[name], dict))
+_TABLES = {name for name in _TORCHS if isinstance(nn.Module().__dict__[name], dict)}
 _CPU = torch.device("cpu")
+_BUILT_IN = frozenset((list, tuple, set, dict))
+# Implemented in C, and changed by their methods, but copied by ``copy.deepcopy`` like data.
+_COPIED = (
+    *(random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
+    *(bytearray, array.array),
+)
 _logger = logging.getLogger("mirror")
 
 _REMEDIES = {
@@ -151,7 +165,6 @@ class VerifiedCall:
         self._args, self._kwargs = args, kwargs
         self._sizes = sizes
         self._modules = list(module.modules())
-        self._layers = LayerSums()
         self._draws = self._has_hooks = self.writes_inputs = False
         self._written = set[ReplicatedParam]()
         self._whole: Any = None
@@ -164,8 +177,9 @@ class VerifiedCall:
         try:
             self._runner.prepare("a call of a mirrored module")
             places = self._runner.replicas.places
-            self._copied = _Copies(places).copy((self._args, self._kwargs))
-            self._whole = self._call(self._layers.adding(0, sum(self._sizes)))
+            with _telling_what_fails():
+                self._copied = _Copies(places).copy((self._args, self._kwargs))
+            self._whole = self._call()
         except Unverifiable as why:
             return self._leave_out(str(why))
         except torch.OutOfMemoryError:
@@ -237,19 +251,26 @@ class VerifiedCall:
             what = f"returns, and on one device {name} is raised: {text}"
             return OutputDifference("it", what, "structure")
         found = self._find_all(joined)
-        if found and self._has_hooks:
-            try:
-                self._whole = self._call(calls_hooks=True)
-            except Exception:  # memory, say: what is known is told
-                return found[0]
-            found = self._find_all(joined)
+        if not found:
+            return None
+        try:
+            # The state is that after the call now, so these are compared with each other.
+            late = self._call(calls_hooks=True)
+            if self._has_hooks:
+                self._whole = late
+                found = self._find_all(joined)
+            again = self._call(calls_hooks=True) if found else late
+        except Exception:  # memory, say: what is known is told
+            return found[0]
+        varying = {one.path for one in find_output_differences(again, late)}
+        found = [one for one in found if one.path not in varying]
         if not found or found[0].distance == float("inf"):
             return found[0] if found else None
         try:
             noisy = self._call(RoundingErrors(), calls_hooks=True)
         except Exception:  # memory, say: what is known is told
             return found[0]
-        errors = find_output_differences(noisy, self._whole, tolerance=0.0)
+        errors = find_output_differences(noisy, late, tolerance=0.0)
         spread = {error.path: error.distance for error in errors}
         return next(
             (one for one in found if one.distance > _NOISE_FACTOR * spread.get(one.path, 0.0)),
@@ -261,15 +282,16 @@ class VerifiedCall:
 
         The module is called on each part in turn, on the first replica.
         """
-        sums, start = LayerSums(), 0
+        whole, sums, start = LayerSums(), LayerSums(), 0
         try:
+            self._call(whole.adding(0, sum(self._sizes)))
             for size in self._sizes:
                 if size:
                     self._call(sums.adding(start, size), part=(start, size))
                 start += size
         except Exception:  # a collective, say, which needs all replicas
             return ""
-        layer = self._layers.first_other_than(sums)
+        layer = whole.first_other_than(sums)
         name = next((n for n, one in self._module.named_modules() if one is layer), "")
         kind = type(layer).__name__
         return f"; the first module with another output is {name!r} ({kind})" if name else ""
@@ -308,28 +330,10 @@ class VerifiedCall:
         # Of a part alone a collective has no result, and raises.
         run = Run(replicas, NullLockstep(), (0,), weights, is_default=part is None)
         run.is_split = run.is_trial = True
-        replica, device = run.members[0], replicas.devices[0]
-        args, kwargs = _Copies().copy(self._copied)
-        if part is not None:
-            split = SplitPlan([part[1], *others], replicas.places, num_examples)
-            split.starts[0] = part[0]
-            args, kwargs = ReplicaArgs(split, 0).from_call(args, kwargs)
-        if isinstance(hook, RoundingErrors):
-            args, kwargs = hook.add_to_inputs((args, kwargs))
+        replica = run.members[0]
         with ExitStack() as stack:
-            enter = stack.enter_context
-            states = enter(_keeping_generators(device))
-            enter(_copying_attributes(self._modules))
-            if not calls_hooks:
-                self._has_hooks |= _remove_hooks(self._modules)
-            enter(_copying_buffers(self._modules))
-            enter(_keeping_parameters(self._modules, self._written))
-            enter(_without_caches())
-            enter(using(device))
-            enter(warnings.catch_warnings())  # the replicas' calls will warn
-            warnings.simplefilter("ignore")
-            if hook is not None:
-                enter(_hooking(self._modules, hook))
+            with _telling_what_fails():
+                states, args, kwargs = self._prepare(stack, run, hook, calls_hooks, part)
             versions = [
                 (leaf, leaf._version) for leaf in leaves_in((args, kwargs)) if _has_version(leaf)
             ]
@@ -340,8 +344,47 @@ class VerifiedCall:
             finally:
                 self.writes_inputs |= any(leaf._version != version for leaf, version in versions)
                 current.replica, current.strategy, current.below = before
-            self._draws = self._draws or _generator_states(device) != states
+            self._draws = self._draws or _generator_states(replicas.devices[0]) != states
         return output
+
+    def _prepare(
+        self, stack: ExitStack, run: Run, hook: Hook | None, calls_hooks: bool, part: Any
+    ) -> tuple[Any, Any, Any]:
+        """Makes copies of the state; returns the generators' states, and the arguments."""
+        replicas, enter = run.replicas, stack.enter_context
+        args, kwargs = _Copies().copy(self._copied)
+        if part is not None:
+            sizes = [part[1], *[0] * (len(self._sizes) - 1)]
+            split = SplitPlan(sizes, replicas.places, sum(self._sizes))
+            split.starts[0] = part[0]
+            args, kwargs = ReplicaArgs(split, 0).from_call(args, kwargs)
+        if isinstance(hook, RoundingErrors):
+            args, kwargs = hook.add_to_inputs((args, kwargs))
+        states = enter(_keeping_generators(replicas.devices[0]))
+        enter(_copying_attributes(self._modules))
+        if not calls_hooks:
+            self._has_hooks |= _remove_hooks(self._modules)
+        enter(_copying_buffers(self._modules))
+        enter(_keeping_parameters(self._modules, run, self._written))
+        enter(_without_caches())
+        enter(using(replicas.devices[0]))
+        enter(warnings.catch_warnings())  # the replicas' calls will warn
+        warnings.simplefilter("ignore")
+        if hook is not None:
+            enter(_hooking(self._modules, hook))
+        return states, args, kwargs
+
+
+@contextmanager
+def _telling_what_fails() -> Iterator[None]:
+    """Raises Unverifiable for an error inside, which is none of forward."""
+    try:
+        yield
+    except (Unverifiable, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        name, text = type(error).__name__, str(error)[:300]
+        raise Unverifiable(f"its state cannot be copied, {name}: {text}") from None
 
 
 def _has_version(leaf: Any) -> bool:
@@ -358,6 +401,7 @@ class _Copies:
     def __init__(self, places: DeviceMesh | None = None) -> None:
         self._places = places
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._is_in_data = False  # what data holds is data, which is not looked for again
 
     def copy(self, value: Any) -> Any:
         """Returns a copy of everything mutable in a value.
@@ -381,12 +425,24 @@ class _Copies:
             return self._copy_tensor(value)
         if isinstance(value, np.ndarray):
             return value.copy()
-        if isinstance(value, (random.Random, np.random.Generator)):
+        if isinstance(value, _COPIED):
             return copy.deepcopy(value)
+        if type(value) in _BUILT_IN:  # tables may hold a million numbers
+            entries = value.values() if type(value) is dict else value
+            if IMMUTABLE.issuperset(map(type, entries)):
+                return copy.copy(value)
         if isinstance(value, torch.Generator):
             return value.clone_state()
-        if is_leaf(value) or is_shared(value):
+        if is_leaf(value) or (not self._is_in_data and is_shared(value)):
             return value
+        is_outermost = not self._is_in_data and is_object(value) and not is_dataclass(value)
+        try:
+            self._is_in_data |= is_outermost
+            return self._copy_contents(value)
+        finally:
+            self._is_in_data &= not is_outermost
+
+    def _copy_contents(self, value: Any) -> Any:
         if isinstance(value, tuple):
             return rebuild_node(value, {k: self.copy(v) for k, v in contents_of(value).items()})
         made = empty_like(value)
@@ -416,7 +472,7 @@ def _copying_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
             own.append((attributes, {name: one.suspend() for name, one in attributes.items()}))
             before.append((module.__dict__, dict(module.__dict__)))
             # Hooks and submodules that forward adds, at its first call say.
-            for name in _TABLES:
+            for name in module.__dict__.keys() & _TABLES:
                 tables.append((module.__dict__[name], dict(module.__dict__[name])))
             for name, value in before[-1][1].items():
                 if name not in _TORCHS and not isinstance(value, (nn.Module, nn.Parameter)):
@@ -441,7 +497,8 @@ def _remove_hooks(modules: Iterable[nn.Module]) -> bool:
     """
     has_found = False
     for module in modules:
-        for hooks in map(module.__dict__.__getitem__, FORWARD_HOOKS):
+        for name in FORWARD_HOOKS:
+            hooks = module.__dict__.get(name, {})  # a ScriptModule has none
             for key, hook in list(hooks.items()):
                 kind = hook if isinstance(hook, FunctionType) else type(hook)
                 if not kind.__module__.startswith("torch."):
@@ -457,7 +514,8 @@ def _copying_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         for module in modules:
             # Plain tensors that are attributes are mirrored like buffers.
-            for buffer in (*module._buffers.values(), *module.__dict__.values()):
+            own = module.__dict__
+            for buffer in (*own.get("_buffers", {}).values(), *own.values()):
                 if isinstance(buffer, MirroredBuffer):
                     before.append((buffer._mirrored, buffer._mirrored.lend_copy(0)))
         yield
@@ -468,13 +526,16 @@ def _copying_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _keeping_parameters(
-    modules: Iterable[nn.Module], written: set[ReplicatedParam]
+    modules: Iterable[nn.Module], run: Run, written: set[ReplicatedParam]
 ) -> Iterator[None]:
-    """Restores parameters that the first replica writes inside, and adds them to ``written``."""
+    """Restores parameters that the first replica writes inside, and adds them to ``written``.
+
+    What is written through ``p.data`` has no new version, but the run has recorded it.
+    """
     variables = {
         parameter._mirrored
         for module in modules
-        for parameter in module._parameters.values()
+        for parameter in module.__dict__.get("_parameters", {}).values()
         if isinstance(parameter, MirroredParameter)
     }
     before = [(v, v.copies[0]._version, v.copies[0].shape) for v in variables]
@@ -483,7 +544,10 @@ def _keeping_parameters(
     finally:
         for variable, version, shape in before:
             now = variable.copies[0]
-            if now._version != version or now.shape != shape:
+            is_changed = now._version != version or now.shape != shape
+            if not is_changed and variable in run.assigned:
+                is_changed = not have_equal_values(now.detach(), variable.copies[1].detach())
+            if is_changed:
                 written.add(variable)
                 with torch.no_grad():
                     variable.broadcast(1, [0])

@@ -362,6 +362,8 @@ class ReplicatedParam:
         """Records that raw storage is exposed; in the cross-replica context it may be written."""
         if self.forward_param() is None:
             self.handles.add(handle)
+        elif (replica := current.replica) is not None and replica.run.is_trial:
+            replica.run.assigned.setdefault(self, False)
 
     def broadcast(self, source: int = 0, others: Iterable[int] | None = None) -> None:
         """Copies one replica's values to others; by default the first replica's to all."""

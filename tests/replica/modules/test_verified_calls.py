@@ -1,11 +1,15 @@
 """The first split call of each kind is compared with one device, and leaves no other trace."""
 
+import array
 import contextlib
 import copy
 import logging
 import random
+import secrets
 import sys
+import time
 import types
+import uuid
 import warnings
 
 import numpy as np
@@ -17,6 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import mirror
+from mirror.replica.modules import verified_calls
 
 DIFFERS = "does not return what one device does"
 
@@ -474,3 +479,157 @@ def test_a_compiled_model_is_not_compared():
         calls = calls_of(net)
         net(x())
         assert len(calls) == 2
+
+
+# What a trial must not change: values of classes in C, and those that .data gives.
+
+
+def stepping(net, value):
+    with torch.no_grad():
+        for mine, other in zip(net.average.parameters(), net.layer.parameters(), strict=True):
+            value(mine, other)
+
+
+def with_data(mine, other):
+    mine.data = mine.data * 0.5 + other.data * 0.5
+
+
+CHANGES = {
+    "numpy's old generator": (np.random.RandomState, lambda kept, _: kept.rand()),
+    "a bit generator": (np.random.PCG64, lambda kept, _: kept.random_raw()),
+    "a bytearray": (bytearray, lambda kept, _: kept.append(1) or len(kept)),
+    "an array": (lambda: array.array("i"), lambda kept, _: kept.append(1) or len(kept)),
+    "data set": (list, lambda _, net: stepping(net, with_data)),
+    "data written": (list, lambda _, net: stepping(net, lambda a, b: a.data.lerp_(b.data, 0.5))),
+    "a view": (list, lambda _, net: stepping(net, lambda a, b: a.detach().lerp_(b, 0.5))),
+}
+
+
+class Keeping(nn.Module):
+    def __init__(self, kept, change):
+        super().__init__()
+        self.layer, self.average, self.change = nn.Linear(4, 3), nn.Linear(4, 3), change
+        self.average.requires_grad_(False)
+        self.kept = kept() if kept is not np.random.RandomState else kept(0)
+        if kept is np.random.PCG64:
+            self.kept = kept(0)
+
+    def forward(self, x):
+        found = self.change(self.kept, self)
+        return self.layer(x) * (1 + float(found or 0) % 7) + self.average(x)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_trial_changes_no_state_behind_classes_in_c_and_data(name):
+    found = []
+    for verify in ("off", "first"):
+        torch.manual_seed(0)
+        with mirror.MirroredStrategy(["cpu"] * 2, verify=verify) as strategy:
+            net = strategy.mirror(Keeping(*CHANGES[name]))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # on counts of calls, one for each replica
+                out = [net(x()).detach() for _ in range(2)]
+            strategy.check_replicas()
+            found.append([*out, *(p.detach().clone() for p in net.parameters())])
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, dict.fromkeys])
+def test_a_table_of_numbers_is_copied_as_a_whole(kind, monkeypatch):
+    sizes = []
+    contents_of = verified_calls.contents_of
+    monkeypatch.setattr(
+        verified_calls,
+        "contents_of",
+        lambda v: sizes.append(len(found := contents_of(v))) or found,
+    )
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        net = strategy.mirror(Computing(lambda f, x: f(x)))
+        net.table = kind(range(1000))
+        net(x())
+    assert 1000 not in sizes
+
+
+class Uncopyable(dict):
+    def __copy__(self):
+        raise RuntimeError("not to be copied")
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("held", [Uncopyable(), nested(5000)], ids=["refuses", "deep"])
+def test_a_state_that_cannot_be_copied_is_no_error_of_forward(held, caplog):
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        net = strategy.mirror(Computing(lambda f, x: f(x)))
+        net.held = held
+        with caplog.at_level(logging.INFO, "mirror"):
+            net(x())
+    assert "its state cannot be copied" in caplog.text
+
+
+VARYING = {
+    "a clock": lambda f, x: (f(x), torch.tensor(time.perf_counter())),
+    "names": lambda f, x: [uuid.uuid4().hex for _ in f(x)],
+    "secrets": lambda f, x: f(x) + secrets.randbelow(10**6),
+    "an own generator": lambda f, x: f(x) + np.random.default_rng().random(),
+}
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_what_no_two_calls_return_is_not_compared(name):
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        strategy.mirror(Computing(VARYING[name]))(x(5))
+
+
+def test_a_forward_that_takes_another_path_with_hooks_is_compared_without_them():
+    """As ``nn.TransformerEncoder`` does: rows of padding are 0 on its fast path, else nan."""
+
+    def padded(f, x):
+        return f(x) * (float("nan") if f._forward_hooks else 1.0)
+
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        strategy.mirror(Computing(padded))(x())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+def test_a_traced_submodule_is_called_in_a_trial():
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        net = Computing(lambda f, x: net.traced(f(x)))
+        net.traced = torch.jit.trace(nn.ReLU(), torch.zeros(2, 3))
+        strategy.mirror(net)(x())
+
+
+class Scheduled(nn.Module):
+    """Its outputs depend on how often it was called, which replicas share: the second has 2."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.layer, self.counts = nn.Linear(4, 3), counts
+
+    def forward(self, x):
+        self.counts.append(len(x))
+        return self.layer(x) * len(self.counts)
+
+
+def test_a_state_that_the_call_has_changed_excuses_no_difference():
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        net = strategy.mirror(Scheduled([]))
+        with told("output differs"):
+            net(x())
+
+
+class Calling(nn.Linear):
+    def __call__(self, x):
+        return {"out": super().__call__(x)}
+
+
+def test_a_call_of_the_class_itself_is_made_once():
+    plain = Calling(4, 3)
+    with mirror.MirroredStrategy(["cpu"] * 2, verify="error") as strategy:
+        net = strategy.mirror(copy.deepcopy(plain))
+        assert_equal(net(x()), plain(x()))
