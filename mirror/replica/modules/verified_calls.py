@@ -96,6 +96,7 @@ from mirror.threads.merge_point import NullLockstep
 from mirror.threads.user_frames import num_warned, warn_user
 from mirror.values import PerReplica, leaves_of, rebuild_node
 
+WRITTEN = "is written by forward"
 MOST_KINDS = 16  # of one module: the usual program has two or three
 _NOISE_FACTOR = 8  # by which a distance may exceed that of a call with rounding errors
 _TORCHS = frozenset(nn.Module().__dict__)
@@ -240,7 +241,7 @@ class VerifiedCall:
         for variable in sorted(self._written, key=lambda variable: variable.name):
             first, *others = variable.copies
             if not all(have_equal_values(copy.detach(), first.detach()) for copy in others):
-                what = "is written by forward, for the replica's own examples"
+                what = f"{WRITTEN}, for the replica's own examples"
                 return OutputDifference(f"parameter {variable.name!r}", what, "parameter")
         return None
 

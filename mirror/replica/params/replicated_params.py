@@ -166,14 +166,14 @@ class ReplicatedParams:
             name: the parameter's path, for messages.
 
         Raises:
-            StrategyError: its class cannot be swapped, it is not dense, or it has hooks that cannot
-                be kept.
+            StrategyError: it is sparse, its class cannot be swapped, or it has hooks that cannot be
+                kept.
         """
         if parameter.layout is not torch.strided:
             layout = str(parameter.layout).removeprefix("torch.")
             raise StrategyError(
-                f"parameter {name!r} is a {layout} tensor: an optimizer's step gives such a tensor "
-                "new memory, which its replicas do not see; make a parameter of its values, keep "
+                f"parameter {name!r} is a {layout} tensor: an optimizer's step gives it new memory, "
+                "which its replicas do not see; make a parameter of its values, keep "
                 "its indices in a buffer, and make the sparse tensor in forward"
             )
         kind, gradients = type(parameter), self._gradients

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from mirror.replica.modules.verified_calls import WRITTEN
 from mirror.tools.check.causes import diagnose, diagnose_error
 from mirror.tools.check.check_result import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.differences import (
@@ -277,7 +278,7 @@ class RunComparison:
             reported=bool(_WARNED.search(many.output)),
         )
         diagnose(result, found, difference, some, others, one, many)
-        written = next((call for call in many.unequal_calls if _WRITTEN in call), "")
+        written = next((call for call in many.unequal_calls if WRITTEN in call), "")
         if event.kind == PARAMETER and written:
             result.cause = "a parameter that forward writes"
             result.why, _, result.remedy = written.partition(". ")

@@ -300,6 +300,22 @@ def noise_and_buffers():
     classify(nn.Sequential(Body(), nn.Linear(10, 4)))
 
 
+@planted("a parameter that forward writes")
+def renormalized_rows():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.full((8, 4), 3.0))
+
+        def forward(self, ids):
+            return F.embedding(ids, self.table, max_norm=1.0)
+
+    model = Table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        update(optimizer, model(torch.randperm(8)).square().mean())
+
+
 @planted(STATISTICS, module="model.1")
 def batch_norm():
     classify(nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)))

@@ -1,5 +1,7 @@
 """Programs that train on replicas as on one device, and must not alarm `mirror check`."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -551,6 +553,7 @@ EQUAL = (
     conv_bias_before_norm,
     ema,
     embedding_bag,
+    sparse_buffer,
     evaluation_between,
     frozen,
     gan,

@@ -6,6 +6,8 @@ Each is checked in this process, with two or three replicas in turn.
 import inspect
 
 import pytest
+import torch
+from torch import nn
 
 from mirror.testing import compare_with_one_device
 from mirror.tools.check.check_result import DIFFERENT, EQUAL
@@ -34,3 +36,20 @@ def test_the_cause_and_the_module_or_line_are_found(name, replicas):
     is_line = bool(here) and f"different_programs.py:{here[0]} " in result.line
     assert is_line or result.module == module, str(result)
     assert result.remedy
+
+
+def nested_batch():
+    layer = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
+    rows = [torch.randn(n, 4) for n in (2, 3)]
+    outputs = layer(torch.nested.nested_tensor(rows, layout=torch.jagged))
+    optimizer.zero_grad()
+    sum(out.square().sum() for out in outputs.unbind()).backward()
+    optimizer.step()
+
+
+def test_the_program_of_a_nested_tensor_is_not_blamed_and_the_remedy_is_whole():
+    result = compare_with_one_device(nested_batch, 2)
+    assert result.exit_code == DIFFERENT, str(result)
+    assert result.remedy.startswith("pass the padded tensor and its lengths")
+    assert result.remedy.endswith("or call the module inside strategy.run")
