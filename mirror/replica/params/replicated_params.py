@@ -166,15 +166,14 @@ class ReplicatedParams:
             name: the parameter's path, for messages.
 
         Raises:
-            StrategyError: it is sparse, its class cannot be swapped, or it has hooks that cannot be
-                kept.
+            StrategyError: it is sparse, or its class cannot be swapped, or its hooks not kept.
         """
         if parameter.layout is not torch.strided:
             layout = str(parameter.layout).removeprefix("torch.")
             raise StrategyError(
-                f"parameter {name!r} is a {layout} tensor: an optimizer's step gives it new memory, "
-                "which its replicas do not see; make a parameter of its values, keep "
-                "its indices in a buffer, and make the sparse tensor in forward"
+                f"parameter {name!r} is a {layout} tensor: an optimizer's step gives it new "
+                "memory, which its replicas do not see; make a parameter of its values, keep its "
+                "indices in a buffer, and make the sparse tensor in forward"
             )
         kind, gradients = type(parameter), self._gradients
         refuse_operations(kind, name)

@@ -81,7 +81,8 @@ def dense(tensor: Tensor) -> Tensor:
     """Returns the dense form of a tensor, without its graph: few operations take other layouts."""
     tensor = tensor.detach()
     if tensor.is_nested:
-        return torch.nested.to_padded_tensor(tensor, 0)
+        padded: Tensor = torch.nested.to_padded_tensor(tensor, 0)
+        return padded
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
