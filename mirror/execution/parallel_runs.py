@@ -44,6 +44,7 @@ from mirror.execution.replica_rng import shared_generators
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import Replica, Run, current
 from mirror.execution.swapped_state import SwappedState
+from mirror.threads import lockstep
 from mirror.threads.user_frames import warn_user
 
 _logger = logging.getLogger("mirror")
@@ -226,7 +227,7 @@ def take_turns(replica: Replica, act: str) -> SwappedState | None:
 
     Raises:
         StrategyError: the others cannot be waited for, because one of them may wait for this
-            replica's step.
+            replica's step, or for a lock that it holds.
     """
     run = replica.run
     if len(run.active) < 2:
@@ -237,7 +238,14 @@ def take_turns(replica: Replica, act: str) -> SwappedState | None:
             f"a replica {act} in the step of an optimizer, while others run at the same time; "
             "repeat this step, in which they will take turns, or pass schedule='lockstep'"
         )
-    return run.take_turns(replica.replica_id)
+    swapped = run.take_turns(replica.replica_id)
+    if swapped is None:
+        raise StrategyError(
+            f"a replica {act} while others run at the same time, and they have not moved for "
+            f"{lockstep.BLOCKED_SECONDS:g} s: they may wait for a lock that it holds; repeat this "
+            "step, in which they will take turns, or pass schedule='lockstep'"
+        )
+    return swapped
 
 
 def keep_own(

@@ -304,6 +304,19 @@ class Run:
                 watch.start()
             resume_dynamo(hold)
 
+    def wait_for_turn(self, replica_id: int) -> None:
+        """Waits until the calling replica may go on, if ``let_next_begin`` has returned True."""
+        watch = self.stopwatches[replica_id] if self.stopwatches else None
+        self.replicas.timeline.begin(replica_id, WAITING)
+        if watch is not None:
+            watch.stop()
+        try:
+            self.lockstep.wait_for_turn(replica_id)
+        finally:
+            self.replicas.timeline.end(replica_id, WAITING)
+            if watch is not None:
+                watch.start()
+
     def act(self, action: Action, payloads: Payloads) -> Payloads:
         """Runs the action of a merge point, in the cross-replica context."""
         if self.modes or self.assigned:
@@ -321,14 +334,16 @@ class Run:
             if self._on_streams is not None:
                 self._on_streams.forget()
 
-    def take_turns(self, replica_id: int) -> SwappedState:
+    def take_turns(self, replica_id: int) -> SwappedState | None:
         """Makes the replicas take turns from here on; waits for the turn of the calling one.
 
         Returns:
-            What each replica has for itself from now on; the calling one's is swapped in.
+            What each replica has for itself from now on; the calling one's is swapped in. ``None``
+            if the others do not move, so that they may wait for the calling one.
         """
         if self.swapped is None:
-            self.lockstep.take_turns(replica_id)
+            if not self.lockstep.take_turns(replica_id):
+                return None
             if self.swapped is None:
                 self.swapped = RngPool(self.replicas.devices).begin(self.active)
         self.swap_in(replica_id)

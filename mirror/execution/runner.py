@@ -430,6 +430,8 @@ class LockstepStack(list[Lockstep]):
 
     def __init__(self, replicas: Replicas, schedule: str, timeout_seconds: float | None) -> None:
         self._names, self._abort = replicas.names, replicas.communicator.abort
+        # Simulated devices stand for distinct ones.
+        self._devices = replicas.names if replicas.are_simulated else replicas.devices
         self._on_error = partial(_abort_if_one_failed, replicas.places.devices, self._abort)
         self.schedule, self._timeout_seconds = schedule, timeout_seconds
 
@@ -459,6 +461,7 @@ class LockstepStack(list[Lockstep]):
         limit = self._timeout_seconds
         lockstep = Lockstep(self._names, schedule=self.schedule, timeout_seconds=limit)
         lockstep.abort, lockstep.on_error = self._abort, self._on_error
+        lockstep.devices = self._devices
         return lockstep
 
 

@@ -81,8 +81,9 @@ class MirroredStrategy(Strategy):
             ``"mean"``, weighted by the replicas' numbers of examples, or ``"sum"``, as in
             tf.distribute.
         schedule: the order in which replicas run. ``"lockstep"`` runs one at a time, and is
-            deterministic. ``"staggered"`` also starts the next replica when the current one
-            blocks on its device. ``"auto"`` is ``"staggered"`` on distinct GPUs, where replicas
+            deterministic. ``"staggered"`` also starts the replica of the next GPU when the current
+            one begins its backward pass, and any replica when the current one blocks for some
+            milliseconds. ``"auto"`` is ``"staggered"`` on distinct GPUs, where replicas
             take turns once a step uses what the process has once (``execution/parallel_runs.py``),
             and ``"lockstep"`` on GPUs that replicas share. On simulated devices it keeps the bits
             and the order of ``"lockstep"``, and runs long backward passes outside ``run`` at once

@@ -13,7 +13,7 @@ all, and continues first. So N replicas pay N - 1 thread switches per merge:
     thread    r0 > r1 > r2          r2 > r1 > r0          r0 > r1 > r2
 
     lockstep     the next replica starts when one stops; the first runs in the caller's thread
-    staggered    the next one also starts while the running ones stall: ``StallDetector``
+    staggered    the next one also starts when one leaves Python, or stalls: [Note: Staggered]
     concurrent   as lockstep, or all at once if turns are long; intra-op threads are shared
     parallel     all at once between merge points; intra-op threads are shared
 
@@ -23,6 +23,20 @@ A replica that is about to change what the process has once calls ``take_turns``
 the others have stopped, and from there on this run moves in turns.
 
 Only the determinism of the simulation may rely on "one replica runs at a time".
+
+[Note: Staggered]
+Problem: threads that execute Python at once hand the interpreter over at every launch, which takes
+longer than the launch. But a GPU should not wait while a replica is in a backward pass, which
+launches without Python.
+Rule: one replica executes Python at a time. It lets the next one begin before a long call without
+Python, and goes on after that call when it has the turn: behind all that wait already. Threads
+that launch on one GPU wait for each other in its driver, so replicas that share it do not overlap:
+
+    cuda:0    r0 forward | backward             |            wait | step
+    cuda:1               | r1 forward           | backward               | step
+
+``StallDetector`` sees a replica that blocks, on its device, on a lock or on another replica. The
+others then start in its place, also on its own GPU.
 
 [Note: Partial merge points]
 At a partial merge point, the replicas that come meet without the rest. A merge there also waits
@@ -37,7 +51,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -58,16 +72,24 @@ from mirror.threads.merge_point import (
     divergence,
     timeout,
 )
-from mirror.threads.replica_threads import SIGNAL_SECONDS, Baton, ReplicaThreads, cancel_thread
+from mirror.threads.replica_threads import (
+    SIGNAL_SECONDS,
+    Baton,
+    ReplicaThreads,
+    cancel_and_join,
+)
 from mirror.threads.schedule import TurnTimer
 from mirror.threads.stall_detector import StallDetector
-from mirror.threads.user_frames import active_calls_of, call_with_note, frame_of
+from mirror.threads.user_frames import call_with_note, frame_of, positions
 
 # How long a run waits for its threads before it abandons them: after an interrupt, and after a
 # timeout.
 DRAIN_SECONDS, LATE_SECONDS = 5.0, 0.2
-# An exception thrown into a thread is lost if it interrupts a finalizer or a callback: try again.
-AGAIN_SECONDS = 0.5
+# How long all running replicas may be in long calls until one that shares their GPU starts.
+LONG_CALL_SECONDS = 0.1
+# How long a replica that holds locks, perhaps, waits for others that do not move. They may be in
+# an operation that takes long on a CPU.
+BLOCKED_SECONDS = 60.0
 
 
 class Lockstep:
@@ -96,7 +118,9 @@ class Lockstep:
         self.names, self._schedule = names, schedule
         self._limit = math.inf if timeout_seconds is None else timeout_seconds
         # Set by the owner: ``abort`` ends waits for devices; ``on_error`` is called when a replica
-        # has raised an error, before the run waits for the other replicas.
+        # has raised an error, before the run waits for the other replicas; ``devices`` of each
+        # replica: those with equal ones overlap only if they stall.
+        self.devices: Sequence[object] = names
         self.abort: Callable[[], object] = bool
         self.on_error: Callable[[], object] = bool
         self.pace, self.ends_teams = TurnTimer(), False
@@ -186,10 +210,8 @@ class Lockstep:
             if self._meeting and not self._is_over():  # it was woken to run the action
                 meeting, self._meeting = self._meeting, ()
                 self._meet(replica_id, meeting)
-        except BaseException as error:  # an interrupt: this replica will not take its turn
-            release_if_owned(self._mutex)
-            self._is_broken, self.usable = True, False
-            self._failure.record(error, replica_id)
+        except BaseException as error:
+            self._leave_broken(replica_id, error)
             raise
         if failure.error is not None or threads.dismissed:
             raise RunCancelled
@@ -206,15 +228,21 @@ class Lockstep:
             if point is not None:
                 queue.waiting[replica_id] = point
                 queue.frames[replica_id] = sys._getframe()
+            elif replica_id in queue.away:
+                queue.away.remove(replica_id)
+            if replica_id in queue.stalled:
+                queue.stalled.remove(replica_id)
             if self._schedule == "concurrent":
                 self.pace.end_turn()
             if self._is_broken:
                 self._wake_all()
                 return False
-            if queue.running:
+            if queue.running and (not self._staggers or queue.in_python()):
                 return False
             if queue.runnable:
                 return self._give_turns(replica_id)
+            if queue.running:
+                return False
             meeting: tuple[int, ...] = ()
             if self._failure.error is None and queue.waiting:
                 meeting = queue.find_meeting()
@@ -261,57 +289,130 @@ class Lockstep:
 
     def _give_turns(self, mine: int | None = None) -> bool:
         """Wakes the next replicas; returns whether ``mine`` is one, which needs no waking."""
-        came_back = False
-        while self._queue.runnable:
-            successor = self._queue.next()
+        queue, came_back = self._queue, False
+        while queue.runnable:
+            if self._staggers and not queue.move_up(self.devices) and queue.running:
+                break
+            successor = queue.next()
             if successor == mine:
                 came_back = True
             else:
                 if self.ends_teams:
                     self._end_team()
                 self._threads.wake(successor, same_cpu=self.takes_turns)
-            if not self._wakes_all:
+            if not self._wakes_all and successor not in queue.away:
                 break
         return came_back
 
-    def take_turns(self, replica_id: int) -> None:
+    def take_turns(self, replica_id: int) -> bool:
         """Makes the replicas of this run move one at a time; waits for the calling one's turn.
 
         Those that run at once go on to their next stop. ``takes_turns`` and ``is_eager`` stay: by
         them all replicas have chosen, or will choose, how to step.
+
+        Returns:
+            Whether it has the turn. Otherwise the others have not moved for ``BLOCKED_SECONDS``:
+            they may wait for a lock that the calling replica holds, so it must not wait on.
         """
         if self.takes_turns:
-            return
+            return True
         queue = self._queue
         try:
             with self._mutex:
                 self._staggers = self._wakes_all = False
+                queue.away.clear()
+                for returning in tuple(queue.returning):  # they run at once with the others
+                    queue.runnable.remove(returning)
+                    queue.runnable.appendleft(returning)
+                    self._threads.wake(queue.next(), same_cpu=False)
                 if len(queue.running) == 1:
-                    return
+                    return True
                 queue.running.discard(replica_id)
                 queue.runnable.append(replica_id)
-            self._threads.wait(replica_id)
-        except BaseException as error:  # an interrupt: this replica will not take its turn
-            release_if_owned(self._mutex)
-            self._is_broken, self.usable = True, False
-            self._failure.record(error, replica_id)
+            has_turn = self._wait_while_others_move(replica_id)
+        except BaseException as error:
+            self._leave_broken(replica_id, error)
             raise
         if self._is_over():
             raise RunCancelled
+        return has_turn
+
+    def _wait_while_others_move(self, replica_id: int) -> bool:
+        queue, before, since = self._queue, (0, list[object]()), monotonic()
+        while not self._threads.wait(replica_id, min(SIGNAL_SECONDS, BLOCKED_SECONDS)):
+            if self._threads.dismissed:
+                return False
+            running = self._threads.started_threads(tuple(queue.running))
+            now = queue.num_turns, list[object](positions(running))
+            if now != before or self._acting:
+                before, since = now, monotonic()
+            elif monotonic() - since >= BLOCKED_SECONDS:
+                with self._mutex:
+                    if replica_id in queue.runnable:  # else it gets its turn at this moment
+                        queue.runnable.remove(replica_id)
+                        queue.running.add(replica_id)
+                        return False
+        return True
+
+    def _leave_broken(self, replica_id: int, error: BaseException) -> None:
+        """Handles an interrupt of a replica that waited: it will not take its turn."""
+        release_if_owned(self._mutex)
+        self._is_broken, self.usable = True, False
+        self._failure.record(error, replica_id)
 
     def check_going_on(self) -> None:
         """Raises in the calling replica if the run has failed, so that it waits for no other."""
         if self._is_over():
             raise self._run_over_error()
 
-    def let_next_begin(self, replica_id: int) -> None:
-        """Starts the next replica, because this one will leave Python, or block, for long.
+    def let_next_begin(self, replica_id: int) -> bool:
+        """Passes the turn on, because this replica will leave Python, or block, for long.
 
-        Applies only under "staggered", and only to the replica that got its turn last.
+        Applies only under "staggered". See [Note: Staggered].
+
+        Returns:
+            Whether ``wait_for_turn`` is due after the long call. False inside another long call.
         """
-        if self._staggers and replica_id == self._queue.latest and self._queue.runnable:
+        queue = self._queue
+        if self.takes_turns or replica_id in queue.away or replica_id not in queue.running:
+            return False
+        try:
             with self._mutex:
-                self._start_more(1)
+                if not self._staggers:
+                    return False
+                queue.away.append(replica_id)
+                if replica_id in queue.stalled:
+                    queue.stalled.remove(replica_id)
+                if queue.runnable and not queue.in_python():
+                    self._give_turns()
+        except BaseException as error:
+            self._leave_broken(replica_id, error)
+            raise
+        return True
+
+    def wait_for_turn(self, replica_id: int) -> None:
+        """Waits, after a long call, until no other replica executes Python.
+
+        Raises:
+            RunCancelled: the run has failed.
+        """
+        queue = self._queue
+        try:
+            with self._mutex:
+                if replica_id not in queue.away:  # ``take_turns`` lets it go on
+                    return
+                queue.away.remove(replica_id)
+                if self._failure.error is not None or queue.in_python() == [replica_id]:
+                    return
+                queue.running.discard(replica_id)
+                queue.runnable.append(replica_id)
+                queue.returning.append(replica_id)
+            self._threads.wait(replica_id)
+        except BaseException as error:
+            self._leave_broken(replica_id, error)
+            raise
+        if self._is_over():
+            raise RunCancelled
 
     def _is_over(self) -> bool:
         return self._failure.error is not None or self._threads.dismissed
@@ -371,7 +472,7 @@ class Lockstep:
                     self._stop(replica_id, None)
                     run = None
                 return
-            except RunCancelled:  # thrown by _cancel_and_join; it may arrive at any line
+            except RunCancelled:  # thrown by cancel_and_join; it may arrive at any line
                 release_if_owned(self._mutex)
                 return
             except BaseException as error:
@@ -418,10 +519,16 @@ class Lockstep:
             self._finished.wait()
             return
         queue, detector = self._queue, StallDetector(self._limit, is_staggered=self._staggers)
+        last_in_python = monotonic()
         while not self._finished.wait(min(detector.pause_seconds, SIGNAL_SECONDS)):
-            running = tuple(queue.running)
+            in_python = queue.in_python()
+            running = tuple(in_python or queue.running)
             begun = self._threads.started_threads(running)
             is_moving = self._acting or len(begun) < len(running)
+            if in_python or not queue.runnable:
+                last_in_python = monotonic()
+            elif monotonic() - last_in_python < LONG_CALL_SECONDS:
+                is_moving = True
             where = () if is_moving else detector.sample_positions(begun)
             num_due = detector.poll(queue.num_turns, where, len(queue.runnable))
             if num_due:
@@ -433,11 +540,15 @@ class Lockstep:
                 return
 
     def _start_more(self, num_replicas: int) -> None:
-        for _ in range(num_replicas):
-            if not self._staggers:  # since a moment ago: ``take_turns``
-                return
-            if self._queue.runnable and self._queue.running and self._failure.error is None:
-                self._threads.wake(self._queue.next(), same_cpu=False)
+        """Starts the next replicas in the place of those that stall."""
+        queue = self._queue
+        if not self._staggers or not queue.running:  # since a moment ago: ``take_turns``
+            return
+        if self._failure.error is not None:
+            queue.drop_unstarted()
+        queue.stalled += queue.in_python()
+        for _ in range(min(num_replicas, len(queue.runnable))):
+            self._threads.wake(queue.next(), same_cpu=False)
 
     def _describe_replicas(self) -> str:
         """Returns one line per replica with its position."""
@@ -452,7 +563,7 @@ class Lockstep:
         is_late = isinstance(failure, CollectiveTimeoutError)
         try:
             seconds = LATE_SECONDS if is_late else DRAIN_SECONDS
-            if not _cancel_and_join(self, failure, seconds):
+            if not cancel_and_join(self, failure, seconds):
                 self.abort()  # the threads may wait for their devices
         finally:
             self._finished.move_back()
@@ -487,38 +598,3 @@ class Lockstep:
     def abandon_threads(self) -> None:
         """Drops the threads in a forked process: they exist only in the parent."""
         self.usable, self._is_forked, self._threads.dismissed = False, True, True
-
-
-def _cancel_and_join(run: Lockstep, failure: BaseException, seconds: float) -> bool:
-    """Fails a run, and the runs that its replicas have started, and joins all threads.
-
-    Args:
-        failure: the error of the run.
-        seconds: how long to wait. Threads that have not ended by then are abandoned.
-
-    Returns:
-        Whether all threads have ended.
-    """
-    now = monotonic()
-    deadline, again = now + seconds, now
-    runs = [run]
-    threads: set[threading.Thread] = set()
-    sent = False
-    while True:
-        if monotonic() >= again:
-            for one in runs:  # grows
-                one.fail(failure if one is run else RunCancelled())
-                threads.update(one.threads(which_run=False))
-                for thread in one.threads(which_run=not sent):
-                    if thread is not threading.current_thread():
-                        # It may wait for a run inside, and gets no exception until that one ends.
-                        runs += (r for r in active_calls_of(thread, Lockstep.run) if r not in runs)
-                        cancel_thread(thread)
-            sent, again = True, again + AGAIN_SECONDS
-        alive = [t for t in threads if t.is_alive() and t is not threading.current_thread()]
-        if not alive:
-            return True
-        now = monotonic()
-        if now >= deadline:
-            return False
-        alive[0].join(min(again, deadline) - now)

@@ -179,12 +179,15 @@ class RunQueue:
         unstarted: the replicas that have had no turn yet.
         order: the replicas in the order of their turns since the last merge.
         num_turns: the number of turns given so far.
-        latest: the replica of the last turn; -1 before the first one.
+        away: the replicas in a long call without Python, such as a backward pass, also while they
+            wait at a merge point inside it. Empty unless the schedule is ``"staggered"``.
+        returning: the replicas in ``runnable`` that have ended such a call.
+        stalled: running replicas in whose place others have started.
     """
 
     __slots__ = (
         *("runnable", "running", "waiting", "frames", "unstarted", "order", "num_turns"),
-        "latest",
+        *("away", "returning", "stalled"),
     )
 
     def __init__(self, replica_ids: Iterable[int] = ()) -> None:
@@ -193,15 +196,43 @@ class RunQueue:
         self.waiting: dict[int, MergePoint] = {}
         self.frames: dict[int, FrameType] = {}
         self.unstarted, self.order = set(self.runnable), list(self.runnable)
-        self.num_turns, self.latest = 0, -1
+        self.num_turns = 0
+        self.away: list[int] = []
+        self.returning: list[int] = []
+        self.stalled: list[int] = []
 
     def next(self) -> int:
         """Gives the next replica its turn and returns it."""
         successor = self.runnable.popleft()
         self.running.add(successor)
         self.unstarted.discard(successor)
-        self.num_turns, self.latest = self.num_turns + 1, successor
+        if successor in self.returning:
+            self.returning.remove(successor)
+        self.num_turns += 1
         return successor
+
+    def in_python(self) -> list[int]:
+        """Returns the running replicas that are neither away nor stalled."""
+        return [r for r in tuple(self.running) if r not in self.away and r not in self.stalled]
+
+    def move_up(self, devices: Sequence[object]) -> bool:
+        """Moves the first runnable replica on a free device to the front.
+
+        A device is free if none of its replicas runs, or is to go on after a long call.
+
+        Args:
+            devices: of each replica.
+
+        Returns:
+            Whether there is one.
+        """
+        for replica_id in self.runnable:
+            device, others = devices[replica_id], {*self.running, *self.returning} - {replica_id}
+            if all(devices[r] != device for r in others):
+                self.runnable.remove(replica_id)
+                self.runnable.appendleft(replica_id)
+                return True
+        return False
 
     @property
     def is_over(self) -> bool:
@@ -245,11 +276,16 @@ class NullLockstep:
 
     takes_turns, is_eager, pace = True, False, TurnTimer()
 
-    def let_next_begin(self, replica_id: int) -> None:
+    def let_next_begin(self, replica_id: int) -> bool:
         """Does nothing: there is no next replica."""
+        return False
 
-    def take_turns(self, replica_id: int) -> None:
+    def wait_for_turn(self, replica_id: int) -> None:
         """Does nothing: there is no other replica."""
+
+    def take_turns(self, replica_id: int) -> bool:
+        """Does nothing: there is no other replica."""
+        return True
 
     def check_going_on(self) -> None:
         """Does nothing: there is no other replica that could fail."""

@@ -16,15 +16,19 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from time import monotonic
+from typing import Any, Protocol
 
 from mirror.base.mutex import Mutex, release_if_owned
-from mirror.threads.merge_point import RunCancelled
-from mirror.threads.user_frames import throw_into_thread
+from mirror.threads.merge_point import RunCancelled, Tasks
+from mirror.threads.user_frames import active_calls_of, throw_into_thread
 
 # A signal that arrives just before a thread sleeps does not wake it. That moment lasts up to a
 # second without the GIL on a busy machine. So the caller of a run, which may be the main thread,
 # wakes up this often: Python then handles the signal.
 SIGNAL_SECONDS = 0.5
+# An exception thrown into a thread is lost if it interrupts a finalizer or a callback: try again.
+AGAIN_SECONDS = 0.5
 
 
 class ReplicaThreads:
@@ -71,10 +75,17 @@ class ReplicaThreads:
         """
         return self._turns[replica_id].wait() and not self.dismissed
 
-    def wait(self, replica_id: int) -> bool:
-        """Waits, inside a run, for a replica's next turn; returns False if dismissed."""
+    def wait(self, replica_id: int, timeout: float = math.inf) -> bool:
+        """Waits, inside a run, for a replica's next turn.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether it has the turn; False if dismissed, or after the timeout.
+        """
         baton = self._turn_here if replica_id == self.here else self._turns[replica_id]
-        return baton.wait() and not self.dismissed
+        return baton.wait(timeout) and not self.dismissed
 
     def threads_of(self, replica_id: int) -> threading.Thread:
         """Returns the thread of a replica."""
@@ -163,6 +174,56 @@ def cancel_thread(thread: threading.Thread) -> None:
 def _cancel_work(thread: threading.Thread) -> None:
     if thread.ident in _cancellable:
         throw_into_thread(thread, RunCancelled)
+
+
+class CancellableRun(Protocol):
+    """A run of replicas: a ``Lockstep``."""
+
+    def run(self, tasks: Tasks) -> dict[int, Any]:
+        """Runs the tasks, in a replica's thread perhaps."""
+
+    def fail(self, failure: BaseException) -> None:
+        """Fails the run from outside: no replica continues past the next merge point."""
+
+    def threads(self, *, which_run: bool) -> list[threading.Thread]:
+        """Returns the live threads: of all replicas, or of those that have the turn."""
+
+
+def cancel_and_join(run: CancellableRun, failure: BaseException, seconds: float) -> bool:
+    """Fails a run, and the runs that its replicas have started, and joins all threads.
+
+    Args:
+        failure: the error of the run.
+        seconds: how long to wait. Threads that have not ended by then are abandoned.
+
+    Returns:
+        Whether all threads have ended.
+    """
+    now = monotonic()
+    deadline, again = now + seconds, now
+    runs = [run]
+    threads: set[threading.Thread] = set()
+    sent = False
+    while True:
+        if monotonic() >= again:
+            for one in runs:  # grows
+                one.fail(failure if one is run else RunCancelled())
+                threads.update(one.threads(which_run=False))
+                for thread in one.threads(which_run=not sent):
+                    if thread is not threading.current_thread():
+                        # It may wait for a run inside, and gets no exception until that one ends.
+                        runs += (
+                            r for r in active_calls_of(thread, type(run).run) if r not in runs
+                        )
+                        cancel_thread(thread)
+            sent, again = True, again + AGAIN_SECONDS
+        alive = [t for t in threads if t.is_alive() and t is not threading.current_thread()]
+        if not alive:
+            return True
+        now = monotonic()
+        if now >= deadline:
+            return False
+        alive[0].join(min(again, deadline) - now)
 
 
 class Baton:

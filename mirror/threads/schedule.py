@@ -3,7 +3,8 @@
     schedule      replicas inside run                          backward passes outside run
     lockstep      take turns                                   one replica after the other
     auto          take turns                                   all at once, if they are long
-    staggered     GPUs: the next one starts when one stalls    all at once
+    staggered     GPUs: the next one starts at backward, or    all at once
+                  when one stalls: [Note: Staggered]
                   simulated devices: at once if turns are long
     parallel      all at once                                  all at once
 

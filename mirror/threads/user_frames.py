@@ -40,11 +40,26 @@ def _frame_of(ident: int) -> FrameType | None:
     return frame
 
 
-def positions(threads: Iterable[threading.Thread]) -> list[tuple[int, int]]:
-    """Returns a value that changes while any of these threads executes Python."""
-    by_ident = _frames()
-    frames = [by_ident.get(thread.ident or -1) for thread in threads]
-    return [(id(frame), -1 if frame is None else frame.f_lasti) for frame in frames]
+_calls_seen: dict[int, int] = {}  # by thread identifier: the number of its frames marked so far
+
+
+def positions(threads: Iterable[threading.Thread]) -> list[tuple[int, int, int]]:
+    """Returns a value that changes while any of these threads executes Python.
+
+    It is equal only if each thread is at the same instruction of the same call. The next call of
+    a function often has its frame at the same address. To hold frames would tell them apart, but
+    would keep their tensors, so frames that have been seen are marked: ``f_trace_lines`` has an
+    effect only in a frame that a debugger traces, and such a frame is not marked.
+    """
+    by_ident, found = _frames(), []
+    for thread in threads:
+        ident = thread.ident or -1
+        frame, num_calls = by_ident.get(ident), _calls_seen.get(ident, 0)
+        if frame is not None and frame.f_trace_lines and frame.f_trace is None:
+            frame.f_trace_lines = False
+            _calls_seen[ident] = num_calls = num_calls + 1
+        found.append((id(frame), -1 if frame is None else frame.f_lasti, num_calls))
+    return found
 
 
 def _frames() -> dict[int, FrameType]:

@@ -20,7 +20,7 @@ from mirror.execution.run import current
 from mirror.threads.lockstep import Lockstep
 
 LONGEST_SECONDS = 0.5
-_LOOK_SECONDS = 0.001  # longer than two polls of the stall detector
+_LOOK_SECONDS = 0.001
 
 
 class Stalls:

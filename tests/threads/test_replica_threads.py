@@ -151,7 +151,7 @@ def test_a_post_is_consumed_by_one_wait():
 
 
 def test_a_wait_without_a_post_on_the_same_cpu_makes_no_system_call(cpus):
-    # Under "staggered" no thread is moved, and the caller polls 3000 times a second.
+    # Under "staggered" no thread is moved, and the caller polls 300 times a second.
     gate, (affinity, calls) = Baton(), cpus
     for _ in range(3):
         gate.wait(0.0001)

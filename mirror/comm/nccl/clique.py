@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -124,11 +125,14 @@ class Clique:
                     )
 
             def launch() -> None:
+                operation.deadline = monotonic() + operation.seconds
                 with self._mutex:
                     result = self._group(enqueue, self._call_locked)
                 self._settle(result)
 
             if self._is_local:
+                # While another clique's launch does not end, its deadline counts, not this one's.
+                operation.deadline = math.inf
                 launch_order.mutex.call(launch)
             else:  # it may wait for other processes
                 launch()

@@ -369,12 +369,16 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                     return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
             if replica is None:
                 return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
-            if not replica.run.lockstep.takes_turns:
-                replica.run.lockstep.let_next_begin(lane)  # the engine runs without the GIL
+            lockstep = replica.run.lockstep  # the engine runs without the GIL
+            is_away = not lockstep.takes_turns and lockstep.let_next_begin(lane)
             if replica.replicas.places.is_model_parallel:
                 with renaming(replica):  # torch removes this mode for the time of backward
-                    return run(*args, **kwargs)
-            return run(*args, **kwargs)
+                    result = run(*args, **kwargs)
+            else:
+                result = run(*args, **kwargs)
+            if is_away:
+                replica.run.wait_for_turn(lane)
+            return result
         except RuntimeError as error:
             if timeline is not None and (remedy := find_remedy(error)):
                 add_note(error, remedy)

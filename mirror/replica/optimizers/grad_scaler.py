@@ -66,8 +66,10 @@ class GradScaler(torch.amp.GradScaler):
             optimizer.step(*args, **kwargs)
             return None
         # The host waits there until the device has checked all gradients.
-        replica.run.lockstep.let_next_begin(replica.replica_id)
+        is_away = replica.run.lockstep.let_next_begin(replica.replica_id)
         has_inf = sum(found.item() for found in state["found_inf_per_device"].values())
+        if is_away:
+            replica.run.wait_for_turn(replica.replica_id)
         result = None if has_inf else optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result

@@ -155,9 +155,14 @@ class SplitPlan:
             return part.to(device)
         if is_ready or (_is_pinnable(part) and not part.is_pinned()):
             return self._copies.deliver(part, device)
-        if part.device.type == "cpu" and current.replica is not None:
-            current.replica.run.lockstep.let_next_begin(replica_id)
-        return part.to(device)
+        replica = current.replica
+        if part.device.type != "cpu" or replica is None:
+            return part.to(device)
+        is_away = replica.run.lockstep.let_next_begin(replica_id)
+        part = part.to(device)
+        if is_away:
+            replica.run.wait_for_turn(replica_id)
+        return part
 
 
 class ReplicaArgs:

@@ -421,3 +421,24 @@ def test_a_machine_without_shared_memory_is_no_other_error(fake, monkeypatch):
     fake.fail("ncclGetUniqueId", 1, 2)
     with pytest.raises(BackendError, match="ncclSystemError"):
         fake.communicator()
+
+
+def test_the_wait_for_a_slow_launch_of_another_clique_does_not_count(fake):
+    slow, waiting = fake.communicator(timeout_seconds=60), fake.communicator(timeout_seconds=0.1)
+    launching, settle = threading.Event(), slow._clique._settle
+
+    def settle_late(result):
+        launching.set()
+        # The watchdog of the waiting one would have timed it out by now.
+        threading.Event().wait(0.1 + clique._HANG_SECONDS + 3 * clique._WATCH_SECONDS)
+        settle(result)
+
+    slow._clique._settle = settle_late
+    thread = threading.Thread(target=slow.all_reduce, args=(tensors(),))
+    thread.start()
+    assert launching.wait(20)
+    waiting.all_reduce(tensors())
+    thread.join()
+    del slow._clique._settle
+    slow.close()
+    waiting.close()
