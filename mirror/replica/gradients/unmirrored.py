@@ -93,10 +93,9 @@ class UnmirroredParams:
     def leave_block(self, *, warns: bool) -> None:
         """Warns if an optimizer has stepped in the block, and the strategy was not used."""
         if self.forget_block() and warns and self._has_idled and self.has_nothing:
-            kind = type(self.replicas.strategy).__name__
             warn_user(
-                f"with {kind}(...): closes the strategy at its end, and does nothing else. A "
-                "model was trained inside on one device, and the strategy was not used; write "
+                "`with strategy:` closes the strategy at its end, and does nothing else: a model "
+                "was trained inside on one device, and the strategy was not used; write "
                 "`with strategy.scope():` around the model and its training"
             )
 
