@@ -403,7 +403,7 @@ def trained_in_a_function(strategy):
 )
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_training_in_a_block_of_the_strategy_for_its_scope_is_warned_of(program, num_replicas):
-    words = "with MirroredStrategy(...): closes", "write `with strategy.scope():`"
+    words = "`with strategy:` closes", "write `with strategy.scope():`"
     warned(*words)(program)(mirror.MirroredStrategy(["cpu"] * num_replicas))
 
 

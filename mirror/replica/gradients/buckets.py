@@ -58,7 +58,11 @@ from mirror.replica.gradients.ready_grads import (
     unshare,
     weigh,
 )
-from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+from mirror.replica.params.replicated_param import (
+    ReplicaParameter,
+    ReplicatedParam,
+    refuse_sparse,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,8 @@ class Buckets:
             return
         if any(not copy.requires_grad for mine in arrivals.copies for copy in mine):
             return  # a parameter was frozen since: the next pass will have another order
+        for variable in arrivals.variables:
+            refuse_sparse(variable.home, variable.name)  # which a flat buffer has no place for
         if plan is None or again:
             self.forget_order()
             ends = self._ends(arrivals.variables)[:-1]

@@ -20,7 +20,12 @@ from mirror.base.torch_private import num_sharers
 from mirror.device.streams import ReplicaStreams
 from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.params.mirrored_tensor import GRAD
-from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam, apply_hooks
+from mirror.replica.params.replicated_param import (
+    ReplicaParameter,
+    ReplicatedParam,
+    apply_hooks,
+    refuse_sparse,
+)
 from mirror.values import are_identical
 
 ReplicaGrads = list[Any]  # one replica's local gradients; None where it has none
@@ -206,6 +211,7 @@ def reduce_non_dense(
 
     The sum is sparse if all gradients are, and keeps their graphs.
     """
+    refuse_sparse(variable.home, variable.name)
     present = [grad for grad in grads if grad is not None]
     if not all(grad.is_sparse for grad in present):
         present = [grad.to_dense() if grad.is_sparse else grad for grad in present]

@@ -245,6 +245,17 @@ class GradientAccess(Protocol):
         """Drops the state of a variable that was freed; takes no lock."""
 
 
+def refuse_sparse(parameter: Tensor, name: str) -> None:
+    """Raises StrategyError if a parameter to be trained is sparse; a frozen one may be."""
+    if parameter.layout is not torch.strided:
+        layout = str(parameter.layout).removeprefix("torch.")
+        raise StrategyError(
+            f"parameter {name!r} is a {layout} tensor: an optimizer's step gives it new memory, "
+            "which its replicas do not see; make a parameter of its values, keep its indices in a "
+            "buffer, and make the sparse tensor in forward"
+        )
+
+
 class ReplicatedParam:
     """The copies of one mirrored parameter, and the state of their coherence.
 

@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import (
@@ -52,6 +51,7 @@ from mirror.replica.params.replicated_param import (
     GradientAccess,
     ReplicatedParam,
     refuse_post_accumulate_hook,
+    refuse_sparse,
 )
 from mirror.replica.params.shared_memory import StorageIndex, address_of, lie_alike
 from mirror.replica.params.torch_function import MirroredParameter
@@ -168,13 +168,8 @@ class ReplicatedParams:
         Raises:
             StrategyError: it is sparse, or its class cannot be swapped, or its hooks not kept.
         """
-        if parameter.layout is not torch.strided:
-            layout = str(parameter.layout).removeprefix("torch.")
-            raise StrategyError(
-                f"parameter {name!r} is a {layout} tensor: an optimizer's step gives it new "
-                "memory, which its replicas do not see; make a parameter of its values, keep its "
-                "indices in a buffer, and make the sparse tensor in forward"
-            )
+        if parameter.requires_grad:
+            refuse_sparse(parameter, name)
         kind, gradients = type(parameter), self._gradients
         refuse_operations(kind, name)
         if has_post_accumulate_hooks(parameter):

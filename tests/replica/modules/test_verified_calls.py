@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import mirror
-from mirror.replica.modules import verified_calls
+from mirror.replica.modules import trial_state
 
 DIFFERS = "does not return what one device does"
 
@@ -537,9 +537,9 @@ def test_a_trial_changes_no_state_behind_classes_in_c_and_data(name):
 @pytest.mark.parametrize("kind", [list, tuple, set, dict.fromkeys])
 def test_a_table_of_numbers_is_copied_as_a_whole(kind, monkeypatch):
     sizes = []
-    contents_of = verified_calls.contents_of
+    contents_of = trial_state.contents_of
     monkeypatch.setattr(
-        verified_calls,
+        trial_state,
         "contents_of",
         lambda v: sizes.append(len(found := contents_of(v))) or found,
     )

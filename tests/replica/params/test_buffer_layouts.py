@@ -136,6 +136,23 @@ def test_a_sparse_parameter_is_refused_by_name(n, place, make_strategy):
                 make()(torch.ones(4, 4))
 
 
+def test_a_sparse_parameter_that_is_unfrozen_is_refused_when_it_gets_a_gradient(make_strategy):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+
+        def forward(self, x):
+            return torch.sparse.mm(self.table, x.t()).t()
+
+    net = make_strategy(2).mirror(Net())
+    assert torch.equal(net(torch.ones(5, 4)), torch.ones(5, 4))
+    net.table.requires_grad_()
+    with pytest.raises(mirror.StrategyError, match="'table' is a sparse_coo tensor"):
+        net(torch.ones(5, 4)).sum().backward()
+        sgd(net).step()
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_that_counts_frequencies_is_warned_of(kind, make_strategy):
     with pytest.warns(UserWarning, match=rf"{kind.__name__}\(scale_grad_by_freq=True\) divides"):
