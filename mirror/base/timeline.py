@@ -89,6 +89,7 @@ class Timeline:
         steps: for each of the last steps, its duration and the self seconds of each kind by lane.
         compiled: statistics of compiled steps.
         at_step_ends: callbacks for the end of each step.
+        sample: in a sampled step, called with lane and kind at both ends of a span; else ``None``.
         reference: a weak reference to this timeline, for ``last_used``.
     """
 
@@ -99,6 +100,7 @@ class Timeline:
         self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
         self.compiled = Compiled()
         self.at_step_ends: list[Callable[[], None]] = []
+        self.sample: Callable[[int, str | None], None] | None = None
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._events: list[dict[str, Any]] | None = None
         self._target = Path()  # the file of the trace
@@ -112,10 +114,14 @@ class Timeline:
 
     def begin(self, lane: int, kind: str, name: str = "") -> None:
         """Opens a span on a lane: a replica's id, ``CROSS`` or ``OVERLAPPED``."""
+        if self.sample is not None:
+            self.sample(lane, None)
         self._open[lane].append(_Span(kind, name, perf_counter()))
 
     def end(self, lane: int, kind: str) -> None:
         """Closes the innermost span of this kind, and the open spans inside it."""
+        if self.sample is not None:
+            self.sample(lane, kind)
         now = perf_counter()
         opened, sums = self._open[lane], self._sums[lane]
         is_innermost = bool(opened) and opened[-1].kind is kind

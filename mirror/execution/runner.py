@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from mirror.base.process_bound import reinit_after_fork
-from mirror.base.timeline import BACKWARD, CROSS, last_used
+from mirror.base.timeline import BACKWARD, CROSS, INPUT, last_used
+from mirror.device.gpu_waits import GpuWaits
 from mirror.device.host import release_thread_pool
 from mirror.device.streams import CopyStreams, Stopwatch, has_failed
 from mirror.devices import generators_of, separate_streams
@@ -70,6 +71,7 @@ class Runner:
         on_outermost_end: on one of several workers, called when an outermost run has succeeded.
         parallel_runs: decides which runs take turns, if replicas may overlap.
         copies: streams for arguments from the host to GPUs; ``None`` on simulated devices.
+        gpu_waits: samples how long GPUs wait for the host; ``None`` on simulated devices.
     """
 
     def __init__(
@@ -96,6 +98,10 @@ class Runner:
         if schedule == PARALLEL or (schedule == "staggered" and not replicas.are_simulated):
             self.parallel_runs = ParallelRuns(replicas, schedule)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
+        self.gpu_waits: GpuWaits | None = None
+        if not replicas.are_simulated:
+            self.gpu_waits = GpuWaits(replicas.devices)
+            replicas.timeline.at_step_ends.append(self._sample_gpus)
         self.is_closed = self._is_forked = False
         self.is_usable = True
         _runners.put(replicas, self)
@@ -291,6 +297,18 @@ class Runner:
         self._parts.on_run_failed(run)
         self._end(run, state, has_failed=True)
         self.unfinished, self._unended = run.outer is not None, None
+
+    def _sample_gpus(self) -> None:
+        assert self.gpu_waits is not None
+        self.gpu_waits.end_step()
+        sample = self._sample_at_span if self.gpu_waits.is_sampling else None
+        self.replicas.timeline.sample = sample
+
+    def _sample_at_span(self, lane: int, ended: str | None) -> None:
+        assert self.gpu_waits is not None
+        self.gpu_waits.sample(None if lane < 0 else lane, counts=ended is not INPUT)
+        if not self.gpu_waits.is_sampling:  # a capture has begun
+            self.replicas.timeline.sample = None
 
     def _end_step(self) -> None:
         _, sums = self.replicas.timeline.steps[-1]

@@ -22,6 +22,7 @@ from mirror.base.timeline import (
     SHARED_PROGRAMS,
     Timeline,
 )
+from mirror.device.gpu_waits import HostLead
 
 # The share of the step from which a part is said to limit it.
 _MUCH = 0.25
@@ -57,6 +58,13 @@ _ADVICE = {
     ),
     "nothing": "No step has been taken yet: a step ends with optimizer.step().",
 }
+
+
+_LAUNCH_LESS = (
+    "Compile the step (strategy.compile), which launches it at once; create the optimizer with "
+    "fused=True; use an interpreter without the GIL; or a process for each GPU "
+    "(MultiWorkerMirroredStrategy)."
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,8 @@ class Report:
         worker: the name of the reporting worker, such as ``"worker 1 of 2"``; ``None`` for one.
         optimizer_state: ``"replicated"`` or ``"sharded"``.
         state_bytes: the bytes of optimizer state that each replica holds now, if it is sharded.
+        host_lead: on GPUs, how long they wait for the host, or it is ahead; ``None`` before the
+            first sampled step, and on simulated devices.
     """
 
     num_steps: int
@@ -144,6 +154,7 @@ class Report:
     worker: str | None = None
     optimizer_state: str = "replicated"
     state_bytes: tuple[int, ...] = ()
+    host_lead: HostLead | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Returns the attributes as plain values."""
@@ -187,7 +198,22 @@ class Report:
                 f"replica, {most / mean:.2f} times the mean"
             )
         host = ", ".join(f"{seconds * 1e3:.3f}" for seconds in self.host_seconds)
-        return [*notes, f"host time per replica: {host} ms", self.advice]
+        notes.append(f"host time per replica: {host} ms")
+        if self.host_lead is not None:
+            notes.append(_describe_lead(self.host_lead))
+        return [*notes, self.advice]
+
+
+def _describe_lead(lead: HostLead) -> str:
+    """Says whether the host or the GPUs limit the step, and by how much."""
+    wait = f"{lead.num_gpus} GPUs wait" if lead.num_gpus > 1 else "1 GPU waits"
+    wait += f" {lead.waiting * 100:.0f} %"
+    if lead.waiting + lead.keeping_up <= _MUCH:
+        ahead = f"the host is {lead.ahead_seconds * 1e3:.3f} ms ahead at the end of a step"
+        return f"the host does not limit this step: {wait}; {ahead}"
+    if lead.keeping_up > _MUCH:
+        wait += f", and for {lead.keeping_up * 100:.0f} % kernels end before the next launch"
+    return f"the host limits this step: {wait}. {_LAUNCH_LESS}"
 
 
 def make_report(timeline: Timeline, *, takes_turns: bool) -> Report:

@@ -359,9 +359,15 @@ class Strategy(NoCopy):
         return len(self._group.registry.parameters())
 
     def report(self) -> Report:
-        """Returns the times of the parts of the last steps, up to 1000; it prints as a table."""
+        """Returns the times of the parts of the last steps, up to 1000; it prints as a table.
+
+        On GPUs it also says whether the host or the GPUs limit a step: ``device/gpu_waits.py``.
+        """
         keeps_order = self._group.runner.schedule.keeps_order
         report = make_report(self._group.replicas.timeline, takes_turns=keeps_order)
+        waits = self._group.runner.gpu_waits
+        if waits is not None:
+            report = replace(report, host_lead=waits.result())
         if not self._group.replicas.shards_state:
             return report
         held = self._group.optimizers.bytes_of_replicas()
