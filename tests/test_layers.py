@@ -14,13 +14,15 @@ else:  # pytest brings it along there
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "mirror"
-LAYERS = tomllib.loads((TESTS / "layers.toml").read_text())["layer"]
+RULES = tomllib.loads((TESTS / "layers.toml").read_text())
+LAYERS = RULES["layer"]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer["holds"]}
 KNOWS_CUDA = {"device", "comm", "devices.py"}
 # Below mirror/ a file is in at most two folders.
 MAX_DEPTH = 2
 # A warning that one file tells more than one idea, not a measure to cut by.
 MAX_LINES = 600
+MAX_UNUSED = 200  # lines of a folder's budget
 
 
 def violations(package: Path) -> list[str]:
@@ -121,6 +123,35 @@ def _cuda_mentions(tree):
 
 def test_the_package_keeps_its_rules():
     assert violations(PACKAGE) == []
+
+
+def folder_of(place: Path) -> str:
+    """Returns the folder in whose budget a file is; "files" of those in no folder."""
+    *folders, _ = place.parts
+    return "/".join(folders[: 2 if place.parts[0] == "replica" else 1]) or "files"
+
+
+def test_every_folder_keeps_within_its_budget_of_lines():
+    lines = dict.fromkeys(RULES["budget"], 0)
+    for path in PACKAGE.rglob("*.py"):
+        lines[folder_of(path.relative_to(PACKAGE))] += path.read_text().count("\n")
+    assert {
+        folder: number
+        for folder, number in lines.items()
+        if not RULES["budget"][folder] - MAX_UNUSED <= number <= RULES["budget"][folder]
+    } == {}
+
+
+def test_no_more_folders_of_replica_import_each_other():
+    arrows = set()
+    for path in PACKAGE.rglob("replica/*/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            if module.startswith("mirror.replica.") and module.count(".") > 2:
+                arrows.add((path.parent.name, module.split(".")[2]))
+    pairs = {tuple(sorted(arrow)) for arrow in arrows if arrow[::-1] in arrows}
+    pairs = {pair for pair in pairs if len(set(pair)) > 1}
+    assert pairs == set(map(tuple, RULES["doors"]["shut"]))
 
 
 def test_every_folder_has_a_layer_and_is_a_package():
