@@ -300,6 +300,8 @@ class Runner:
 
     def _sample_gpus(self) -> None:
         assert self.gpu_waits is not None
+        if self.is_closed or self._is_forked:
+            return  # a step beside it: the last strategy's timeline counts it
         self.gpu_waits.end_step()
         sample = self._sample_at_span if self.gpu_waits.is_sampling else None
         self.replicas.timeline.sample = sample
@@ -404,6 +406,7 @@ class Runner:
         if self.running is not None or self.parallel_pass is not None:
             raise StrategyError("close() was called inside run; close the strategy after it")
         self.is_closed, self.is_usable = True, False
+        self.replicas.timeline.sample = None
         self.locksteps.close()
 
 

@@ -133,6 +133,20 @@ def test_training_is_sampled_and_keeps_its_values(monkeypatch):
     assert torch.equal(weights(sampled=False), weights(sampled=True))
 
 
+def test_steps_after_the_strategy_has_closed_ask_no_gpu(monkeypatch):
+    monkeypatch.setattr(gpu_waits, "FIRST_STEP", 1)
+    monkeypatch.setattr(gpu_waits, "EVERY_STEPS", 1)
+    with FakeGpus(2), mirror.MirroredStrategy(["cuda:0", "cuda:1"], "naive") as strategy:
+        strategy.mirror(torch.nn.Linear(3, 2))
+        plain = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(2):
+            strategy.run(lambda: None)
+            optimizer.step()
+    for _ in range(3):  # without GPUs, which would raise
+        optimizer.step()
+
+
 def test_a_capture_ends_the_sample(monkeypatch):
     with FakeGpus(1):
         gpus = VirtualGpus(monkeypatch)
