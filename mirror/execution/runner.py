@@ -71,6 +71,7 @@ class Runner:
         on_outermost_end: on one of several workers, called when an outermost run has succeeded.
         parallel_runs: decides which runs take turns, if replicas may overlap.
         copies: streams for arguments from the host to GPUs; ``None`` on simulated devices.
+        generators: those of the replicas' GPUs, at each position.
         gpu_waits: samples how long GPUs wait for the host; ``None`` on simulated devices.
     """
 

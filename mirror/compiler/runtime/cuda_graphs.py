@@ -236,21 +236,15 @@ class CapturedPieces:
         captured = _CapturedGraph(self._make_graph(device), static, own, num_seen, self.moves)
         call, last = program.programs[device], _LastOperation()
 
+        width = len(program.reads)
+        inputs = self._in_order_of_reads(program, len(replicas), static, own)
+
         def work() -> list[Sequence[Any]]:
-            next_static, next_own = iter(static), iter(own)
             with last:
-                return [
-                    call(
-                        [
-                            next(next_static if slot in self._static_slots else next_own)
-                            for slot in program.reads
-                        ]
-                    )
-                    for _ in replicas
-                ]
+                return [call(inputs[i * width : (i + 1) * width]) for i in range(len(replicas))]
 
         try:
-            self._check(program, device, replicas, static, own)
+            self._check(program, device, inputs)
             captured.outputs = captured.graph.capture(work)
         except Exception as error:
             self._uncapturable.add(program)
@@ -268,18 +262,19 @@ class CapturedPieces:
             return None
         return captured
 
-    def _check(
-        self,
-        program: CallableProgram,
-        device: torch.device,
-        replicas: list[int],
-        static: list[Tensor],
-        copied: list[Tensor],
-    ) -> None:
-        """Raises Uncapturable if a replay would read or write other values than a call."""
+    def _in_order_of_reads(
+        self, program: CallableProgram, num: int, static: list[Tensor], copied: list[Tensor]
+    ) -> list[Tensor]:
+        """Returns what ``num`` replicas read, one after the other, as the program reads it."""
         next_static, next_copied = iter(static), iter(copied)
-        for position, slot in enumerate(program.reads * len(replicas)):
-            tensor = next(next_static if slot in self._static_slots else next_copied)
+        return [
+            next(next_static if slot in self._static_slots else next_copied)
+            for slot in program.reads * num
+        ]
+
+    def _check(self, program: CallableProgram, device: torch.device, inputs: list[Tensor]) -> None:
+        """Raises Uncapturable if a replay would read or write other values than a call."""
+        for position, tensor in enumerate(inputs):
             if tensor.device != device:
                 raise Uncapturable(
                     f"it reads a tensor of shape {tuple(tensor.shape)} on {tensor.device}; a "

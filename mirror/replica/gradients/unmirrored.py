@@ -68,7 +68,7 @@ class UnmirroredParams:
         self.losses = LocalLosses()
         self.leaves: weakref.WeakKeyDictionary[Run, UnmirroredLeaves] = weakref.WeakKeyDictionary()
         self._unused = [replicas]  # until their first use
-        self._has_warned = self._has_idled = False
+        self._has_warned = self._has_stepped_beside = False
         self._reference = weakref.ref(self)
         _by_replicas.put(replicas, self)
 
@@ -92,7 +92,7 @@ class UnmirroredParams:
 
     def leave_block(self, *, warns: bool) -> None:
         """Warns if an optimizer has stepped in the block, and the strategy was not used."""
-        if self.forget_block() and warns and self._has_idled and self.has_nothing:
+        if self.forget_block() and warns and self._has_stepped_beside and self.has_nothing:
             warn_user(
                 "`with strategy:` closes the strategy at its end, and does nothing else: a model "
                 "was trained inside on one device, and the strategy was not used; write "
@@ -108,7 +108,7 @@ class UnmirroredParams:
 
     def record_step_beside(self) -> None:
         """Records that an optimizer has stepped parameters that no strategy mirrors."""
-        self._has_idled = True
+        self._has_stepped_beside = True
 
     @property
     def has_nothing(self) -> bool:

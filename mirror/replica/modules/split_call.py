@@ -311,8 +311,7 @@ class CallInterceptor(Interceptor):
                 verified = self._begin_to_verify(module, kind, args, kwargs, sizes)
         if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
             return _call_lone(runner, module, args, kwargs, hold, sizes)
-        copies, copies_parts = runner.copies, self.writes_inputs
-        split = SplitPlan(sizes, replicas.places, sum(sizes), copies, copies_parts)
+        split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies, self.writes_inputs)
         if runner.copies is not None:
             split.pin((args, kwargs))
         parts: dict[int, ReplicaArgs] = {}

@@ -22,10 +22,7 @@ from mirror.base.torch_private import (
 )
 from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import random_state, set_random_state
-from mirror.execution.run import (
-    Run,
-    Unverifiable,
-)
+from mirror.execution.run import Run, Unverifiable
 from mirror.replica.modules.module_owner import interceptor_of
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
 from mirror.replica.params.buffer_differences import have_equal_values
@@ -58,7 +55,7 @@ _COPIED = (
 
 @contextmanager
 def telling_what_fails() -> Iterator[None]:
-    """Raises Unverifiable for an error inside, which is none of forward."""
+    """Turns errors inside into Unverifiable: forward has not caused them."""
     try:
         yield
     except (Unverifiable, torch.OutOfMemoryError):
@@ -78,7 +75,7 @@ class Copies:
     def __init__(self, places: DeviceMesh | None = None) -> None:
         self._places = places
         self._known: dict[int, tuple[Any, Any]] = {}
-        self._is_in_data = False  # what data holds is data, which is not looked for again
+        self._is_in_data = False  # all that an object of data holds is data
 
     def copy(self, value: Any) -> Any:
         """Returns a copy of everything mutable in a value.
@@ -244,6 +241,7 @@ def keeping_generators(device: torch.device) -> Iterator[tuple[Any, ...]]:
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """Returns the states of the generators of torch, Python and NumPy, which can be compared."""
     places = dict.fromkeys((_CPU, device))
     of_torch = {place: random_state(place).numpy().tobytes() for place in places}
     kind, keys, *rest = np.random.get_state(legacy=True)

@@ -74,9 +74,7 @@ from mirror.replica.modules.trial_state import (
 )
 from mirror.replica.params.buffer_differences import BATCH_NORMS, have_equal_values
 from mirror.replica.params.replicated_param import ReplicatedParam
-from mirror.replica.scatter_gather.containers import (
-    leaves_in,
-)
+from mirror.replica.scatter_gather.containers import leaves_in
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan
 from mirror.threads.merge_point import NullLockstep
 from mirror.threads.user_frames import num_warned, warn_user
@@ -291,9 +289,7 @@ class VerifiedCall:
         try:
             with torch.no_grad():
                 return self._call_once(hook, calls_hooks, part)
-        except torch.OutOfMemoryError:
-            raise
-        except Unverifiable:
+        except (torch.OutOfMemoryError, Unverifiable):
             raise
         except Exception:
             # A forward that differentiates, as for forces, or sets hooks, needs a graph.
