@@ -111,7 +111,9 @@ def order_of(program, kind, strategy=None, in_run=False):
         return strategy.run(on_batch, args=(part, used))
 
     program(optimizer, model, step)
-    return [*optimizer.state_dict()["state"]], [len(optimizer.state[p]) for p in model.parameters()]
+    return [*optimizer.state_dict()["state"]], [
+        len(optimizer.state[p]) for p in model.parameters()
+    ]
 
 
 @each_once(program=PROGRAMS, kind=OPTIMIZERS, state=["sharded", "replicated"])
