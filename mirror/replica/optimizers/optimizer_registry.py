@@ -11,10 +11,10 @@ from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import Run, SwappedOptimizer
 from mirror.execution.runner import Runner
+from mirror.replica.exactness.replica_checks import ComparePair, VisitValue
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.optimizer_state import ParamGroupSwap
 from mirror.replica.optimizers.placements import CENTRAL, FIRST_REPLICA
-from mirror.replica.replica_checks import ComparePair, VisitValue
 
 _known: WeakReplicaMap[OptimizerRegistry] = WeakReplicaMap()
 optimizers_of = _known.get

@@ -22,9 +22,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from mirror.replica.gradients.central_param import CentralAccess, CentralParam
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.param_groups import ParamGroupsView
-from mirror.replica.params.central_param import CentralAccess, CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 

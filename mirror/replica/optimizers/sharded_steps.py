@@ -41,6 +41,7 @@ from mirror.devices import using
 from mirror.errors import StrategyError
 from mirror.replica.gradients.buckets import bucket_ends
 from mirror.replica.gradients.grad_scatter import SlicedGrads
+from mirror.replica.gradients.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.merge_call_shared import average_loss_over_workers
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.optimizer_state import ParamGroupSwap
@@ -57,7 +58,6 @@ from mirror.replica.optimizers.per_param_steps import (
 )
 from mirror.replica.optimizers.piecewise_optimizers import Divisible, measure_divisible
 from mirror.replica.optimizers.sharded_states import ShardedStates
-from mirror.replica.optimizers.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
 from mirror.replica.optimizers.step_dispatch import is_torchs_own, raw_step
 from mirror.replica.params.replicated_param import ReplicatedParam
