@@ -5,22 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mirror.base.migration_hints import call_with_hints, keywords_with_hints
+from mirror.base.migration_hints import call_with_hints
 from mirror.comm.communicator import Communicator
 from mirror.devices import is_simulated, resolve
 from mirror.errors import DeviceError
 from mirror.strategy.mirrored import MirroredStrategy, check_single_device
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
-    Fallback,
     GradientReduction,
     Guards,
-    Mode,
     Schedule,
     Verify,
 )
@@ -96,18 +94,6 @@ class CentralStorageStrategy(MirroredStrategy):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, parameter_device='{self._parameter_device}')"
-
-    @keywords_with_hints("MirroredStrategy.compile")
-    def compile(
-        self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
-    ) -> Any:
-        """Returns a step that runs uncompiled, for ``fallback="eager"``.
-
-        Raises:
-            CompileError: ``fallback`` is "error": compiled steps run the optimizer on the
-                replicas' devices, where this strategy keeps no state.
-        """
-        return super().compile(step, fallback=fallback, mode=mode)
 
     def _resolve_devices(self, devices: Any) -> Sequence[Sequence[torch.device]]:
         return [(device,) for device in resolve(devices)]

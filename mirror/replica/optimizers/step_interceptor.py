@@ -147,10 +147,12 @@ def _wrap(step: Step) -> Step:
 
 def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
     """Makes a step that one replica has called. See [Note: Step dispatch]."""
+    is_apart, is_sharded = context.replicas.has_parameter_device, context.replicas.shards_state
     if context.tracing is not None:
+        if is_apart or is_sharded:  # a program has no state there
+            return context.tracing.update(optimizer, args, kwargs)
         return _step(step, optimizer, context, args, kwargs)
     refuse_wrappers(optimizer)
-    is_apart, is_sharded = context.replicas.has_parameter_device, context.replicas.shards_state
     is_own = is_torchs_own(type(optimizer)) and not is_sharded
     is_own = is_own and not (is_apart and has_step_hooks(optimizer))
     if is_own or find_replicas(optimizer) is not context.replicas:
