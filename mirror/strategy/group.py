@@ -21,16 +21,18 @@ from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.exactness.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
 from mirror.replica.gradients.central_param import CentralAccess, CentralGradReducer, CentralParams
 from mirror.replica.gradients.grad_access import GradAccess
-from mirror.replica.gradients.grad_reducer import GradReducer
+from mirror.replica.gradients.grad_reducer import GradReducer, Reduction
 from mirror.replica.gradients.grad_tracker import watch_backward
+from mirror.replica.gradients.local_reduction import LocalReduction
 from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, watch_only_replica
+from mirror.replica.gradients.shares import Shares
 from mirror.replica.gradients.unmirrored import UnmirroredParams
 from mirror.replica.modules.module_owner import PendingModules
 from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
-from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
+from mirror.replica.multi_worker.worker_reduction import WorkerReduction
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.replicated_buffers import Buffers
@@ -94,17 +96,24 @@ class Group:
         registry, recorded = MirroredTensors(), PendingModules()
         reducer = Reducer(replicas, options.bytes_per_pack, options.wire_dtype)
         finite = NonFiniteCheck(replicas.names) if guards.finite_gradients else None
+        shares = Shares(replicas, runner)
+        over_workers: WorkerReduction | None = None
+        reduction: Reduction
+        if replicas.workers.is_multi_process:
+            reduction = over_workers = WorkerReduction(
+                replicas, runner, reducer, shares, finite, registry
+            )
+        else:
+            reduction = LocalReduction(replicas, runner, reducer, shares, finite)
         gradients: GradReducer
         access: GradAccess
         variables: ReplicatedParams
         if replicas.has_parameter_device:
-            gradients = central = CentralGradReducer(replicas, runner, reducer, finite)
+            gradients = central = CentralGradReducer(replicas, runner, shares, reduction)
             access = CentralAccess(replicas, runner, central)
             variables = CentralParams(replicas, registry, access)
         else:
-            gradients = GradReducer(replicas, runner, reducer, finite)
-            if replicas.workers.is_multi_process:
-                gradients = MultiWorkerGradients(replicas, runner, reducer, finite, registry)
+            gradients = GradReducer(replicas, runner, shares, reduction)
             access = GradAccess(replicas, runner, gradients)
             variables = ReplicatedParams(replicas, registry, access)
         self.optimizers = OptimizerRegistry(replicas, runner, access)
@@ -126,8 +135,8 @@ class Group:
         first_values = FirstValues(
             replicas, registry, variables, buffers, self.modules.mirrored_modules
         )
-        if isinstance(gradients, MultiWorkerGradients):
-            gradients.wait_for_reduce = first_values.wait_for_reduce
+        if over_workers is not None:
+            over_workers.wait_for_reduce = first_values.wait_for_reduce
         parts = (
             self.modules.part(),
             *((first_values.part(),) if is_multi_process else ()),
@@ -169,7 +178,7 @@ class Group:
         """Ends threads and the communicator; idempotent."""
         self.runner.close()
         stop_watching(self.registry)
-        self.gradients.buckets.close()
+        self.gradients.close()
         self.replicas.communicator.close()
         self.replicas.workers.close()
         if self._simulates:

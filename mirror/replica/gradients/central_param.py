@@ -294,9 +294,9 @@ class CentralGradReducer(GradReducer):
 
     def flush(self) -> None:
         """Reduces what backward passes in the cross-replica context left pending."""
-        if self.have_arrived() or self.deferred:
+        if self.have_arrived() or self.deferred.has_passes:
             self.access.sync_shown()
-            self.reduce(self.equal_shares())
+            self._reduction.reduce(self._shares.outside())
             self.access.refresh()
 
 

@@ -141,7 +141,7 @@ class GradAccess:
         replica, gradients = replica_of(self._replicas), self.unreduced
         if replica is None or replica_id is None:
             return self._read_outside(variable)
-        if gradients.deferring:
+        if gradients.deferred.is_open:
             return gradients.local_gradient(variable, replica_id)
         # A compiler that traces a replica's code holds a lock while it reads .grad. Other
         # replicas may wait for that lock, so this read must not wait for them.
@@ -172,7 +172,7 @@ class GradAccess:
         r, gradients = replica.replica_id, self.unreduced
         if value is not None:
             value = gradients.tracker.mutex.call(self._record_assigned, variable, value, replica)
-        waits = gradients.pending[r] or gradients.unsettled[r] or gradients.deferred
+        waits = gradients.pending[r] or gradients.unsettled[r] or gradients.deferred.has_passes
         if not waits and not gradients.scattered:  # the fast path of zero_grad
             variable.targets[r].grad = value
             set_local_grad(variable.copies[r], None)
@@ -230,16 +230,17 @@ class GradAccess:
         replica, gradients = current.replica, self.unreduced
         if replica is not None and replica.replicas is self._replicas:
             r = replica.replica_id
-            may_have = gradients.unsettled[r] or gradients.pending[r] or gradients.deferred
-            if may_have or gradients.buckets.in_flight:
-                if gradients.has_arrived(r) or gradients.deferred:
+            if gradients.deferred.has_passes:
+                return False
+            if gradients.unsettled[r] or gradients.pending[r] or gradients.in_flight:
+                if gradients.has_arrived(r):
                     return False
             targets = [targets[r]]
             if gradients.scattered and gradients.scatter is not None:
                 gradients.scatter.drop_all_of(variables, r)
         else:
             self._runner.check_between_runs("a gradient")
-            if gradients.have_arrived() or gradients.deferred:
+            if gradients.have_arrived() or gradients.deferred.has_passes:
                 self.distribute_common()
                 return False
             if self._common:
