@@ -19,7 +19,7 @@ from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.exactness.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
-from mirror.replica.gradients.central_param import CentralAccess, CentralGradReducer, CentralParams
+from mirror.replica.gradients.exposed_grads import ExposedGrads, FirstReplicaGrads, HomeGrads
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.gradients.grad_reducer import GradReducer, Reduction
 from mirror.replica.gradients.grad_tracker import watch_backward
@@ -35,6 +35,7 @@ from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.worker_reduction import WorkerReduction
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
+from mirror.replica.params.central_param import CentralParams
 from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import (
     MirroredTensors,
@@ -105,17 +106,13 @@ class Group:
             )
         else:
             reduction = LocalReduction(replicas, runner, reducer, shares, finite)
-        gradients: GradReducer
-        access: GradAccess
-        variables: ReplicatedParams
-        if replicas.has_parameter_device:
-            gradients = central = CentralGradReducer(replicas, runner, shares, reduction)
-            access = CentralAccess(replicas, runner, central)
-            variables = CentralParams(replicas, registry, access)
-        else:
-            gradients = GradReducer(replicas, runner, shares, reduction)
-            access = GradAccess(replicas, runner, gradients)
-            variables = ReplicatedParams(replicas, registry, access)
+        exposed: ExposedGrads = (
+            HomeGrads() if replicas.has_parameter_device else FirstReplicaGrads()
+        )
+        gradients = GradReducer(replicas, runner, shares, reduction, exposed)
+        access = GradAccess(replicas, runner, gradients)
+        params = CentralParams if replicas.has_parameter_device else ReplicatedParams
+        variables = params(replicas, registry, access)
         self.optimizers = OptimizerRegistry(replicas, runner, access)
         buffers = Buffers(replicas, registry, variables.memory)
         attributes = ModuleAttributes(runner)

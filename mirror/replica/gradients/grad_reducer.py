@@ -22,9 +22,9 @@ gradient counts: [Note: Shares] in ``shares.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,6 +34,7 @@ from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, replica_of
 from mirror.execution.runner import Runner
+from mirror.replica.gradients.exposed_grads import ExposedGrads
 from mirror.replica.gradients.grad_scatter import GradScatter
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.ready_grads import DeferredGrads, add_grads, local_grad
@@ -98,13 +99,19 @@ class GradReducer:
     Attributes:
         tracker, deferred, in_flight, scatter, bytes_per_pack: see ``Reduction``.
         pending, unsettled: see ``GradTracker``.
+        exposed: the reduced gradients that the program has.
         scattered: the gradients that ``scatter`` has.
     """
 
     def __init__(
-        self, replicas: Replicas, runner: Runner, shares: Shares, reduction: Reduction
+        self,
+        replicas: Replicas,
+        runner: Runner,
+        shares: Shares,
+        reduction: Reduction,
+        exposed: ExposedGrads,
     ) -> None:
-        self._replicas, self._runner = replicas, runner
+        self._replicas, self._runner, self.exposed = replicas, runner, exposed
         self._shares, self._reduction = shares, reduction
         self.tracker, self.deferred = reduction.tracker, reduction.deferred
         self.in_flight, self.scatter = reduction.in_flight, reduction.scatter
@@ -162,7 +169,7 @@ class GradReducer:
             return
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
-            self.finish(partial(self._shares.in_run, replica.run))
+            self.finish(replica.run)
             return payloads
 
         point = MergePoint("a new weight after a backward pass", (), None, action)
@@ -176,7 +183,12 @@ class GradReducer:
     def flush(self) -> None:
         """Reduces the gradients of backward passes in the cross-replica context."""
         if self.have_arrived() or self.deferred.has_passes:
-            self._reduction.reduce(self._shares.outside())
+            self._reduce_outside(self._shares.outside())
+
+    def _reduce_outside(self, weights: PassWeights) -> None:
+        self.exposed.before_reduction()
+        self._reduction.reduce(weights)
+        self.exposed.refresh()
 
     def gather(self) -> None:
         """Gives all replicas the whole of the gradients that are scattered."""
@@ -196,13 +208,13 @@ class GradReducer:
 
     def _prepare(self) -> None:
         if self._shown or self.tracker.may_have_arrived or any(self._sources):
-            self.finish(self._shares.outside)
+            self.finish()
 
     def _finish(self, run: Run) -> None:
         if self.scattered and self.scatter is not None:
             self.scatter.settle(run.active)
         if self._shown or self.tracker.may_have_arrived or any(self._sources):
-            self.finish(partial(self._shares.in_run, run))
+            self.finish(run)
 
     @contextmanager
     def deferring_gradients(self) -> Iterator[None]:
@@ -214,11 +226,11 @@ class GradReducer:
         self.deferred.is_open = True
         try:
             yield
-            self.finish(self._shares.outside)
+            self.finish()
         finally:
             self.deferred.is_open = outer
 
-    def finish(self, find_weights: Callable[[], PassWeights]) -> None:
+    def finish(self, run: Run | None = None) -> None:
         """Reduces or defers the remaining gradients of a run, or of the code between two runs.
 
         Raises:
@@ -233,10 +245,13 @@ class GradReducer:
                 "parts; change gradients after no_sync, or set .grad"
             )
         if self.have_arrived():
+            weights = self._shares.outside() if run is None else self._shares.in_run(run)
             if self.deferred.is_open:
-                self._reduction.defer(find_weights())
+                self._reduction.defer(weights)
+            elif run is None:
+                self._reduce_outside(weights)
             else:
-                self._reduction.reduce(find_weights())
+                self._reduction.reduce(weights)
 
     def local_gradient(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns the sum of one replica's gradients under ``no_sync``, not reduced."""

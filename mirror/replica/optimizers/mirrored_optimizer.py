@@ -190,7 +190,7 @@ class MirroredOptimizer:
         def follow(payloads: dict[int, Any]) -> dict[int, Any]:
             if payloads[leader][0]:
                 self.steps_once = True
-                broadcast(self._gradients, self.loan.parameters.variables, leader, others)
+                broadcast(self.loan.parameters.variables, leader, others)
                 self.states.sync_idle(leader, others)
             return dict.fromkeys(payloads, payloads[leader])
 
@@ -250,7 +250,8 @@ class MirroredOptimizer:
     def _step_once(self, optimizer: Optimizer, leader: int, args: Any, kwargs: Any) -> None:
         """Makes the update for all replicas, where the placement has the first one's state."""
         gather, publish = self._optimizers.placement
-        gather(self._gradients, self.loan.parameters, leader)
+        exposed, parameters = self._gradients.exposed, self.loan.parameters
+        gather(exposed, parameters, leader)
         try:
             self.loan.swap_in(0)
             with using(self.replicas.devices[0]):
@@ -258,7 +259,7 @@ class MirroredOptimizer:
             self.loan.is_begun = False
         finally:
             self.loan.swap_out()
-            publish(self._gradients, self.loan.parameters)
+            publish(exposed, parameters)
             self.states.follow_first()
 
     # Steps outside run
