@@ -280,7 +280,7 @@ class CentralGradReducer(GradReducer):
     access: CentralAccess
 
     def _prepare(self) -> None:
-        if not self._shown and not self.have_arrived():
+        if not self._shown and not self.tracker.have_arrived():
             return
         self.access.sync_shown()
         super()._prepare()
@@ -288,7 +288,7 @@ class CentralGradReducer(GradReducer):
 
     def flush(self) -> None:
         """Reduces what backward passes in the cross-replica context left pending."""
-        if self.have_arrived() or self.deferred.has_passes:
+        if self.tracker.have_arrived() or self.deferred.has_passes:
             self.access.sync_shown()
             self._reduction.reduce(self._shares.outside())
             self.access.refresh()

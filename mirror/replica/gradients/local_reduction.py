@@ -63,7 +63,6 @@ class LocalReduction:
         self._buckets = Buckets(
             replicas, runner, reducer, self.tracker, shares, self.deferred, finite, self.scatter
         )
-        self.in_flight = self._buckets.in_flight
 
     @torch.no_grad()
     def reduce(self, weights: PassWeights) -> None:
@@ -72,36 +71,34 @@ class LocalReduction:
             self.scatter.settle(weights)
         # 1. Take the gradients out of their slots, and wait for the buckets in flight.
         adds_deferred = self.deferred.has_passes
-        arrivals, grads_by_replica = self._take(weights)
+        arrivals, by_replica = self._take(weights)
         self._buckets.collect()
         # 2. Weigh them. The sum is multiplied by a share that all replicas have.
         variables, targets = arrivals.variables, arrivals.targets
         scale = None if adds_deferred else common_scale(weights)
         if scale is None:
             scale = 1.0
-            weigh(grads_by_replica, weights)
+            weigh(by_replica, weights)
         # 3. Reduce those that are not dense, and those that are stepped in slices.
-        is_usual = not arrivals.is_complex and all(map(are_usual, grads_by_replica))
+        is_usual = not arrivals.is_complex and all(map(are_usual, by_replica))
         if adds_deferred or not is_usual:
-            variables, grads_by_replica = self._reduce_unusual(variables, grads_by_replica, scale)
-            targets = [[v.targets[r] for v in variables] for r in range(len(grads_by_replica))]
+            variables, by_replica = self._reduce_unusual(variables, by_replica, scale)
+            targets = [[v.targets[r] for v in variables] for r in range(len(by_replica))]
         if variables and self.scatter is not None:
             streams = self.tracker.streams
-            variables, grads_by_replica, targets = reduce_scattered(
-                self.scatter, variables, grads_by_replica, targets, scale, streams, self._replicas
+            variables, by_replica, targets = reduce_scattered(
+                self.scatter, variables, by_replica, targets, scale, streams, self._replicas
             )
         # 4. Sum the others, and add the sums to every replica's gradients.
         if variables:
             self._replicas.timeline.begin(
                 CROSS, REDUCTION, f"gradients of {len(variables)} parameters"
             )
-            self._reducer.all_reduce(
-                self._reducer.move(grads_by_replica, self.tracker.streams), scale
-            )
+            self._reducer.all_reduce(self._reducer.move(by_replica, self.tracker.streams), scale)
             self._replicas.timeline.end(CROSS, REDUCTION)
-            run_hooks(variables, grads_by_replica)
+            run_hooks(variables, by_replica)
         self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
-        for mine, reduced in zip(targets, grads_by_replica, strict=True):
+        for mine, reduced in zip(targets, by_replica, strict=True):
             accumulate(mine, reduced)
         self._runner.unfinished = self._runner.running is not None
         if self.tracker.streams is not None:
@@ -116,9 +113,9 @@ class LocalReduction:
         Raises:
             GradientError: a gradient is not finite, and ``finite`` checks that.
         """
-        launched = self._buckets.copies_in_flight() if self.in_flight else ()
-        arrivals, is_known = self.tracker.record_arrival_order(launched)
-        rest = arrivals.skip(len(launched[0])) if launched else arrivals
+        arrivals, is_known = self.tracker.record_arrival_order()
+        num_launched = sum(len(bucket.copies[0]) for bucket in self.tracker.in_flight)
+        rest = arrivals.skip(num_launched) if num_launched else arrivals
         if self._finite is not None:
             grads = [
                 list(map(local_grad, mine)) if weights.get(r) else []  # of weight 0: not checked
@@ -139,14 +136,14 @@ class LocalReduction:
     def _reduce_unusual(
         self,
         variables: list[ReplicatedParam],
-        grads_by_replica: list[ReplicaGrads],
+        by_replica: list[ReplicaGrads],
         scale: float,
     ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
         """Reduces sparse and other non-dense gradients; returns the rest, filled with zeros."""
-        variables, grads_by_replica = self.deferred.take_with(variables, grads_by_replica)
+        variables, by_replica = self.deferred.take_with(variables, by_replica)
         usual = []
         for position, variable in enumerate(variables):
-            grads = [grads_of_replica[position] for grads_of_replica in grads_by_replica]
+            grads = [grads_of_replica[position] for grads_of_replica in by_replica]
             if all(grad is None for grad in grads):
                 continue
             if are_non_dense(grads):
@@ -155,33 +152,30 @@ class LocalReduction:
                 usual.append(position)
         filled: list[ReplicaGrads] = [
             [fill_missing(grads_of_replica[i], variables[i], r) for i in usual]
-            for r, grads_of_replica in enumerate(grads_by_replica)
+            for r, grads_of_replica in enumerate(by_replica)
         ]
         return [variables[i] for i in usual], filled
 
     @torch.no_grad()
     def defer(self, weights: PassWeights) -> None:
         """Moves the local gradients, weighted, to ``deferred``."""
-        arrivals, grads_by_replica = self._take(weights)
+        arrivals, by_replica = self._take(weights)
         self._buckets.collect()
-        weigh(grads_by_replica, weights)
-        self.deferred.add(arrivals.variables, grads_by_replica)
+        weigh(by_replica, weights)
+        self.deferred.add(arrivals.variables, by_replica)
         self.tracker.forget_streams()
 
     def drop(self, variable: ReplicatedParam, replica_ids: Sequence[int]) -> bool:
         """Drops a variable's unreduced gradients, for these replicas; returns False."""
         pending, unsettled = self.tracker.pending, self.tracker.unsettled
         sources = (*(pending[r] for r in replica_ids), *(unsettled[r] for r in replica_ids))
-        if self.tracker.may_have_arrived or any(sources) or self.in_flight:
+        if self.tracker.may_have_arrived or any(sources) or self.tracker.in_flight:
             self._buckets.drop(variable, replica_ids)  # first: no bucket takes others meanwhile
         self.tracker.drop_local(variable, replica_ids)
         self.deferred.drop(variable, replica_ids)
         if self.scatter is not None and self.scatter.scattered:
             self.scatter.drop(variable, replica_ids)
         return False
-
-    def drop_reduced(self, variable: ReplicatedParam, replica_ids: Sequence[int]) -> None:
-        """Does nothing: ``drop`` has dropped all."""
 
     def discard(self) -> None:
         """Drops all gradients that are not reduced."""

@@ -222,16 +222,16 @@ class WorkerBucket:
         ]
 
     def sum_replicas(
-        self, grads_by_replica: Sequence[Sequence[Tensor]], scale: float, trailer: bytes
+        self, by_replica: Sequence[Sequence[Tensor]], scale: float, trailer: bytes
     ) -> Tensor:
         """Returns a new buffer with the sums over the replicas, and a trailer, in one pass.
 
         Only for a bucket with ``usual_trailers``. Gradients that are not contiguous are copied.
         """
-        if len(grads_by_replica) == 1:
-            rows = grads_by_replica[0]
+        if len(by_replica) == 1:
+            rows = by_replica[0]
         else:
-            rows = [*chain(*zip(*grads_by_replica, strict=True))]
+            rows = [*chain(*zip(*by_replica, strict=True))]
         if not all(map(_is_contiguous, rows)):
             rows = [grad.contiguous() for grad in rows]
         buffer = torch.empty(self._size, dtype=self.dtype, device="cpu")
