@@ -27,7 +27,6 @@ from mirror.replica.gradients.ready_grads import (
     are_non_dense,
     are_usual,
     common_scale,
-    fill_missing,
     local_grad,
     reduce_non_dense,
     run_hooks,
@@ -140,7 +139,9 @@ class LocalReduction:
         scale: float,
     ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
         """Reduces sparse and other non-dense gradients; returns the rest, filled with zeros."""
-        variables, by_replica = self.deferred.take_with(variables, by_replica)
+        if self.deferred.has_passes:
+            self.deferred.add(variables, by_replica)
+            variables, by_replica = self.deferred.take_all()
         usual = []
         for position, variable in enumerate(variables):
             grads = [grads_of_replica[position] for grads_of_replica in by_replica]
@@ -150,10 +151,13 @@ class LocalReduction:
                 reduce_non_dense(variable, grads, scale)
             else:
                 usual.append(position)
-        filled: list[ReplicaGrads] = [
-            [fill_missing(grads_of_replica[i], variables[i], r) for i in usual]
-            for r, grads_of_replica in enumerate(by_replica)
-        ]
+        filled: list[ReplicaGrads] = [[] for _ in by_replica]
+        for r, grads_of_replica in enumerate(by_replica):
+            for position in usual:
+                grad = grads_of_replica[position]
+                if grad is None:
+                    grad = torch.zeros_like(variables[position].targets[r])
+                filled[r].append(grad)
         return [variables[i] for i in usual], filled
 
     @torch.no_grad()

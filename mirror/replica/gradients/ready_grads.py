@@ -177,13 +177,6 @@ def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
     variable.gradients.record_replacement(variable, known, total)
 
 
-def fill_missing(grad: Tensor | None, variable: ReplicatedParam, replica_id: int) -> Tensor:
-    """Returns a replica's gradient, or zeros if there is none."""
-    if grad is None:
-        return torch.zeros_like(variable.targets[replica_id])
-    return grad
-
-
 def run_hooks(variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]) -> None:
     """Calls the gradient hooks of variables, and replaces the reduced gradients by the results.
 
@@ -255,23 +248,11 @@ class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
                     summands[r] = add_grads(summands[r], column[i])
         self.has_passes = self._is_multi_process or bool(self)
 
-    def take_with(
-        self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]
-    ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
-        """Returns the gradients of a pass plus all deferred ones, and empties this dict."""
-        variables, columns = list(variables), [list(column) for column in columns]
-        position = {variable: i for i, variable in enumerate(variables)}
-        while self:
-            variable, summands = self.popitem()
-            if variable not in position:
-                position[variable] = len(variables)
-                variables.append(variable)
-                for column in columns:
-                    column.append(None)
-            for column, summand in zip(columns, summands, strict=True):
-                column[position[variable]] = add_grads(column[position[variable]], summand)
-        self.has_passes = False
-        return variables, columns
+    def take_all(self) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
+        """Removes and returns all variables, and each replica's gradients of them."""
+        variables, by_replica = list(self), [*map(list, zip(*self.values(), strict=True))]
+        self.release()
+        return variables, by_replica
 
     def grads_of(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns the deferred gradient of one replica."""

@@ -16,11 +16,12 @@ from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.multi_worker.bucket_order import BucketOrder
 from mirror.replica.multi_worker.contributions import Contribution
 from mirror.replica.multi_worker.worker_bucket import (
+    NUM_MARKS,
     Signals,
     Trailer,
-    UsualTrailers,
     WorkerBucket,
     read_trailer,
+    usual_trailer,
     write_trailer,
 )
 from mirror.replica.params.replicated_param import ReplicaParameter
@@ -114,7 +115,6 @@ class InFlight:
     def launch_usual(
         self,
         bucket: WorkerBucket,
-        trailers: UsualTrailers,
         by_replica: Sequence[Sequence[Tensor]],
         *,
         scale: float,
@@ -130,9 +130,10 @@ class InFlight:
             total: the sum of all workers' weights in the previous pass.
         """
         number, reduction, what = self._next(phase)
-        buffer = bucket.sum_replicas(by_replica, scale, trailers.own_trailer(number, weight))
+        key = len(bucket.variables), bucket.dtype, number % NUM_MARKS
+        buffer = bucket.sum_replicas(by_replica, scale, usual_trailer(*key, 1, weight))
         wait = self._workers.all_reduce(what, buffer)
-        usual = trailers.all(number, total, self._workers.size)
+        usual = usual_trailer(*key, self._workers.size, total)
         grads = bucket.unpack(buffer)  # now, as nothing else is done before the wait
         self.launched.append(
             BucketInFlight(bucket, [buffer], number, [wait], None, reduction, usual, grads)

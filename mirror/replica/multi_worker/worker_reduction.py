@@ -253,12 +253,11 @@ class WorkerReduction:
         is_non_finite = self._non_finite.found is not None
         is_mixed = self._several_calls.differ(weights)
         is_usual = not (self._workers.sums_replicas or more or is_non_finite or is_mixed)
-        if bucket.usual_trailers is not None and is_usual:
+        if bucket.can_sum_replicas and is_usual:
             scale = self._contributions.usual_scale(by_replica, shares)
             if scale is not None:
                 self._transfers.launch_usual(
                     bucket,
-                    bucket.usual_trailers,
                     by_replica,
                     scale=scale,
                     weight=weight,
