@@ -57,11 +57,7 @@ from mirror.replica.gradients.ready_grads import (
     weigh,
 )
 from mirror.replica.gradients.shares import Shares
-from mirror.replica.params.replicated_param import (
-    ReplicaParameter,
-    ReplicatedParam,
-    refuse_sparse,
-)
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam, refuse_sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +278,7 @@ class Buckets:
             return
         targets = [mine[bounds] for mine in order.targets]
         scattering = None
-        if self._scatter is not None and self._scatter.split(variables, targets) is None:
+        if self._scatter is not None and not self._scatter.find_whole(variables, targets):
             scattering = self._scatter.begin(variables, by_replica, self._streams)
         scale = common_scale(shares)
         if scattering is None:

@@ -16,7 +16,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.buckets import Buckets
-from mirror.replica.gradients.grad_scatter import GradScatter, reduce_scattered
+from mirror.replica.gradients.grad_scatter import GradScatter
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
@@ -85,9 +85,10 @@ class LocalReduction:
             targets = [[v.targets[r] for v in variables] for r in range(len(by_replica))]
         if variables and self.scatter is not None:
             streams = self.tracker.streams
-            variables, by_replica, targets = reduce_scattered(
-                self.scatter, variables, by_replica, targets, scale, streams, self._replicas
-            )
+            rest = self.scatter.reduce(variables, targets, by_replica, scale, streams)
+            variables = [variables[i] for i in rest]
+            by_replica = [[grads[i] for i in rest] for grads in by_replica]
+            targets = [[mine[i] for i in rest] for mine in targets]
         # 4. Sum the others, and add the sums to every replica's gradients.
         if variables:
             self._replicas.timeline.begin(
@@ -133,10 +134,7 @@ class LocalReduction:
         return rest, taken
 
     def _reduce_unusual(
-        self,
-        variables: list[ReplicatedParam],
-        by_replica: list[ReplicaGrads],
-        scale: float,
+        self, variables: list[ReplicatedParam], by_replica: list[ReplicaGrads], scale: float
     ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
         """Reduces sparse and other non-dense gradients; returns the rest, filled with zeros."""
         if self.deferred.has_passes:

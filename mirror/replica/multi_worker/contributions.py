@@ -28,11 +28,7 @@ from mirror.replica.gradients.ready_grads import (
     unshare,
     weigh,
 )
-from mirror.replica.multi_worker.worker_bucket import (
-    FLAG_COUNTED,
-    FLAG_ZERO_WEIGHT,
-    WorkerBucket,
-)
+from mirror.replica.multi_worker.worker_bucket import FLAG_COUNTED, FLAG_ZERO_WEIGHT, WorkerBucket
 from mirror.replica.params.replicated_param import ReplicatedParam
 
 
@@ -81,10 +77,7 @@ class Contributions:
         return scale if scale and all(map(are_usual, by_replica)) else None
 
     def of_bucket(
-        self,
-        bucket: WorkerBucket,
-        by_replica: list[ReplicaGrads],
-        shares: Mapping[int, float],
+        self, bucket: WorkerBucket, by_replica: list[ReplicaGrads], shares: Mapping[int, float]
     ) -> Contribution:
         """Returns the contribution to a bucket.
 
@@ -111,10 +104,7 @@ class Contributions:
         return Contribution(by_replica[:1], flags, [1.0])
 
     def _fill_absent(
-        self,
-        bucket: WorkerBucket,
-        by_replica: Sequence[ReplicaGrads],
-        shares: Mapping[int, float],
+        self, bucket: WorkerBucket, by_replica: Sequence[ReplicaGrads], shares: Mapping[int, float]
     ) -> tuple[list[float], Mapping[int, float]]:
         """Replaces gradients that are absent or have no share by zeros.
 
