@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import compress, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -130,7 +130,9 @@ class Buckets:
         self._is_held = False  # no launches until all that has arrived is reduced
         self.is_disordered = False
 
-    def learn(self, arrivals: ReadyGrads, *, again: bool) -> None:
+    # The order of arrival
+
+    def record_order(self, arrivals: ReadyGrads, *, again: bool) -> None:
         """Records the order of a pass, for the buckets of the next passes.
 
         Args:
@@ -173,71 +175,7 @@ class Buckets:
             hook.remove()
         self._plan, self._hooks, self.is_disordered = None, [], False
 
-    def forget(self, variable: ReplicatedParam) -> None:
-        """Drops the order, and the gradients in flight of a variable that was freed.
-
-        Takes no lock: a garbage collection may call it at any time.
-        """
-        self.forget_order()
-        for reduction in tuple(self.in_flight):
-            if variable in reduction.variables:
-                reduction.dropped.update((variable, r) for r in range(len(reduction.targets)))
-                reduction.copies = [
-                    [copy for copy in mine if copy.variable is not variable]
-                    for mine in reduction.copies
-                ]
-
-    def close(self) -> None:
-        """Closes the side stream; idempotent."""
-        self._side.close()
-
-    def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
-        """Marks gradients in flight to be thrown away when they arrive, for these replicas."""
-        self._tracker.mutex.call(self._drop, variable, replica_ids)
-
-    def _drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
-        self._is_held = True
-        for reduction in self.in_flight:
-            if variable in reduction.variables:
-                reduction.dropped.update((variable, r) for r in replica_ids)
-
-    def discard(self) -> None:
-        """Waits for the reductions in flight, and throws the gradients away."""
-        for reduction in self._pop_reductions():
-            with suppress(Exception):  # the run has failed already, with its own error
-                reduction.wait()
-
-    def collect(self) -> None:
-        """Waits for the reductions in flight, and accumulates the gradients."""
-        timeline = self._replicas.timeline
-        for reduction in self._pop_reductions():
-            timeline.begin(CROSS, EXPOSED)
-            reduction.wait()
-            timeline.end(CROSS, EXPOSED)
-            self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
-            if reduction.scattering is not None and self._scatter is not None:
-                reduction.scattering.finish(reduction.scale)
-                for variable, r in reduction.dropped:
-                    self._scatter.drop(variable, (r,))
-                self._runner.unfinished = self._runner.running is not None
-                continue
-            for r, targets in enumerate(reduction.targets):
-                kept = [
-                    i
-                    for i, variable in enumerate(reduction.variables)
-                    if (variable, r) not in reduction.dropped
-                ]
-                grads = reduction.by_replica[r]
-                accumulate([targets[i] for i in kept], [grads[i] for i in kept])
-            self._runner.unfinished = self._runner.running is not None
-
-    def _pop_reductions(self) -> list[_Reduction]:
-        reductions = self.in_flight.copy()
-        if reductions:
-            self.in_flight.clear()
-            self._tracker.settle()
-        self._is_held = False
-        return reductions
+    # Launching during a pass
 
     @disable_dynamo
     def _handle_arrival(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
@@ -306,6 +244,71 @@ class Buckets:
         self.in_flight.append(
             _Reduction(variables, copies, targets, by_replica, wait, factor, scattering)
         )
+
+    # Collecting when the pass has ended
+
+    def collect(self) -> None:
+        """Waits for the reductions in flight, and accumulates the gradients."""
+        timeline = self._replicas.timeline
+        for reduction in self._pop_reductions():
+            timeline.begin(CROSS, EXPOSED)
+            reduction.wait()
+            timeline.end(CROSS, EXPOSED)
+            self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
+            if reduction.scattering is not None and self._scatter is not None:
+                reduction.scattering.finish(reduction.scale)
+                for variable, r in reduction.dropped:
+                    self._scatter.drop(variable, (r,))
+            else:
+                for r, targets in enumerate(reduction.targets):
+                    is_kept = [(v, r) not in reduction.dropped for v in reduction.variables]
+                    grads = compress(reduction.by_replica[r], is_kept)
+                    accumulate([*compress(targets, is_kept)], [*grads])
+            self._runner.unfinished = self._runner.running is not None
+
+    def _pop_reductions(self) -> list[_Reduction]:
+        reductions = self.in_flight.copy()
+        if reductions:
+            self.in_flight.clear()
+            self._tracker.settle()
+        self._is_held = False
+        return reductions
+
+    # Dropping
+
+    def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
+        """Marks gradients in flight to be thrown away when they arrive, for these replicas."""
+        self._tracker.mutex.call(self._drop, variable, replica_ids)
+
+    def _drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
+        self._is_held = True
+        for reduction in self.in_flight:
+            if variable in reduction.variables:
+                reduction.dropped.update((variable, r) for r in replica_ids)
+
+    def discard(self) -> None:
+        """Waits for the reductions in flight, and throws the gradients away."""
+        for reduction in self._pop_reductions():
+            with suppress(Exception):  # the run has failed already, with its own error
+                reduction.wait()
+
+    def forget(self, variable: ReplicatedParam) -> None:
+        """Drops the order, and the gradients in flight of a variable that was freed.
+
+        Takes no lock: a garbage collection may call it at any time.
+        """
+        self.forget_order()
+        for reduction in tuple(self.in_flight):
+            if variable in reduction.variables:
+                reduction.dropped.update((variable, r) for r in range(len(reduction.targets)))
+                reduction.copies = [
+                    [copy for copy in mine if copy.variable is not variable]
+                    for mine in reduction.copies
+                ]
+
+    def close(self) -> None:
+        """Closes the side stream; idempotent."""
+        self._side.close()
 
 
 def bucket_ends(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[int]:

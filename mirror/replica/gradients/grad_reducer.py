@@ -22,9 +22,9 @@ gradient counts: [Note: Shares] in ``shares.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import reduce
 from typing import Protocol
 
 from torch import Tensor
@@ -142,7 +142,7 @@ class GradReducer:
             return
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
-            self.finish(partial(self._shares.in_run, replica.run))
+            self._reduce_or_defer(replica.run)
             return payloads
 
         point = MergePoint("a new weight after a backward pass", (), None, action)
@@ -176,13 +176,13 @@ class GradReducer:
 
     def _prepare(self) -> None:
         if self._shown or self.tracker.may_have_arrived or any(self.tracker.sources):
-            self.finish(self._shares.outside)
+            self._reduce_or_defer()
 
     def _finish(self, run: Run) -> None:
         if self.scattered and self.scatter is not None:
             self.scatter.settle(run.active)
         if self._shown or self.tracker.may_have_arrived or any(self.tracker.sources):
-            self.finish(partial(self._shares.in_run, run))
+            self._reduce_or_defer(run)
 
     @contextmanager
     def deferring_gradients(self) -> Iterator[None]:
@@ -194,11 +194,11 @@ class GradReducer:
         self.deferred.is_open = True
         try:
             yield
-            self.finish(self._shares.outside)
+            self._reduce_or_defer()
         finally:
             self.deferred.is_open = outer
 
-    def finish(self, find_weights: Callable[[], PassWeights]) -> None:
+    def _reduce_or_defer(self, run: Run | None = None) -> None:
         """Reduces or defers the remaining gradients of a run, or of the code between two runs.
 
         Raises:
@@ -213,10 +213,11 @@ class GradReducer:
                 "parts; change gradients after no_sync, or set .grad"
             )
         if self.tracker.have_arrived():
+            weights = self._shares.outside() if run is None else self._shares.in_run(run)
             if self.deferred.is_open:
-                self._reduction.defer(find_weights())
+                self._reduction.defer(weights)
             else:
-                self._reduction.reduce(find_weights())
+                self._reduction.reduce(weights)
 
     def local_gradient(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns the sum of one replica's gradients under ``no_sync``, not reduced."""

@@ -125,7 +125,7 @@ class LocalReduction:
                 self.discard()
                 self._finite.raise_error(grads, rest.variables)
             del grads  # unshare counts the references to their memory
-        self._buckets.learn(arrivals, again=is_known)
+        self._buckets.record_order(arrivals, again=is_known)
         if self._buckets.is_disordered:
             self._buckets.forget_order()
             self.tracker.restore_hooks()
