@@ -267,7 +267,7 @@ class Buckets:
             self._runner.unfinished = self._runner.running is not None
 
     def _pop_reductions(self) -> list[_Reduction]:
-        reductions = self.in_flight.copy()
+        reductions = [*self.in_flight]
         if reductions:
             self.in_flight.clear()
             self._tracker.settle()

@@ -192,12 +192,12 @@ class GradScatter:
             The positions of the other variables.
         """
         rest = self.find_whole(variables, targets)
-        gone = set(rest)
-        chosen = [i for i in range(len(variables)) if i not in gone]
-        scattering = None
-        if chosen:
-            grads = [[grads_of_replica[i] for i in chosen] for grads_of_replica in by_replica]
-            scattering = self.begin([variables[i] for i in chosen], grads, streams)
+        chosen = variables
+        if rest:
+            positions = sorted({*range(len(variables))}.difference(rest))
+            chosen = [variables[i] for i in positions]
+            by_replica = [[grads[i] for i in positions] for grads in by_replica]
+        scattering = self.begin(chosen, by_replica, streams) if chosen else None
         if scattering is None:
             return [*range(len(variables))]
         self._replicas.timeline.begin(CROSS, REDUCTION, f"gradients of {len(chosen)} parameters")

@@ -250,7 +250,8 @@ class GradTracker:
             rows = (*(bucket.copies for bucket in self.in_flight), self.pending)
             arrived = [[*chain(*row)] for row in zip(*rows, strict=True)]
         if self.arrivals is not None and self.arrivals.are_ready(arrived):
-            self._drop_hooks(self.arrivals)
+            if self.arrivals is not self._silent_order:
+                self._drop_hooks(self.arrivals)
             return self.arrivals, True
         self.arrivals = ReadyGrads(arrived)
         return self.arrivals, False
@@ -355,7 +356,7 @@ class GradTracker:
 
     def _drop_hooks(self, arrivals: ReadyGrads) -> None:
         """Removes the hooks of copies that arrive in a known order."""
-        if arrivals is self._silent_order or not (self._may_be_silent and arrivals.is_regular):
+        if not (self._may_be_silent and arrivals.is_regular):
             return
         self._silent_order = arrivals
         for r, copies in enumerate(arrivals.copies):

@@ -86,9 +86,12 @@ class LocalReduction:
         if variables and self.scatter is not None:
             streams = self.tracker.streams
             rest = self.scatter.reduce(variables, targets, by_replica, scale, streams)
-            variables = [variables[i] for i in rest]
-            by_replica = [[grads[i] for i in rest] for grads in by_replica]
-            targets = [[mine[i] for i in rest] for mine in targets]
+            if rest:
+                variables = [variables[i] for i in rest]
+                by_replica = [[grads[i] for i in rest] for grads in by_replica]
+                targets = [[mine[i] for i in rest] for mine in targets]
+            else:
+                variables, by_replica, targets = [], [], []
         # 4. Sum the others, and add the sums to every replica's gradients.
         if variables:
             self._replicas.timeline.begin(
@@ -114,8 +117,9 @@ class LocalReduction:
             GradientError: a gradient is not finite, and ``finite`` checks that.
         """
         arrivals, is_known = self.tracker.record_arrival_order()
-        num_launched = sum(len(bucket.copies[0]) for bucket in self.tracker.in_flight)
-        rest = arrivals.skip(num_launched) if num_launched else arrivals
+        rest = arrivals
+        if self.tracker.in_flight:
+            rest = arrivals.skip(sum(len(bucket.copies[0]) for bucket in self.tracker.in_flight))
         if self._finite is not None:
             grads = [
                 list(map(local_grad, mine)) if weights.get(r) else []  # of weight 0: not checked
