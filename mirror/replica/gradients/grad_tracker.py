@@ -247,8 +247,8 @@ class GradTracker:
         """
         arrived: Sequence[Sequence[ReplicaParameter]] = self.pending
         if self.in_flight:
-            rows = (*(bucket.copies for bucket in self.in_flight), self.pending)
-            arrived = [[*chain(*row)] for row in zip(*rows, strict=True)]
+            parts = [*[bucket.copies for bucket in self.in_flight], self.pending]
+            arrived = [[*chain(*of_replica)] for of_replica in zip(*parts, strict=True)]
         if self.arrivals is not None and self.arrivals.are_ready(arrived):
             if self.arrivals is not self._silent_order:
                 self._drop_hooks(self.arrivals)

@@ -119,7 +119,7 @@ class LocalReduction:
         arrivals, is_known = self.tracker.record_arrival_order()
         rest = arrivals
         if self.tracker.in_flight:
-            rest = arrivals.skip(sum(len(bucket.copies[0]) for bucket in self.tracker.in_flight))
+            rest = arrivals.skip(sum([len(bucket.copies[0]) for bucket in self.tracker.in_flight]))
         if self._finite is not None:
             grads = [
                 list(map(local_grad, mine)) if weights.get(r) else []  # of weight 0: not checked
