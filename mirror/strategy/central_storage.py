@@ -1,26 +1,24 @@
 """CentralStorageStrategy: parameters and optimizer state once, on a parameter device.
 
-``replica/gradients/central_param.py`` says how values and gradients travel.
+``replica/params/central_param.py`` says how values and gradients travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mirror.base.migration_hints import call_with_hints, keywords_with_hints
+from mirror.base.migration_hints import call_with_hints
 from mirror.comm.communicator import Communicator
 from mirror.devices import is_simulated, resolve
 from mirror.errors import DeviceError
 from mirror.strategy.mirrored import MirroredStrategy, check_single_device
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
-    Fallback,
     GradientReduction,
     Guards,
-    Mode,
     Schedule,
     Verify,
 )
@@ -40,7 +38,7 @@ class CentralStorageStrategy(MirroredStrategy):
     parameters per step. In the cross-replica context ``p``, ``p.grad`` and state are on the
     parameter device; inside ``run`` a replica uses the copy on its own device. Buffers stay on
     the replicas' devices. See
-    ``mirror/replica/gradients/central_param.py``.
+    ``mirror/replica/params/central_param.py``.
 
     Simulated compute devices differ from the parameter device: their copies have their own memory,
     as on GPUs.
@@ -96,18 +94,6 @@ class CentralStorageStrategy(MirroredStrategy):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, parameter_device='{self._parameter_device}')"
-
-    @keywords_with_hints("MirroredStrategy.compile")
-    def compile(
-        self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
-    ) -> Any:
-        """Returns a step that runs uncompiled, for ``fallback="eager"``.
-
-        Raises:
-            CompileError: ``fallback`` is "error": compiled steps run the optimizer on the
-                replicas' devices, where this strategy keeps no state.
-        """
-        return super().compile(step, fallback=fallback, mode=mode)
 
     def _resolve_devices(self, devices: Any) -> Sequence[Sequence[torch.device]]:
         return [(device,) for device in resolve(devices)]

@@ -19,7 +19,7 @@ from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.exactness.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
-from mirror.replica.gradients.central_param import CentralAccess, CentralGradReducer, CentralParams
+from mirror.replica.gradients.exposed_grads import ExposedGrads, FirstReplicaGrads, HomeGrads
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.gradients.grad_reducer import GradReducer, Reduction
 from mirror.replica.gradients.grad_tracker import watch_backward
@@ -33,8 +33,9 @@ from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.worker_reduction import WorkerReduction
-from mirror.replica.optimizers.mirrored_optimizer import CentralOptimizers, OptimizerRegistry
+from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
+from mirror.replica.params.central_param import CentralParams
 from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import (
     MirroredTensors,
@@ -105,21 +106,14 @@ class Group:
             )
         else:
             reduction = LocalReduction(replicas, runner, reducer, shares, finite)
-        gradients: GradReducer
-        access: GradAccess
-        variables: ReplicatedParams
-        if replicas.has_parameter_device:
-            gradients = central_gradients = CentralGradReducer(replicas, runner, shares, reduction)
-            access = central_access = CentralAccess(replicas, runner, central_gradients)
-            variables = CentralParams(replicas, registry, access)
-            self.optimizers: OptimizerRegistry = CentralOptimizers(
-                replicas, runner, central_access
-            )
-        else:
-            gradients = GradReducer(replicas, runner, shares, reduction)
-            access = GradAccess(replicas, runner, gradients)
-            variables = ReplicatedParams(replicas, registry, access)
-            self.optimizers = OptimizerRegistry(replicas, runner, access)
+        exposed: ExposedGrads = (
+            HomeGrads() if replicas.has_parameter_device else FirstReplicaGrads()
+        )
+        gradients = GradReducer(replicas, runner, shares, reduction, exposed)
+        access = GradAccess(replicas, runner, gradients)
+        params = CentralParams if replicas.has_parameter_device else ReplicatedParams
+        variables = params(replicas, registry, access)
+        self.optimizers = OptimizerRegistry(replicas, runner, access)
         buffers = Buffers(replicas, registry, variables.memory)
         attributes = ModuleAttributes(runner)
         self.replicas, self.runner, self.registry = replicas, runner, registry

@@ -34,6 +34,7 @@ from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, replica_of
 from mirror.execution.runner import Runner
+from mirror.replica.gradients.exposed_grads import ExposedGrads
 from mirror.replica.gradients.grad_scatter import GradScatter
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.ready_grads import DeferredGrads, add_grads, local_grad
@@ -93,13 +94,19 @@ class GradReducer:
     Attributes:
         tracker, deferred, scatter, bytes_per_pack: see ``Reduction``.
         pending, unsettled: see ``GradTracker``.
+        exposed: the reduced gradients that the program has.
         scattered: the gradients that ``scatter`` has.
     """
 
     def __init__(
-        self, replicas: Replicas, runner: Runner, shares: Shares, reduction: Reduction
+        self,
+        replicas: Replicas,
+        runner: Runner,
+        shares: Shares,
+        reduction: Reduction,
+        exposed: ExposedGrads,
     ) -> None:
-        self._replicas, self._runner = replicas, runner
+        self._replicas, self._runner, self.exposed = replicas, runner, exposed
         self._shares, self._reduction = shares, reduction
         self.tracker, self.deferred = reduction.tracker, reduction.deferred
         self.scatter, self.bytes_per_pack = reduction.scatter, reduction.bytes_per_pack
@@ -156,7 +163,12 @@ class GradReducer:
     def flush(self) -> None:
         """Reduces the gradients of backward passes in the cross-replica context."""
         if self.tracker.have_arrived() or self.deferred.has_passes:
-            self._reduction.reduce(self._shares.outside())
+            self._reduce_outside(self._shares.outside())
+
+    def _reduce_outside(self, weights: PassWeights) -> None:
+        self.exposed.before_reduction()
+        self._reduction.reduce(weights)
+        self.exposed.refresh()
 
     def gather(self) -> None:
         """Gives all replicas the whole of the gradients that are scattered."""
@@ -216,6 +228,8 @@ class GradReducer:
             weights = self._shares.outside() if run is None else self._shares.in_run(run)
             if self.deferred.is_open:
                 self._reduction.defer(weights)
+            elif run is None:
+                self._reduce_outside(weights)
             else:
                 self._reduction.reduce(weights)
 

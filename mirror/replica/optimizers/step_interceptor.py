@@ -51,7 +51,8 @@ from mirror.replica.optimizers.merge_call_shared import (
     watch_schedulers,
     wrap_in_subclasses,
 )
-from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, optimizers_of
+from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
     find_replicas,
@@ -61,7 +62,6 @@ from mirror.replica.optimizers.param_groups import (
     refuse_unmirrored,
     replicas_in,
 )
-from mirror.replica.optimizers.sharded_optimizer import ShardedOptimizer
 from mirror.replica.optimizers.step_dispatch import (
     hooked_code,
     is_torchs_own,
@@ -147,10 +147,12 @@ def _wrap(step: Step) -> Step:
 
 def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
     """Makes a step that one replica has called. See [Note: Step dispatch]."""
+    is_apart, is_sharded = context.replicas.has_parameter_device, context.replicas.shards_state
     if context.tracing is not None:
+        if is_apart or is_sharded:  # a program has no state there
+            return context.tracing.update(optimizer, args, kwargs)
         return _step(step, optimizer, context, args, kwargs)
     refuse_wrappers(optimizer)
-    is_apart, is_sharded = context.replicas.has_parameter_device, context.replicas.shards_state
     is_own = is_torchs_own(type(optimizer)) and not is_sharded
     is_own = is_own and not (is_apart and has_step_hooks(optimizer))
     if is_own or find_replicas(optimizer) is not context.replicas:
@@ -291,8 +293,7 @@ def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> MirroredOptimizer:
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is None or mirror.replicas is not replicas:
         # In the attributes it lives as long as the optimizer; copies and pickles leave it out.
-        kind = ShardedOptimizer if replicas.shards_state else MirroredOptimizer
-        mirror = kind(optimizer, optimizers_of(replicas))
+        mirror = MirroredOptimizer(optimizer, optimizers_of(replicas))
         optimizer.__dict__["_mirror"] = mirror
     mirror.loan.parameters = ParamGroupsView(optimizer.param_groups)
     return mirror
