@@ -412,7 +412,10 @@ def shares_of(
     total = sum(weights.values()) if total is None else total
     if total == 0:  # as on one device: the mean over no examples
         return dict.fromkeys(weights, 1.0 / (count or len(weights)))
-    return {r: weight / total for r, weight in weights.items()}
+    shares = dict[int, float]()
+    for r, weight in weights.items():
+        shares[r] = weight / total
+    return shares
 
 
 def recomputing(replicas: Replicas, replica_id: int) -> Replica:
