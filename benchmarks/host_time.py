@@ -61,7 +61,7 @@ FILES = {
         "threads/stall_detector.py",
         "threads/merge_point.py",
         "threads/lockstep.py",
-        "execution/replica_rng.py",
+        "execution/swapped_state.py",
         "execution/run.py",
         "execution/replica_thread.py",
         "threads/replica_threads.py",

@@ -38,9 +38,8 @@ from mirror.base.timeline import WAITING
 from mirror.device.device_mesh import DeviceRemap
 from mirror.device.streams import ReplicaStreams, Stopwatch
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.replica_rng import RngPool
 from mirror.execution.replicas import Replicas
-from mirror.execution.swapped_state import SwappedState
+from mirror.execution.swapped_state import RngPool, SwappedState
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Action, MergePoint, NullLockstep, Payloads
 from mirror.values import ExampleCounts, GivenWeights

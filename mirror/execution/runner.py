@@ -29,7 +29,6 @@ from mirror.execution.lifecycle import (
     step_ends,
 )
 from mirror.execution.parallel_runs import ParallelRuns
-from mirror.execution.replica_rng import RngPool, call_with_worker_rng
 from mirror.execution.replica_thread import ThreadState, replica_tasks
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import (
@@ -40,6 +39,7 @@ from mirror.execution.run import (
     refuse_within_another,
     replica_of,
 )
+from mirror.execution.swapped_state import RngPool, call_with_worker_rng
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Tasks
 from mirror.threads.schedule import PARALLEL, Schedule

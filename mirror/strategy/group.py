@@ -12,7 +12,7 @@ from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
 from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks, WhilePending
-from mirror.execution.process_wide_calls import watch_process_wide_calls
+from mirror.execution.parallel_runs import watch_process_wide_calls
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.execution.runner import EveryNSteps, Runner

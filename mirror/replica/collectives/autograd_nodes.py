@@ -57,10 +57,10 @@ from mirror.comm.reduce_ops import reduce_tensors
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
+from mirror.execution.replica_thread import serial_graphs
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, replica_of
 from mirror.execution.runner import Runner
-from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.over_workers import Participants, weighted_sum_over_workers
 from mirror.replica.params.torch_function import make_common
 from mirror.replica.params.workers_without_examples import zeros_to_differentiate

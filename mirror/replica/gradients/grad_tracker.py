@@ -45,10 +45,10 @@ from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import do_nothing
+from mirror.execution.replica_thread import serial_graphs
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run, Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
-from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad

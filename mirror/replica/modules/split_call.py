@@ -353,8 +353,7 @@ class CallInterceptor(Interceptor):
             )
             take_changes(runner, own, list(run.results), args, kwargs)
         except Exception as error:
-            if _may_be_of_sizes(error):
-                add_note(error, _describe_sizes(module, split, args, kwargs))
+            _note_sizes(error, module, split, args, kwargs)
             raise
         finally:
             if runner.copies is not None:
@@ -432,9 +431,12 @@ class CallInterceptor(Interceptor):
             # It gets its parameters now, and is mirrored at its next use.
             self.recorder.record(module)
         elif replicas.has_parameter_device and next(module.parameters(), None) is not None:
-            return _call_on_first(
-                runner, args, kwargs, partial(call_under_dynamo, dynamo_callback, module)
-            )
+            # That device has no buffers, and the arguments do not go there.
+            def call_first(*args: Any, **kwargs: Any) -> Any:
+                call = partial(call_under_dynamo, dynamo_callback, module, args, kwargs)
+                return runner.run(lambda replica_id: call(), (0,)).results[0]
+
+            return _call_whole(runner, args, kwargs, call_first)
         current.in_whole_call = True
         try:
             return _call_whole(runner, args, kwargs, whole)
@@ -507,12 +509,11 @@ def _call_lone(
         result = run.results[0]
         if type(result) is Tensor and result.shape[:1] == (sizes[0],):
             return result
-        part = ReplicaArgs(SplitPlan(sizes, runner.replicas.places, sizes[0]), 0)
-        return join_outputs(runner, run.results, sizes, [part], module)
+        split = SplitPlan(sizes, runner.replicas.places, sizes[0])
+        return join_outputs(runner, run.results, sizes, [ReplicaArgs(split, 0)], module)
     except Exception as error:
-        if _may_be_of_sizes(error):
-            split = SplitPlan(sizes, runner.replicas.places, sizes[0])
-            add_note(error, _describe_sizes(module, split, args, kwargs))
+        split = SplitPlan(sizes, runner.replicas.places, sizes[0])
+        _note_sizes(error, module, split, args, kwargs)
         raise
 
 
@@ -533,20 +534,6 @@ def _call_whole(
     return result
 
 
-def _call_on_first(
-    runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
-) -> Any:
-    """Calls a module in a run of the first replica, because of a parameter device.
-
-    That device has no buffers, and the arguments do not go there.
-    """
-
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        return runner.run(lambda replica_id: call(args, kwargs), (0,)).results[0]
-
-    return _call_whole(runner, args, kwargs, whole)
-
-
 def _call_with_dynamo(
     dynamo_callback: DynamoCallback, whole: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
@@ -555,25 +542,23 @@ def _call_with_dynamo(
     return whole(*args, **kwargs)
 
 
-def _may_be_of_sizes(error: Exception) -> bool:
-    """Returns whether an error in a split call may come from the sizes of the parts.
+def _note_sizes(
+    error: Exception, module: nn.Module, split: SplitPlan, args: tuple[Any, ...], kwargs: Any
+) -> None:
+    """Adds to an error in a split call how the call was split, if it may come from that.
 
     Errors of mirror have their own remedies. A layout that an operation lacks, memory that is
     used up, and the errors of ``find_remedy`` are not mended by another split.
     """
     others = (MirrorError, NotImplementedError, torch.OutOfMemoryError)
-    return not isinstance(error, others) and not find_remedy(error)
-
-
-def _describe_sizes(
-    module: nn.Module, split: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str:
-    """Returns how a call was split, for a note on its error."""
-    return (
+    if isinstance(error, others) or find_remedy(error):
+        return
+    add_note(
+        error,
         f"this call of {type(module).__name__} was split over {len(split.active)} replicas by the "
         f"first dimension, {split.num_examples}: {describe_split(split, args, kwargs)}. If "
         "something was split that holds no examples, give it another first dimension (x[None]) or "
-        "make it in forward; to split by hand, call the module inside strategy.run"
+        "make it in forward; to split by hand, call the module inside strategy.run",
     )
 
 
