@@ -185,7 +185,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
         state: ``None`` for a single replica on the CPU, which runs in the caller's thread.
     """
     replicas = run.replicas
-    strategy, timeline, stopwatches = replicas.strategy, replicas.timeline, run.stopwatches
+    strategy, timeline = replicas.strategy, replicas.timeline
     function = _remap_devices(run, fn) if replicas.places.is_model_parallel else fn
 
     def call_as(replica: Replica) -> Any:
@@ -202,7 +202,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             swapped = run.swapped
             if swapped is not None and swapped.inside != replica_id:
                 swapped.enter(replica_id)
-            result = _measure(run, replica_id, function) if stopwatches else function(replica_id)
+            result = function(replica_id)
             for optimizer, options in run.stepped.items():
                 options[replica_id] = optimizer.options()
             return result
@@ -244,15 +244,6 @@ def _remap_devices(run: Run, fn: Callable[[int], Any]) -> Callable[[int], Any]:
             return fn(replica_id)
 
     return call
-
-
-def _measure(run: Run, replica_id: int, fn: Callable[[int], Any]) -> Any:
-    watch = run.stopwatches[replica_id]
-    watch.start()
-    try:
-        return fn(replica_id)
-    finally:
-        watch.stop()
 
 
 class SerialGraphs:

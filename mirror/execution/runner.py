@@ -68,7 +68,6 @@ class Runner:
             If none is, an interrupt has left the flag: [Note: Interrupts].
         locksteps: the replicas' threads, by depth of nested runs.
         is_usable: whether ``check_usable`` raises nothing.
-        stopwatches: one per replica once ``measure`` has been called.
         on_outermost_end: on one of several workers, called when an outermost run has succeeded.
         parallel_runs: decides which runs take turns, if replicas may overlap.
         copies: streams for arguments from the host to GPUs; ``None`` on simulated devices.
@@ -89,7 +88,7 @@ class Runner:
         if self.schedule.watches_passes:
             replicas.timeline.at_step_ends.append(self._end_step)
         self.locksteps = LockstepStack(replicas, self.schedule.of_turns, timeout_seconds)
-        self.stopwatches: tuple[Stopwatch, ...] = ()
+        self._stopwatches: tuple[Stopwatch, ...] = ()  # once ``measure`` has been called
         self.on_outermost_end: Callable[[], None] = do_nothing
         self.set_hooks(())
         self._claim, positions = ExclusiveRun(), replicas.places.positions
@@ -238,7 +237,6 @@ class Runner:
             active,
             weights,
             outer,
-            stopwatches=self.stopwatches,
             swapped=self._streams.begin(active) if takes_turns else None,
             checks=self._parts.at_merging,
         )
@@ -361,9 +359,10 @@ class Runner:
 
         Waits at merge points and the caller's work between runs do not count.
         """
-        if not self.stopwatches:
-            self.stopwatches = tuple(map(Stopwatch, self.replicas.devices))
-        return lambda: tuple(watch.seconds() for watch in self.stopwatches)
+        if not self._stopwatches:
+            self._stopwatches = tuple(map(Stopwatch, self.replicas.devices))
+            self.replicas.timeline.stopwatches = self._stopwatches
+        return lambda: tuple(watch.seconds() for watch in self._stopwatches)
 
     # Checks, forks and closing
 
