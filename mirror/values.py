@@ -326,9 +326,10 @@ def select(tree: Any, replica_id: int) -> Any:
     if isinstance(tree, PerReplica):
         return tree.values[replica_id]
     if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):  # the usual arguments
-        parts = []  # a loop, since a comprehension is a call before Python 3.12
-        for value in tree:
-            parts.append(value.values[replica_id] if type(value) is PerReplica else value)
+        parts = [*tree]  # a loop, since a comprehension is a call before Python 3.12
+        for i, value in enumerate(tree):
+            if type(value) is PerReplica:
+                parts[i] = value.values[replica_id]
         return tuple(parts)
     return map_structure(
         lambda leaf: leaf.values[replica_id] if isinstance(leaf, PerReplica) else leaf, tree

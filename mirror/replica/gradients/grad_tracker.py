@@ -199,10 +199,7 @@ class GradTracker:
                 lock = self.mutex.lock
                 try:
                     lock.acquire()
-                    found = list[ReplicaParameter]()
-                    for copy in silent:
-                        if local_grad(copy) is not None:
-                            found.append(copy)
+                    found = [copy for copy in silent if local_grad(copy) is not None]
                     if pending:
                         found += [copy for copy in pending if not copy.is_silent]
                     if found or pending:
