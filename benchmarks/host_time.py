@@ -58,7 +58,7 @@ FILES = {
     ),
     "lockstep": (
         "threads/lockstep.py",
-        "threads/stall_detector.py",
+        "threads/schedule.py",
         "threads/merge_point.py",
         "threads/lockstep.py",
         "execution/swapped_state.py",
