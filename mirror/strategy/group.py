@@ -31,7 +31,7 @@ from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
-from mirror.replica.optimizers.mirrored_optimizer import CentralOptimizers, OptimizerRegistry
+from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import (
@@ -98,19 +98,16 @@ class Group:
         access: GradAccess
         variables: ReplicatedParams
         if replicas.has_parameter_device:
-            gradients = central_gradients = CentralGradReducer(replicas, runner, reducer, finite)
-            access = central_access = CentralAccess(replicas, runner, central_gradients)
+            gradients = central = CentralGradReducer(replicas, runner, reducer, finite)
+            access = CentralAccess(replicas, runner, central)
             variables = CentralParams(replicas, registry, access)
-            self.optimizers: OptimizerRegistry = CentralOptimizers(
-                replicas, runner, central_access
-            )
         else:
             gradients = GradReducer(replicas, runner, reducer, finite)
             if replicas.workers.is_multi_process:
                 gradients = MultiWorkerGradients(replicas, runner, reducer, finite, registry)
             access = GradAccess(replicas, runner, gradients)
             variables = ReplicatedParams(replicas, registry, access)
-            self.optimizers = OptimizerRegistry(replicas, runner, access)
+        self.optimizers = OptimizerRegistry(replicas, runner, access)
         buffers = Buffers(replicas, registry, variables.memory)
         attributes = ModuleAttributes(runner)
         self.replicas, self.runner, self.registry = replicas, runner, registry
