@@ -16,7 +16,7 @@ swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
 Replicas that share a device, such as simulated ones, need not compute the same update N times:
 replica 0 steps, and the others copy its values. That takes a fifth of the time and keeps one state
 instead of N. The steps that were called then find no parameter groups. Torch's optimizers accept
-that, others may not: [Note: Step dispatch] in ``step_dispatch.py``. The state of replicas
+that, others may not: [Note: Step dispatch] in ``optimizer_traits.py``. The state of replicas
 1 .. N-1 is copied from the first one's when their code reads it.
 
 ``OptimizerRegistry`` has all optimizers over one strategy's parameters, and exchanges gradients
@@ -47,6 +47,12 @@ from mirror.replica.optimizers.merge_call_shared import (
     step_point,
 )
 from mirror.replica.optimizers.optimizer_state import NO_REPLICA, ParamGroupSwap, ReplicaStates
+from mirror.replica.optimizers.optimizer_traits import (
+    extra_state_of,
+    is_torchs_own,
+    raw_step,
+    step_without_draws,
+)
 from mirror.replica.optimizers.param_groups import (
     Options,
     ParamGroupsView,
@@ -57,12 +63,6 @@ from mirror.replica.optimizers.param_groups import (
     refuse_different,
     refuse_unmirrored,
     step_hooks,
-)
-from mirror.replica.optimizers.step_dispatch import (
-    extra_state_of,
-    is_torchs_own,
-    raw_step,
-    step_without_draws,
 )
 from mirror.replica.params.central_param import CentralAccess, CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam

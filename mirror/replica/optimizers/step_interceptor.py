@@ -52,6 +52,13 @@ from mirror.replica.optimizers.merge_call_shared import (
     wrap_in_subclasses,
 )
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, optimizers_of
+from mirror.replica.optimizers.optimizer_traits import (
+    hooked_code,
+    is_torchs_own,
+    may_step_leader_first,
+    refuse_wrappers,
+    step_without_draws,
+)
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
     find_replicas,
@@ -62,13 +69,6 @@ from mirror.replica.optimizers.param_groups import (
     replicas_in,
 )
 from mirror.replica.optimizers.sharded_optimizer import ShardedOptimizer
-from mirror.replica.optimizers.step_dispatch import (
-    hooked_code,
-    is_torchs_own,
-    may_step_leader_first,
-    refuse_wrappers,
-    step_without_draws,
-)
 
 Step = Callable[..., Any]
 
