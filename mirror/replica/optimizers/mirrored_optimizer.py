@@ -37,6 +37,12 @@ from mirror.replica.optimizers.merge_call_shared import (
 )
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.optimizer_state import ParamGroupSwap, ReplicaStates
+from mirror.replica.optimizers.optimizer_traits import (
+    extra_state_of,
+    is_torchs_own,
+    raw_step,
+    step_without_draws,
+)
 from mirror.replica.optimizers.param_groups import (
     Options,
     StepOnce,
@@ -50,12 +56,6 @@ from mirror.replica.optimizers.param_groups import (
 from mirror.replica.optimizers.placements import broadcast
 from mirror.replica.optimizers.sharded_states import ShardedStates
 from mirror.replica.optimizers.sharded_steps import ShardedSteps
-from mirror.replica.optimizers.step_dispatch import (
-    extra_state_of,
-    is_torchs_own,
-    raw_step,
-    step_without_draws,
-)
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.threads.user_frames import add_note
 

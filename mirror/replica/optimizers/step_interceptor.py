@@ -53,6 +53,13 @@ from mirror.replica.optimizers.merge_call_shared import (
 )
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.optimizer_traits import (
+    hooked_code,
+    is_torchs_own,
+    may_step_leader_first,
+    refuse_wrappers,
+    step_without_draws,
+)
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
     find_replicas,
@@ -61,13 +68,6 @@ from mirror.replica.optimizers.param_groups import (
     refuse_different,
     refuse_unmirrored,
     replicas_in,
-)
-from mirror.replica.optimizers.step_dispatch import (
-    hooked_code,
-    is_torchs_own,
-    may_step_leader_first,
-    refuse_wrappers,
-    step_without_draws,
 )
 
 Step = Callable[..., Any]
