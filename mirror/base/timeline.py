@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -190,7 +191,7 @@ class Timeline:
         now = perf_counter()
         self.steps.append((now - self._step_began, self._sums))
         self._step_began = now
-        self._sums = [self._zeros.copy() for _ in self.names]
+        self._sums = list(map(dict, repeat(self._zeros, len(self.names))))
         for callback in self.at_step_ends:
             callback()
 

@@ -203,8 +203,8 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             if swapped is not None and swapped.inside != replica_id:
                 swapped.enter(replica_id)
             result = function(replica_id)
-            for optimizer, options in run.stepped.items():
-                options[replica_id] = optimizer.options()
+            for stepped in run.stepped.values():
+                stepped.left[replica_id] = stepped.read_options()
             return result
         finally:
             current.replica, current.strategy, current.below = before

@@ -28,7 +28,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -55,14 +55,18 @@ class SwappedOptimizer(Protocol):
         """Swaps out after a failure, whichever replica uses or waits for it; idempotent."""
 
 
-class SteppedOptimizer(Protocol):
-    """An optimizer that all replicas of a run have stepped."""
+class SteppedOptimizer(NamedTuple):
+    """An optimizer that all replicas of a run have stepped.
 
-    def options(self) -> object:
-        """Returns the options at the end of this replica's function."""
+    Attributes:
+        read_options: returns the options of its groups, at the end of a replica's function.
+        check: called with ``left`` at the end of the run; raises StrategyError if they differ.
+        left: these options, by replica id.
+    """
 
-    def check_left(self, left: dict[int, Any]) -> None:
-        """Raises StrategyError if the replicas' options differ at the end of a run."""
+    read_options: Callable[[], object]
+    check: Callable[[dict[int, Any]], None]
+    left: dict[int, object]
 
 
 class SharedTensors(Protocol):
@@ -209,7 +213,7 @@ class Run:
         self.checks = checks
         self.assigned: dict[Any, bool] = {}
         self.modes: dict[int, tuple[object, dict[int, bool]]] = {}
-        self.stepped: dict[SteppedOptimizer, dict[int, object]] = {}
+        self.stepped: dict[object, SteppedOptimizer] = {}
         self.swapped = swapped
         self.shared: Sequence[SharedTensors] = ()
         self._on_streams = (

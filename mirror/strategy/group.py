@@ -17,13 +17,13 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.execution.runner import EveryNSteps, Runner
 from mirror.replica.collectives.autograd_nodes import order
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.exactness.replica_checks import ReplicaChecks, WorkerChecks
 from mirror.replica.gradients.central_param import CentralAccess, CentralGradReducer, CentralParams
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.grad_tracker import watch_backward
 from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, watch_only_replica
+from mirror.replica.gradients.ready_grads import Reducer
 from mirror.replica.gradients.unmirrored import UnmirroredParams
 from mirror.replica.modules.module_owner import PendingModules
 from mirror.replica.modules.module_registry import ModuleRegistry

@@ -44,12 +44,12 @@ from mirror.device.streams import SideStream
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.grad_scatter import GradScatter, Scattering
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
     ReadyGrads,
+    Reducer,
     accumulate,
     are_usual,
     common_scale,

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -40,7 +41,6 @@ from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.buckets import Buckets
 from mirror.replica.gradients.grad_scatter import GradScatter, reduce_scattered
 from mirror.replica.gradients.grad_tracker import GradTracker, register_listener
@@ -48,6 +48,7 @@ from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
     DeferredGrads,
     ReadyGrads,
+    Reducer,
     ReplicaGrads,
     accumulate,
     add_grads,
@@ -295,7 +296,7 @@ class GradReducer:
         if scale is None:
             scale = 1.0
             weigh(columns, shares)
-        if self.deferred or not all(map(are_usual, columns)) or arrivals.is_complex:
+        if self.deferred or arrivals.is_complex or not are_usual(chain(*columns)):
             variables, columns = self._reduce_unusual(variables, columns, scale)
             targets = [[v.targets[r] for v in variables] for r in range(len(columns))]
         if variables and self.scatter is not None:

@@ -22,11 +22,11 @@ from mirror.execution.lifecycle import do_nothing
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run, current, replica_of
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.non_finite import NonFinite, NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
     ReadyGrads,
+    Reducer,
     are_usual,
     local_grad,
     set_local_grad,

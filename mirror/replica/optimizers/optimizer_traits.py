@@ -97,18 +97,14 @@ def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
     return (
         f"{kind.__module__}.".startswith(_TORCHS)  # that of some is torch.optim itself
         and kind is not Optimizer
-        and raw_step(kind).__module__.startswith(_TORCHS)
+        and raw_step(step).__module__.startswith(_TORCHS)
         and not issubclass(kind, torch.optim.LBFGS)
     )
 
 
-def raw_step(kind: type) -> Callable[..., Any]:
-    """Returns the class's step without the wrappers of mirror and of torch's hooks."""
-    return _unwrap(kind.step)  # type: ignore[attr-defined]
-
-
 @lru_cache(maxsize=256)
-def _unwrap(step: Any) -> Callable[..., Any]:
+def raw_step(step: Any) -> Callable[..., Any]:
+    """Returns a class's step without the wrappers of mirror and of torch's hooks."""
     # Either may have come first, and ``hooked``, torch's mark, is then on the other.
     while is_wrapper(step) or getattr(step, "__code__", None) is hooked_code():
         step = step.__wrapped__
@@ -118,7 +114,7 @@ def _unwrap(step: Any) -> Callable[..., Any]:
 
 def refuse_wrappers(optimizer: Optimizer) -> None:
     """Raises StrategyError if an object with ``param_groups`` that is no Optimizer steps one."""
-    frame: Any = sys._getframe(3)  # the caller of step
+    frame: Any = sys._getframe(2)  # the caller of step, past our wrapper
     for _ in range(_DECORATORS):
         if frame is None:
             return
@@ -404,5 +400,5 @@ def _run_steps(
             for piece, part in zip(own, gradient.tensor_split(num_pieces), strict=True):
                 piece.grad = part.to_sparse(1) if is_sparse else part.clone()
         for optimizer in optimizers:
-            raw_step(type(optimizer))(optimizer)
+            raw_step(type(optimizer).step)(optimizer)
     return [torch.cat([piece.detach() for piece in own]) for own in pieces], is_sparse

@@ -115,7 +115,7 @@ class ShardedSteps:
         positions = sliced.set_gradients(grads.grads if is_scattered else None)
         versions = sliced.grad_versions()
         clones = [self._clone(optimizer, sliced, r) for r in range(self._replicas.num_replicas)]
-        step, devices = raw_step(type(optimizer)), self._replicas.devices
+        step, devices = raw_step(type(optimizer).step), self._replicas.devices
         self._runner.unfinished = self._swap.is_begun = True
         try:
             for clone, device in zip(clones, devices, strict=True):
