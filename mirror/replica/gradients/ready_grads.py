@@ -1,11 +1,9 @@
-"""ReadyGrads: the local gradients of a pass, and operations on lists of gradients.
+"""Lists of gradients: ReadyGrads are those of a pass, Reducer sums them over the replicas.
 
 The file follows a gradient from its slot to ``.grad``: it is recorded (``ReadyGrads``), taken out
 of the slot, weighted, changed by hooks and accumulated. Functions for gradients that are not dense
 follow: sparse, complex, with a graph, or absent. ``DeferredGrads`` keeps gradients under
-``no_sync``.
-
-Reducer: sums lists of gradients over the replicas, in packs, and sent in a chosen dtype.
+``no_sync``. ``Reducer`` sums in packs, which may be sent in another dtype.
 """
 
 from __future__ import annotations
