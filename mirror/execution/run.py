@@ -499,7 +499,7 @@ def renaming(replica: Replica) -> AbstractContextManager[object]:
     Applies if replicas have several devices each.
     """
     replicas = replica.replicas
-    if replica.replica_id == 0:
+    if replica.replica_id == 0 or not replicas.places.is_model_parallel:
         return nullcontext()
     names = replicas.places.names(replica.replica_id)
     return DeviceRemap(names, lambda: replica_of(replicas) is not None)

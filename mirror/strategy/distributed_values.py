@@ -172,12 +172,7 @@ def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
     value = mark_boundaries(runner, value)
 
     def reduce_leaf(leaf: Any) -> Tensor:
-        device = (
-            _device_for(replicas, leaf)
-            if replicas.places.is_model_parallel
-            else replicas.devices[0]
-        )
-        return _reduce(name, leaf, axis, device)
+        return _reduce(name, leaf, axis, _device_for(replicas, leaf))
 
     if not replicas.workers.is_multi_process:
         return map_structure(reduce_leaf, value)
@@ -194,12 +189,7 @@ def gather_values(runner: Runner, value: Any, axis: int) -> Any:
     value, replicas = mark_boundaries(runner, value), runner.replicas
 
     def gather_leaf(leaf: Any) -> Tensor:
-        device = (
-            _device_for(replicas, leaf)
-            if replicas.places.is_model_parallel
-            else replicas.devices[0]
-        )
-        return _gather(leaf, axis, device)
+        return _gather(leaf, axis, _device_for(replicas, leaf))
 
     if not replicas.workers.is_multi_process:
         return map_structure(gather_leaf, value)

@@ -232,10 +232,8 @@ class CallInterceptor(Interceptor):
             try:
                 replica = recomputing(self.replicas, recomputed)
                 push_context(self.replicas.strategy, replica)
-                if self.replicas.places.is_model_parallel:
-                    with renaming(replica):
-                        return whole(*args, **kwargs)
-                return whole(*args, **kwargs)
+                with renaming(replica):
+                    return whole(*args, **kwargs)
             finally:
                 current.replica, current.strategy, current.below = before
         finally:
