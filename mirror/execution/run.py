@@ -99,6 +99,9 @@ class Tracing(Protocol):
     def use_scaler(self, scaler: Any, tensors: Sequence[Tensor | None]) -> None:
         """Makes tensors of a gradient scaler inputs, which the step may write."""
 
+    def update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Has the optimizer step uncompiled, between two programs."""
+
     def skip_step_if(self, skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Makes the optimizer's next step change nothing where ``skipped`` is true."""
 

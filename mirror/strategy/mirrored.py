@@ -10,7 +10,7 @@ classes ask for the current strategy and replica, and whether a variable is mirr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, get_args
 
@@ -34,10 +34,8 @@ from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import (
     CommunicationOptions,
-    Fallback,
     GradientReduction,
     Guards,
-    Mode,
     OptimizerState,
     Schedule,
     Verify,
@@ -390,18 +388,6 @@ class CentralStorageStrategy(MirroredStrategy):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, parameter_device='{self._parameter_device}')"
-
-    @keywords_with_hints("MirroredStrategy.compile")
-    def compile(
-        self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
-    ) -> Any:
-        """Returns a step that runs uncompiled, for ``fallback="eager"``.
-
-        Raises:
-            CompileError: ``fallback`` is "error": compiled steps run the optimizer on the
-                replicas' devices, where this strategy keeps no state.
-        """
-        return super().compile(step, fallback=fallback, mode=mode)
 
     def _resolve_devices(self, devices: Any) -> Sequence[Sequence[torch.device]]:
         return [(device,) for device in resolve(devices)]

@@ -135,6 +135,9 @@ def on_replicas(counts, state, way, optimizer):
 
         losses = [train(*batch).detach() for batch in strategy.distribute_dataset(batches())]
         strategy.check_replicas()
+        if way == "compiled":
+            asks_for_values = optimizer == "adafactor" and state == "replicated"
+            assert (compiled.num_traces == 0) == asks_for_values
         return result_of(model, made, losses)
 
 
@@ -158,3 +161,10 @@ def test_where_the_state_is_does_not_change_a_bit(worker_pool, optimizer, way, w
     for state in ("sharded",) if workers else ("sharded", "central"):
         results = trained(worker_pool, f"{state}{workers}", way, optimizer)
         assert_same(results, expected, tolerance=0.0)
+
+
+@each_once(optimizer=OPTIMIZERS, place=("sharded", "central"))
+def test_a_compiled_step_has_the_bits_of_an_uncompiled_one(worker_pool, optimizer, place):
+    expected = trained(worker_pool, "replicated", 3, optimizer)
+    found = trained(worker_pool, place, "compiled", optimizer)
+    assert_same(found, expected, tolerance=0.0)

@@ -115,6 +115,7 @@ class ProgramBuilder:
             traced.modules,
             used,
             traced.swaps,
+            traced.stepped_apart,
             traced.rates_read,
             traced.numbers,
             traced.scalers,

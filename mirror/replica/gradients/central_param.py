@@ -37,7 +37,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.execution.runner import Runner
@@ -243,6 +243,12 @@ class CentralParams(ReplicatedParams):
     def __iter__(self) -> Iterator[CentralParam]:
         return cast("Iterator[CentralParam]", super().__iter__())
 
+    def mark_stale(self, variables: Sequence[ReplicatedParam], others: Sequence[int]) -> None:
+        """Copies the first replica's values to ``home``; ``sync_changed`` does, to the others."""
+        for variable in cast("Sequence[CentralParam]", variables):
+            variable.take(0)
+        super().mark_stale(variables, others)
+
     def _mark_synced(self) -> None:
         if self._exposed:
             self._warn_of_writes()
@@ -312,7 +318,10 @@ class CentralAccess(GradAccess):
 
         return LifecycleHooks(
             name=hooks.name,
-            prepare=self.sync_shown,
+            prepare=(
+                WhilePending(self._common, self.distribute_common),
+                WhilePending(self._seen, self.sync_shown),
+            ),
             sync_idle=hooks.sync_idle,
             on_synced=self.refresh,
             recover=recover,
@@ -382,11 +391,13 @@ class CentralAccess(GradAccess):
 
     def _read_outside(self, variable: ReplicatedParam) -> Tensor | None:
         self._runner.check_between_runs("a gradient")
+        self.distribute_common()
         self.unreduced.flush()
         return self._show(variable)
 
     def _write_outside(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         self._runner.check_between_runs("a gradient")
+        self._common.pop(variable, None)
         all_replicas = range(len(variable.targets))
         copied = None if value is None else _copy_at(value.detach(), variable.targets[0].device)
         self._put(variable, copied, 0, all_replicas)

@@ -135,7 +135,7 @@ def _wrap(step: Step) -> Step:
                 if replica.replica_id == replica.run.active[0] and not is_traced:
                     refuse_wrappers(self)  # once: all replicas run the same code
                 is_moved = replicas.shards_state or replicas.has_parameter_device
-                if is_traced or (not is_moved and is_torchs_own(type(self))):
+                if not is_moved and (is_traced or is_torchs_own(type(self))):
                     return _step(step, self, replica, args, kwargs)
                 return _step_in_run(step, self, replica, args, kwargs)
             finally:
@@ -154,6 +154,8 @@ def _wrap(step: Step) -> Step:
 def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
     """Makes a step that one replica has called. See [Note: Step dispatch]."""
     is_apart, is_sharded = context.replicas.has_parameter_device, context.replicas.shards_state
+    if context.tracing is not None:  # a program has no state there
+        return context.tracing.update(optimizer, args, kwargs)
     is_own = is_torchs_own(type(optimizer)) and not is_sharded
     is_own = is_own and not (is_apart and has_step_hooks(optimizer))
     if is_own or find_replicas(optimizer) is not context.replicas:

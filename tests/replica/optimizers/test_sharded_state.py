@@ -472,21 +472,6 @@ def test_beside_a_parameter_of_no_module_the_state_is_on_the_first_replica(
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_compiled_step_is_refused_with_reason_and_remedy(inside, sharded):
-    strategy = sharded(2)
-    with strategy.scope() if inside else contextlib.nullcontext():
-        with pytest.raises(mirror.CompileError) as refused:
-            strategy.compile(lambda x: x)
-        assert strategy.compile(lambda x: x, fallback="eager")(1) is not None
-    for part in (
-        'with optimizer_state="sharded" each device has the state of some only',
-        "call strategy.run(step, ...)",
-        "or pass fallback='eager' to do so; or leave optimizer_state out",
-    ):
-        assert part in str(refused.value)
-
-
-@pytest.mark.parametrize("inside", [False, True])
 def test_the_report_has_the_state_of_every_replica(inside, sharded):
     strategy = sharded(2)
     with strategy.scope() if inside else contextlib.nullcontext():
