@@ -47,12 +47,11 @@ from mirror.replica.optimizers.optimizer_traits import (
 from mirror.replica.optimizers.param_groups import (
     Options,
     StepOnce,
-    has_step_hooks,
+    all_step_hooks,
     keep_options,
     options_of,
     refuse_different,
     refuse_unmirrored,
-    step_hooks,
 )
 from mirror.replica.optimizers.placements import broadcast
 from mirror.replica.optimizers.sharded_states import ShardedStates
@@ -101,7 +100,8 @@ class MirroredOptimizer:
         self._left: dict[int, Options] = {}  # by replica, the options that its step has left
         self.steps_once = False
         self._on_first_device = using(self.replicas.devices[0])
-        step_hooks(optimizer)  # sets an attribute of the optimizer, before steps are compared
+        # Sets an attribute of the optimizer, before steps are compared.
+        self._step_hooks = all_step_hooks(optimizer)
         optimizers.add(self.loan)
 
     # Steps inside run
@@ -115,7 +115,7 @@ class MirroredOptimizer:
             step: the class's step, with the hooks of torch around it.
         """
         loan, is_own = self.loan, is_torchs_own(type(optimizer))
-        is_in_turn, has_hooks = context.replica_id in self.met, has_step_hooks(optimizer)
+        is_in_turn, has_hooks = context.replica_id in self.met, any(self._step_hooks)
         closure = args[0] if args else kwargs.get("closure")
         loss = None
         if closure is not None:
@@ -208,7 +208,7 @@ class MirroredOptimizer:
         if context.replica_id != leader:
             result = step_without_draws(step, context.device)
         self.met.discard(context.replica_id)
-        if has_step_hooks(optimizer) or not context.run.lockstep.takes_turns:
+        if any(self._step_hooks) or not context.run.lockstep.takes_turns:
             left = self._left.pop(context.replica_id, None) or options_of(optimizer)
             self._end_together(optimizer, context, left)
         return result
@@ -305,7 +305,7 @@ class MirroredOptimizer:
         self.runner.prepare("optimizer.step")
         self._optimizers.reduce()
         loan, closure = self.loan, args[0] if args else kwargs.get("closure")
-        if closure is not None or has_step_hooks(optimizer) or not is_torchs_own(type(optimizer)):
+        if closure is not None or any(self._step_hooks) or not is_torchs_own(type(optimizer)):
             return self._step_mirrored_params(step, optimizer, args, kwargs, closure)
         steps_once, result = self.replicas.steps_once, None
         loan.refresh(only_first=steps_once)

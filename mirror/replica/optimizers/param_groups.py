@@ -338,8 +338,6 @@ def step_hooks(optimizer: Any) -> StepHooks:
     return found
 
 
-def has_step_hooks(optimizer: Any) -> bool:
-    """Whether the program has hooks of this optimizer's steps, or of those of all optimizers."""
-    before, after = _global_step_hooks()
-    own_before, own_after = optimizer.__dict__.get(_HOOKS) or step_hooks(optimizer)
-    return bool(before or after or own_before or own_after)
+def all_step_hooks(optimizer: Any) -> StepHooks:
+    """Returns the dicts of the program's hooks of all optimizers' steps, and of this one's."""
+    return *_global_step_hooks(), *step_hooks(optimizer)

@@ -62,8 +62,8 @@ from mirror.replica.optimizers.optimizer_traits import (
 )
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
+    all_step_hooks,
     find_replicas,
-    has_step_hooks,
     options_of,
     refuse_different,
     refuse_unmirrored,
@@ -157,7 +157,7 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
     if context.tracing is not None:  # a program has no state there
         return context.tracing.update(optimizer, args, kwargs)
     is_own = is_torchs_own(type(optimizer)) and not is_sharded
-    is_own = is_own and not (is_apart and has_step_hooks(optimizer))
+    is_own = is_own and not (is_apart and any(all_step_hooks(optimizer)))
     if is_own or find_replicas(optimizer) is not context.replicas:
         return _step(step, optimizer, context, args, kwargs)
     if context.lent and len(current.stepping) > 1:  # a step of one replica has called this one
