@@ -286,9 +286,12 @@ class CallInterceptor(Interceptor):
                 runner, args, kwargs, partial(_call_with_dynamo, dynamo_callback, whole)
             )
         # 1. Plan how the arguments are split.
-        sizes = (
-            sizes_of_parts(replicas.num_replicas, args, kwargs) if self._splits(module) else None
-        )
+        leaves: Sequence[Any] = args
+        sizes: Sequence[int] | None = None
+        if self._splits(module):
+            if kwargs or len(args) != 1 or type(args[0]) is not Tensor:  # not the usual call
+                leaves = list(leaves_in((args, kwargs)))
+            sizes = sizes_of_parts(replicas.num_replicas, leaves)
         if sizes is None:
             return self._call_unsplit(module, args, kwargs, whole, dynamo_callback)
         verified = None
@@ -313,7 +316,7 @@ class CallInterceptor(Interceptor):
             return _call_lone(runner, module, args, kwargs, dynamo_callback, sizes)
         split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies, self.writes_inputs)
         if runner.copies is not None:
-            split.pin((args, kwargs))
+            split.pin(leaves)
         parts: dict[int, ReplicaArgs] = {}
         names = _positional_names(module) if args[1:] else ()
 
@@ -522,7 +525,7 @@ def _call_whole(
     if not must_move((args, kwargs), runner.replicas.places.replicas[0]):
         return whole(*args, **kwargs)
     split = SplitPlan([1], runner.replicas.places, None, runner.copies)
-    split.pin((args, kwargs))
+    split.pin(leaves_in((args, kwargs)))
     try:
         part = ReplicaArgs(split, 0, args, kwargs)
         result = whole(*part.args, **part.kwargs)

@@ -22,9 +22,9 @@ that all replicas share, raises ``StrategyError`` and leaves the caller's object
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,10 +117,10 @@ class SplitPlan:
         # narrow, not split: a single view may be changed in place under autograd.
         return tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
 
-    def pin(self, arguments: Any) -> None:
-        """Pins the host tensors among the arguments, once for all replicas' parts."""
+    def pin(self, leaves: Iterable[Any]) -> None:
+        """Pins the host tensors among the arguments' leaves, once for all replicas' parts."""
         if self._copies is not None:
-            for value in leaves_in(arguments):
+            for value in leaves:
                 if _is_pinnable(value):
                     whole = self._copies.pin(value)
                     self._pinned[id(value)] = value, whole
@@ -379,22 +379,23 @@ class ReplicaArgs:
         self.given.append((tensor.__dict__, part.__dict__, contents))
 
 
-def sizes_of_parts(
-    num_replicas: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
+def sizes_of_parts(num_replicas: int, leaves: Iterable[Any]) -> Sequence[int] | None:
+    """Returns the sizes of the parts; ``None`` without any tensor that could be split.
+
+    Args:
+        leaves: those of the arguments, in their order.
+    """
     num_examples, distributed = None, None
-    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # the usual call
-        if args[0].is_nested:
-            _refuse_nested()
-        shape = args[0].shape
-        return split_evenly(shape[0], num_replicas) if shape and not args[0].is_meta else None
-    for leaf in leaves_in((args, kwargs)):
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.is_nested and (num_examples is None or leaf.layout is torch.strided):
-                _refuse_nested()
-            if num_examples is None and leaf.dim() > 0:
-                num_examples = leaf.shape[0]
+                raise BatchError(
+                    "a nested tensor cannot be split over the replicas; pass the padded tensor "
+                    "and its lengths, and make the nested one in forward; or call the module "
+                    "inside strategy.run"
+                )
+            if num_examples is None and (shape := leaf.shape):
+                num_examples = shape[0]
                 if leaf.is_meta:
                     return None  # a tensor without values has no parts
         elif isinstance(leaf, PerReplica) and distributed is None:
@@ -402,13 +403,6 @@ def sizes_of_parts(
     if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
         return distributed
     return split_evenly(num_examples, num_replicas)
-
-
-def _refuse_nested() -> NoReturn:
-    raise BatchError(
-        "a nested tensor cannot be split over the replicas; pass the padded tensor and its "
-        "lengths, and make the nested one in forward; or call the module inside strategy.run"
-    )
 
 
 def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
