@@ -99,7 +99,6 @@ class MirroredOptimizer:
         self.met: set[int] = set()
         self._left: dict[int, Options] = {}  # by replica, the options that its step has left
         self.steps_once = False
-        self._on_first_device = using(self.replicas.devices[0])
         # Sets an attribute of the optimizer, before steps are compared.
         self._step_hooks = all_step_hooks(optimizer)
         optimizers.add(self.loan)
@@ -284,7 +283,7 @@ class MirroredOptimizer:
         gather(self.gradients, self.loan.parameters, leader)
         try:
             self.loan.swap_in(0)
-            with self._on_first_device:
+            with using(self.replicas.devices[0]):
                 raw_step(type(optimizer).step)(optimizer, *args, **kwargs)
             self.loan.is_begun = False
         finally:
