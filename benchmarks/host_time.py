@@ -50,6 +50,7 @@ FILES = {
         "replica/gradients/ready_grads.py",
         "replica/gradients/buckets.py",
         "replica/gradients/grad_reducer.py",
+        "replica/gradients/local_reduction.py",
         "replica/collectives/autograd_nodes.py",
         "replica/gradients/grad_tracker.py",
         "replica/gradients/ready_grads.py",

@@ -18,21 +18,24 @@ from mirror.execution.run import current
 from mirror.execution.runner import EveryNSteps, Runner
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.exactness.replica_checks import ReplicaChecks, WorkerChecks
-from mirror.replica.gradients.central_param import CentralAccess, CentralGradReducer, CentralParams
+from mirror.replica.gradients.exposed_grads import ExposedGrads, FirstReplicaGrads, HomeGrads
 from mirror.replica.gradients.grad_access import GradAccess
-from mirror.replica.gradients.grad_reducer import GradReducer
+from mirror.replica.gradients.grad_reducer import GradReducer, Reduction
 from mirror.replica.gradients.grad_tracker import watch_backward
+from mirror.replica.gradients.local_reduction import LocalReduction
 from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, watch_only_replica
 from mirror.replica.gradients.ready_grads import Reducer
+from mirror.replica.gradients.shares import Shares
 from mirror.replica.gradients.unmirrored import UnmirroredParams
 from mirror.replica.modules.module_owner import PendingModules
 from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
-from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
+from mirror.replica.multi_worker.worker_reduction import WorkerReduction
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
+from mirror.replica.params.central_param import CentralParams
 from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import (
     MirroredTensors,
@@ -94,19 +97,22 @@ class Group:
         registry, recorded = MirroredTensors(), PendingModules()
         reducer = Reducer(replicas, options.bytes_per_pack, options.wire_dtype)
         finite = NonFiniteCheck(replicas.names) if guards.finite_gradients else None
-        gradients: GradReducer
-        access: GradAccess
-        variables: ReplicatedParams
-        if replicas.has_parameter_device:
-            gradients = central = CentralGradReducer(replicas, runner, reducer, finite)
-            access = CentralAccess(replicas, runner, central)
-            variables = CentralParams(replicas, registry, access)
+        shares = Shares(replicas, runner)
+        over_workers: WorkerReduction | None = None
+        reduction: Reduction
+        if replicas.workers.is_multi_process:
+            reduction = over_workers = WorkerReduction(
+                replicas, runner, reducer, shares, finite, registry
+            )
         else:
-            gradients = GradReducer(replicas, runner, reducer, finite)
-            if replicas.workers.is_multi_process:
-                gradients = MultiWorkerGradients(replicas, runner, reducer, finite, registry)
-            access = GradAccess(replicas, runner, gradients)
-            variables = ReplicatedParams(replicas, registry, access)
+            reduction = LocalReduction(replicas, runner, reducer, shares, finite)
+        exposed: ExposedGrads = (
+            HomeGrads() if replicas.has_parameter_device else FirstReplicaGrads()
+        )
+        gradients = GradReducer(replicas, runner, shares, reduction, exposed)
+        access = GradAccess(replicas, runner, gradients)
+        params = CentralParams if replicas.has_parameter_device else ReplicatedParams
+        variables = params(replicas, registry, access)
         self.optimizers = OptimizerRegistry(replicas, runner, access)
         buffers = Buffers(replicas, registry, variables.memory)
         attributes = ModuleAttributes(runner)
@@ -127,8 +133,8 @@ class Group:
         first_values = FirstValues(
             replicas, registry, variables, buffers, self.modules.mirrored_modules
         )
-        if isinstance(gradients, MultiWorkerGradients):
-            gradients.wait_for_reduce = first_values.wait_for_reduce
+        if over_workers is not None:
+            over_workers.wait_for_reduce = first_values.wait_for_reduce
         parts = (
             self.modules.part(),
             *((first_values.part(),) if is_multi_process else ()),
@@ -170,7 +176,7 @@ class Group:
         """Ends threads and the communicator; idempotent."""
         self.runner.close()
         stop_watching(self.registry)
-        self.gradients.buckets.close()
+        self.gradients.close()
         self.replicas.communicator.close()
         self.replicas.workers.close()
         if self._simulates:

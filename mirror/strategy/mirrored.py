@@ -5,7 +5,7 @@ one replica, and the default strategy of ``get_strategy`` is one, too. The funct
 classes ask for the current strategy and replica, and whether a variable is mirrored.
 
 ``CentralStorageStrategy`` has parameters and optimizer state once, on a parameter device:
-``replica/gradients/central_param.py`` says how values and gradients travel.
+``replica/params/central_param.py`` says how values and gradients travel.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class CentralStorageStrategy(MirroredStrategy):
     parameters per step. In the cross-replica context ``p``, ``p.grad`` and state are on the
     parameter device; inside ``run`` a replica uses the copy on its own device. Buffers stay on
     the replicas' devices. See
-    ``mirror/replica/gradients/central_param.py``.
+    ``mirror/replica/params/central_param.py``.
 
     Simulated compute devices differ from the parameter device: their copies have their own memory,
     as on GPUs.

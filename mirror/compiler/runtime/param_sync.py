@@ -136,7 +136,7 @@ class ParamSync:
 
     def wants_eager(self) -> bool:
         """Whether the context of a call makes it run uncompiled."""
-        return torch.is_inference_mode_enabled() or self._access.unreduced.deferring
+        return torch.is_inference_mode_enabled() or self._access.unreduced.deferred.is_open
 
     def prepare(self) -> None:
         """Brings the changes of the cross-replica context to the first copies."""
@@ -151,7 +151,7 @@ class ParamSync:
     def _reduce_deferred(self) -> None:
         """Reduces deferred gradients: a step must find them in ``p.grad``."""
         unreduced = self._access.unreduced
-        if unreduced.deferred or unreduced.have_arrived():
+        if unreduced.deferred.has_passes or unreduced.have_arrived():
             self._access.distribute_common()
             unreduced.flush()
         if unreduced.scattered:

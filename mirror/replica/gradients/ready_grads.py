@@ -52,15 +52,8 @@ class ReadyGrads:
     """
 
     __slots__ = (
-        "_arrived",
-        "_in_order",
-        "_rest",
-        "_sizes",
-        "copies",
-        "is_complex",
-        "is_regular",
-        "targets",
-        "variables",
+        *("_arrived", "_in_order", "_rest", "_sizes", "copies", "is_complex", "is_regular"),
+        *("targets", "variables"),
     )
 
     def __init__(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> None:
@@ -221,6 +214,14 @@ def are_non_dense(grads: Sequence[Tensor | None]) -> bool:
     return any(g is not None and (g.is_sparse or g.requires_grad or g.is_complex()) for g in grads)
 
 
+def sum_present(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """Returns the sum of gradients, sparse if all are; ``None`` if all are absent."""
+    present = [grad for grad in grads if grad is not None]
+    if not all(grad.is_sparse for grad in present):
+        present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
+    return reduce_tensors(present, device) if present else None
+
+
 def reduce_non_dense(
     variable: ReplicatedParam, grads: Sequence[Tensor | None], scale: float
 ) -> None:
@@ -229,11 +230,9 @@ def reduce_non_dense(
     The sum is sparse if all gradients are, and keeps their graphs.
     """
     refuse_sparse(variable.home, variable.name)
-    present = [grad for grad in grads if grad is not None]
-    if not all(grad.is_sparse for grad in present):
-        present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
-    with torch.set_grad_enabled(any(grad.requires_grad for grad in present)):
-        total = reduce_tensors(present, variable.targets[0].device)
+    with torch.set_grad_enabled(any(grad is not None and grad.requires_grad for grad in grads)):
+        total = sum_present(grads, variable.targets[0].device)
+        assert total is not None
         if scale != 1.0:
             total = total * scale
             total = total.coalesce() if total.is_sparse else total
@@ -244,7 +243,18 @@ def reduce_non_dense(
 
 
 class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
-    """Per variable, each replica's gradient from under ``no_sync``, weighted by its shares."""
+    """Per variable, each replica's gradient from under ``no_sync``, weighted by its shares.
+
+    Attributes:
+        is_open: whether a ``no_sync`` is open.
+        has_passes: whether passes were deferred since the last reduction. With several workers it
+            is the same on all, even if a worker's passes had no gradients.
+    """
+
+    def __init__(self, *, is_multi_process: bool = False) -> None:
+        super().__init__()
+        self._is_multi_process = is_multi_process
+        self.is_open = self.has_passes = False
 
     def add(self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]) -> None:
         """Adds the gradients of a pass."""
@@ -253,6 +263,7 @@ class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
                 summands = self.setdefault(variable, [None] * len(columns))
                 for r, column in enumerate(columns):
                     summands[r] = add_grads(summands[r], column[i])
+        self.has_passes = self._is_multi_process or bool(self)
 
     def take_with(
         self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]
@@ -269,11 +280,21 @@ class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
                     column.append(None)
             for column, summand in zip(columns, summands, strict=True):
                 column[position[variable]] = add_grads(column[position[variable]], summand)
+        self.has_passes = False
         return variables, columns
 
     def grads_of(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns the deferred gradient of one replica."""
         return self[variable][replica_id] if variable in self else None
+
+    def is_sparse(self, variable: ReplicatedParam) -> bool:
+        """Whether a summand of a variable is sparse."""
+        summands = self.get(variable, ())
+        return any(summand is not None and summand.is_sparse for summand in summands)
+
+    def pop_dense(self, variable: ReplicatedParam) -> list[Tensor | None]:
+        """Removes and returns a variable's summands; none if some are sparse."""
+        return [] if self.is_sparse(variable) else self.pop(variable, [])
 
     def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
         """Drops the deferred gradients of these replicas."""
@@ -282,7 +303,17 @@ class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
             for r in replica_ids:
                 summands[r] = None
             if all(summand is None for summand in summands):
-                del self[variable]
+                self.forget(variable)
+
+    def forget(self, variable: ReplicatedParam) -> None:
+        """Drops the deferred gradients of a variable; takes no lock."""
+        if self.pop(variable, None) is not None and not self._is_multi_process:
+            self.has_passes = bool(self)
+
+    def release(self) -> None:
+        """Drops all deferred gradients."""
+        self.has_passes = False
+        self.clear()
 
 
 class MovedTensors(NamedTuple):

@@ -189,7 +189,7 @@ class MirroredOptimizer:
         def follow(payloads: dict[int, Any]) -> dict[int, Any]:
             if payloads[leader][0]:
                 self.steps_once = True
-                broadcast(self.gradients, self.loan.parameters.variables, leader, others)
+                broadcast(self.loan.parameters.variables, leader, others)
                 self.states.sync_idle(leader, others)
             return dict.fromkeys(payloads, payloads[leader])
 
@@ -280,7 +280,8 @@ class MirroredOptimizer:
     def _step_once(self, optimizer: Optimizer, leader: int, args: Any, kwargs: Any) -> None:
         """Makes the update for all replicas, where the placement has the first one's state."""
         gather, publish = self._optimizers.placement
-        gather(self.gradients, self.loan.parameters, leader)
+        exposed, parameters = self.gradients.exposed, self.loan.parameters
+        gather(exposed, parameters, leader)
         try:
             self.loan.swap_in(0)
             with using(self.replicas.devices[0]):
@@ -288,7 +289,7 @@ class MirroredOptimizer:
             self.loan.is_begun = False
         finally:
             self.loan.swap_out()
-            publish(self.gradients, self.loan.parameters)
+            publish(exposed, parameters)
             self.states.follow_first()
 
     # Steps outside run

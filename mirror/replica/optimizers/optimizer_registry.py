@@ -89,8 +89,7 @@ class OptimizerRegistry:
         if run is None:
             self.gradients.unreduced.flush()
         else:
-            gradients = self.gradients.unreduced
-            gradients.reduce_pending(gradients.shares_in(run))
+            self.gradients.unreduced.reduce_pending(run)
             self.gradients.refuse_unequal(run)
         self.replicas.workers.num_steps += 1
 

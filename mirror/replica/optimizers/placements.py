@@ -22,9 +22,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from mirror.replica.gradients.central_param import CentralAccess, CentralParam
-from mirror.replica.gradients.grad_access import GradAccess
+from mirror.replica.gradients.exposed_grads import ExposedGrads, HomeGrads, broadcast_grad
 from mirror.replica.optimizers.param_groups import ParamGroupsView
+from mirror.replica.params.central_param import CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 
@@ -38,28 +38,26 @@ class Placement(NamedTuple):
         publish: brings the new values to all replicas.
     """
 
-    gather: Callable[[GradAccess, ParamGroupsView, int], None]
-    publish: Callable[[GradAccess, ParamGroupsView], None]
+    gather: Callable[[ExposedGrads, ParamGroupsView, int], None]
+    publish: Callable[[ExposedGrads, ParamGroupsView], None]
 
 
 @torch.no_grad()
-def broadcast(
-    access: GradAccess, variables: Iterable[ReplicatedParam], source: int, others: Sequence[int]
-) -> None:
+def broadcast(variables: Iterable[ReplicatedParam], source: int, others: Sequence[int]) -> None:
     """Copies one replica's values and gradients to others."""
     for variable in variables:
         variable.broadcast(source, others)
-        access.broadcast(variable, source, others)
+        broadcast_grad(variable, source, others)
 
 
-def _gather_on_first(access: GradAccess, parameters: ParamGroupsView, leader: int) -> None:
+def _gather_on_first(exposed: ExposedGrads, parameters: ParamGroupsView, leader: int) -> None:
     if leader:
         # Its gradients are those of an earlier step: an idle replica does not clear them.
-        broadcast(access, parameters.variables, leader, (0,))
+        broadcast(parameters.variables, leader, (0,))
 
 
 @torch.no_grad()
-def _publish_from_first(access: GradAccess, parameters: ParamGroupsView) -> None:
+def _publish_from_first(exposed: ExposedGrads, parameters: ParamGroupsView) -> None:
     moved, targets = parameters.variables, parameters.targets
     if [target for target in targets[0] if target.grad is None]:
         moved = [v for v in moved if v.targets[0].grad is not None or v.has_changed()]
@@ -70,15 +68,15 @@ def _publish_from_first(access: GradAccess, parameters: ParamGroupsView) -> None
 
 
 @torch.no_grad()
-def _gather_at_home(access: GradAccess, parameters: ParamGroupsView, leader: int) -> None:
+def _gather_at_home(exposed: ExposedGrads, parameters: ParamGroupsView, leader: int) -> None:
     for variable in cast("list[CentralParam]", parameters.variables):
         if variable.has_changed_in_run(leader):
             variable.take(leader)
-        cast("CentralAccess", access).fetch(variable, leader)
+        cast("HomeGrads", exposed).fetch(variable, leader)
 
 
 @torch.no_grad()
-def _publish_from_home(access: GradAccess, parameters: ParamGroupsView) -> None:
+def _publish_from_home(exposed: ExposedGrads, parameters: ParamGroupsView) -> None:
     variables = cast("list[CentralParam]", parameters.variables)
     moved = [v for v in variables if v.home.grad is not None or v.has_changed()]
     homes: list[Tensor] = [variable.home for variable in moved]
@@ -87,7 +85,7 @@ def _publish_from_home(access: GradAccess, parameters: ParamGroupsView) -> None:
             torch._foreach_copy_(targets, homes)
     for variable in moved:
         variable.mark_equal()
-    cast("CentralAccess", access).drop_unseen(variables)
+    cast("HomeGrads", exposed).drop_fetched(variables)
 
 
 FIRST_REPLICA = Placement(_gather_on_first, _publish_from_first)

@@ -87,8 +87,8 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         if (
             unreduced.pending[r]
             or unreduced.unsettled[r]
-            or unreduced.deferring
-            or unreduced.deferred
+            or unreduced.deferred.is_open
+            or unreduced.deferred.has_passes
             or unreduced.scattered
             or torch.compiler.is_compiling()
         ):
