@@ -189,11 +189,12 @@ class Strategy(NoCopy):
         runner, num_replicas = self._group.runner, len(self._devices)
         active, weights = find_active(num_replicas, args, kwargs)
 
-        def call(replica_id: int) -> Any:
+        def call_with_parts(replica_id: int) -> Any:
             own_kwargs = select(kwargs, replica_id) if kwargs else {}
             own_args = select(args, replica_id) if args else ()
             return fn(*own_args, **own_kwargs)
 
+        call: Callable[[int], Any] = call_with_parts
         with limits_for(num_replicas):
             is_outermost = runner.running is None and current.replica is None
             if active[1:] and is_outermost and runner.is_usable:

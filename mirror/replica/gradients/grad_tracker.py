@@ -413,10 +413,10 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             for reference in _trackers if accumulates else ():
                 tracker = reference()
                 if tracker is not None:
-                    is_own = replica is not None and tracker.replicas is replica.replicas
-                    if is_own:
+                    replica_id = None
+                    if replica is not None and tracker.replicas is replica.replicas:
+                        replica_id = lane
                         tracker.check_pass(replica.run, lane, args)
-                    replica_id = lane if is_own else None
                     tracker.begin_pass(this, replica_id, within=within)
                     begun.append((tracker, replica_id))
             if replica is None and serial_graphs.alive:
