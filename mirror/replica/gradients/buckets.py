@@ -43,13 +43,13 @@ from mirror.comm.packing import plan_packs
 from mirror.device.streams import SideStream
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.grad_scatter import GradScatter, Scattering
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
     DeferredGrads,
     ReadyGrads,
+    Reducer,
     accumulate,
     common_scale,
     local_grad,

@@ -8,13 +8,13 @@ first use of a gradient: all dense gradients at once, sparse ones one by one. Wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.buckets import Buckets
 from mirror.replica.gradients.grad_scatter import GradScatter
 from mirror.replica.gradients.grad_tracker import GradTracker
@@ -22,6 +22,7 @@ from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
     DeferredGrads,
     ReadyGrads,
+    Reducer,
     ReplicaGrads,
     accumulate,
     are_non_dense,
@@ -79,7 +80,7 @@ class LocalReduction:
             scale = 1.0
             weigh(by_replica, weights)
         # 3. Reduce those that are not dense, and those that are stepped in slices.
-        is_usual = not arrivals.is_complex and all(map(are_usual, by_replica))
+        is_usual = not arrivals.is_complex and are_usual(chain(*by_replica))
         if adds_deferred or not is_usual:
             variables, by_replica = self._reduce_unusual(variables, by_replica, scale)
             targets = [[v.targets[r] for v in variables] for r in range(len(by_replica))]

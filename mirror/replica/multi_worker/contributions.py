@@ -17,9 +17,9 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.ready_grads import (
     DeferredGrads,
+    Reducer,
     ReplicaGrads,
     add_grads,
     are_usual,

@@ -32,13 +32,13 @@ from mirror.execution.lifecycle import do_nothing
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import replica_of
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.grad_scatter import GradScatter
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFinite, NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
     DeferredGrads,
     ReadyGrads,
+    Reducer,
     ReplicaGrads,
     accumulate,
     local_grad,
