@@ -11,20 +11,20 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
-from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.execution.process_wide_calls import watch_process_wide_calls
+from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks, WhilePending
+from mirror.execution.parallel_runs import watch_process_wide_calls
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
-from mirror.execution.runner import Runner
+from mirror.execution.runner import EveryNSteps, Runner
 from mirror.replica.collectives.autograd_nodes import order
-from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.exactness.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
+from mirror.replica.exactness.replica_checks import ReplicaChecks, WorkerChecks
 from mirror.replica.gradients.exposed_grads import ExposedGrads, FirstReplicaGrads, HomeGrads
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.gradients.grad_reducer import GradReducer, Reduction
 from mirror.replica.gradients.grad_tracker import watch_backward
 from mirror.replica.gradients.local_reduction import LocalReduction
 from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, watch_only_replica
+from mirror.replica.gradients.ready_grads import Reducer
 from mirror.replica.gradients.shares import Shares
 from mirror.replica.gradients.unmirrored import UnmirroredParams
 from mirror.replica.modules.module_owner import PendingModules
@@ -127,6 +127,7 @@ class Group:
         checks = WorkerChecks if is_multi_process else ReplicaChecks
         self.comparison = checks(runner, self.variables, self.optimizers)
         self.plain = UnmirroredParams(replicas, registry, recorded)
+        gradients.tracker.check_pass = self.plain.check_pass
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
         first_values = FirstValues(
@@ -142,7 +143,7 @@ class Group:
             self.plain.part(),
             self.optimizers.part(),
             gradients.part(),
-            LifecycleHooks(name="collectives", finish=order.advance),
+            LifecycleHooks(name="collectives", finish=WhilePending(order.entered, order.advance)),
             variables.part(),
             access.part(variables),
             buffers.part(),

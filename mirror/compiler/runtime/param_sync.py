@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.step_inputs import StateTensor
 from mirror.execution.lifecycle import AllLifecycleHooks, step_ends
-from mirror.execution.replica_rng import call_with_worker_rng
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.execution.runner import Runner
+from mirror.execution.swapped_state import call_with_worker_rng
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.params.mirrored_buffer import record_writes
@@ -151,7 +151,7 @@ class ParamSync:
     def _reduce_deferred(self) -> None:
         """Reduces deferred gradients: a step must find them in ``p.grad``."""
         unreduced = self._access.unreduced
-        if unreduced.deferred.has_passes or unreduced.have_arrived():
+        if unreduced.deferred.has_passes or unreduced.tracker.have_arrived():
             self._access.distribute_common()
             unreduced.flush()
         if unreduced.scattered:

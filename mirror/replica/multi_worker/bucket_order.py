@@ -33,8 +33,7 @@ import torch
 
 from mirror.comm.packing import plan_packs
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.gradients.ready_grads import local_grad
+from mirror.replica.gradients.ready_grads import Reducer, local_grad
 from mirror.replica.multi_worker.worker_bucket import WorkerBucket, real_dtype
 from mirror.replica.params.replicated_param import ReplicatedParam
 

@@ -12,17 +12,17 @@ object that wraps an optimizer or keeps values anywhere.
                               over all workers
     anything else             the argument, which must be equal on all replicas
 
-Learning-rate schedulers step this way, and parameter groups are added this way; which optimizers
-do, ``step_dispatch.py`` decides. If every replica creates an optimizer inside ``run``, there are N
-optimizers over parameters that all replicas share: that raises an error when they step, because
-one replica may create it for all.
+Learning-rate schedulers step this way, and parameter groups are added this way. Which optimizers
+do, ``optimizer_traits.py`` decides. If every replica creates an optimizer inside ``run``, there
+are N optimizers over parameters that all replicas share: that raises an error when they step,
+because one replica may create it for all.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +156,8 @@ def merge_call_shared(
 
     key, name = kind, what
     if serial is not None:
-        key, name = kind if _CREATED in vars(target) else f"{kind} #{serial}", "optimizer.step"
+        name = "optimizer.step"
+        key = kind if INIT_FINISHED in vars(target) else f"{kind} #{serial}"
     point = MergePoint(name, (key,), (target, tuple(args), dict(kwargs), seen), action)
     return context.run.merge(context.replica_id, point)
 
@@ -258,7 +259,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
-_CREATED = "_made_in_run"  # in an optimizer's __dict__: whether its constructor has returned
+INIT_FINISHED = "_made_in_run"  # in an optimizer's __dict__: whether its constructor has returned
 
 
 def watch_creation() -> None:
@@ -270,45 +271,18 @@ def watch_creation() -> None:
         if current.replica is None:
             original(self, *args, **kwargs)
             return
-        vars(self)[_CREATED] = False
+        vars(self)[INIT_FINISHED] = False
         original(self, *args, **kwargs)
-        vars(self)[_CREATED] = True
+        vars(self)[INIT_FINISHED] = True
 
     Optimizer.__init__ = init  # type: ignore[method-assign]
     wrap_in_subclasses(Optimizer, "add_param_group", lambda add: wrap_for_run(add, _add_in_run))
 
 
-def step_point(
-    optimizer: Optimizer | None, serial: int, what: str, payload: Any, action: Action
-) -> MergePoint:
-    """Returns the merge point of an optimizer's step; all replicas must step the same optimizer.
-
-    Optimizers that are created inside ``run`` may have any order, so their serial number does not
-    count.
-    """
-    kind = type(optimizer).__name__
-    if optimizer is None or _CREATED not in vars(optimizer):
-        return MergePoint(what, (f"{kind} #{serial}",), payload, action)
-
-    def act_on_one(payloads: dict[int, Any]) -> dict[int, Any]:
-        if any(other is not optimizer for other, _ in payloads.values()):
-            _refuse_one_per_replica(kind)
-        return action({r: theirs for r, (_, theirs) in payloads.items()})
-
-    return MergePoint(what, (kind,), (optimizer, payload), act_on_one)
-
-
-def _refuse_one_per_replica(kind: str) -> NoReturn:
-    raise StrategyError(
-        f"every replica has made a {kind} of its own inside strategy.run, over parameters that "
-        "all share; make optimizers outside run"
-    )
-
-
 def _add_in_run(
     add: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
-    is_being_made = not vars(optimizer).get(_CREATED, True)
+    is_being_made = not vars(optimizer).get(INIT_FINISHED, True)
     if is_being_made or find_replicas(optimizer) is not context.replicas:
         return add(optimizer, *args, **kwargs)
     args = tuple(map(_replace_copies, args))

@@ -21,45 +21,45 @@ replicas 1 .. N-1 is copied from the first one's when their code reads it.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from mirror.devices import using
-from mirror.execution.run import Replica, replica_of
+from mirror.errors import StrategyError
+from mirror.execution.run import Replica, Run, SteppedOptimizer, replica_of
 from mirror.replica.optimizers.merge_call_shared import (
+    INIT_FINISHED,
     Action,
     average_loss_over_workers,
-    step_point,
 )
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.optimizer_state import ParamGroupSwap, ReplicaStates
-from mirror.replica.optimizers.param_groups import (
-    Options,
-    StepOnce,
-    has_step_hooks,
-    keep_options,
-    options_of,
-    refuse_different,
-    refuse_unmirrored,
-    step_hooks,
-)
-from mirror.replica.optimizers.placements import broadcast
-from mirror.replica.optimizers.sharded_states import ShardedStates
-from mirror.replica.optimizers.sharded_steps import ShardedSteps
-from mirror.replica.optimizers.step_dispatch import (
+from mirror.replica.optimizers.optimizer_traits import (
     extra_state_of,
     is_torchs_own,
     raw_step,
     step_without_draws,
 )
+from mirror.replica.optimizers.param_groups import (
+    Options,
+    StepOnce,
+    all_step_hooks,
+    keep_options,
+    options_of,
+    refuse_different,
+    refuse_unmirrored,
+)
+from mirror.replica.optimizers.placements import broadcast
+from mirror.replica.optimizers.sharded_states import ShardedStates
+from mirror.replica.optimizers.sharded_steps import ShardedSteps
 from mirror.replica.params.replicated_params import mark_synced
+from mirror.threads.merge_point import MergePoint
 from mirror.threads.user_frames import add_note
 
-_BEFORE = "before a step"
 _PARTLY = (
     "this optimizer's step has begun and not ended: parameters and state may be partly updated, "
     "as on one device, and the same on all replicas; to go on from a whole step, load a checkpoint"
@@ -76,6 +76,7 @@ class MirroredOptimizer:
     """One optimizer over mirrored parameters.
 
     Attributes:
+        gradients: those of the strategy's parameters.
         serial: its number; replicas that step another one diverge.
         loan: swaps its groups and state for one replica's.
         states: its state on every replica.
@@ -87,8 +88,7 @@ class MirroredOptimizer:
     def __init__(self, optimizer: Optimizer, optimizers: OptimizerRegistry) -> None:
         self.replicas = optimizers.replicas
         self.runner = optimizers.runner
-        self._optimizers, self._gradients = optimizers, optimizers.gradients
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizers, self.gradients = optimizers, optimizers.gradients
         self.serial = next(_serials)
         states = ShardedStates(self.replicas) if self.replicas.shards_state else None
         self.states = ReplicaStates(self.replicas) if states is None else states
@@ -99,7 +99,8 @@ class MirroredOptimizer:
         self.met: set[int] = set()
         self._left: dict[int, Options] = {}  # by replica, the options that its step has left
         self.steps_once = False
-        step_hooks(optimizer)  # sets an attribute of the optimizer, before steps are compared
+        # Sets an attribute of the optimizer, before steps are compared.
+        self._step_hooks = all_step_hooks(optimizer)
         optimizers.add(self.loan)
 
     # Steps inside run
@@ -112,8 +113,8 @@ class MirroredOptimizer:
         Args:
             step: the class's step, with the hooks of torch around it.
         """
-        loan = self.loan
-        is_in_turn, has_hooks = context.replica_id in self.met, has_step_hooks(optimizer)
+        loan, is_own = self.loan, is_torchs_own(type(optimizer))
+        is_in_turn, has_hooks = context.replica_id in self.met, any(self._step_hooks)
         closure = args[0] if args else kwargs.get("closure")
         loss = None
         if closure is not None:
@@ -127,12 +128,12 @@ class MirroredOptimizer:
                 refuse_unmirrored(optimizer)
             by_itself = closure is not None and not self.replicas.has_parameter_device
             if self.replicas.steps_once and not (by_itself or has_hooks):
-                steps_once = is_torchs_own(type(optimizer))
+                steps_once = is_own
             if context.run.lockstep.is_eager and closure is None:
-                at_once = not (steps_once or has_hooks) and is_torchs_own(type(optimizer))
+                at_once = is_own and not (steps_once or has_hooks)
 
             def action(payloads: dict[int, Any]) -> dict[int, Any]:
-                self._meet(optimizer, context, payloads)
+                self._begin_together(optimizer, context, payloads)
                 loan.refresh(only_first=steps_once)
                 if steps_once:
                     self._step_once(optimizer, context.run.active[0], args, kwargs)
@@ -140,9 +141,7 @@ class MirroredOptimizer:
                     loan.swap_in_all()
                 return payloads
 
-            seen = options_of(optimizer)
-            point = step_point(optimizer, self.serial, "optimizer.step", seen, action)
-            context.run.merge(context.replica_id, point)
+            self._merge(optimizer, context, "optimizer.step", action, options_of(optimizer))
         if steps_once:
             return loss
         if at_once:
@@ -152,7 +151,7 @@ class MirroredOptimizer:
         context.lent.append(loan)
         result = step(optimizer, *args, **kwargs)
         loan.is_begun = False
-        if has_hooks or not is_torchs_own(type(optimizer)):  # they may assign p.data
+        if has_hooks or not is_own:  # they may assign p.data
             loan.parameters.follow_targets(context.replica_id)
         context.lent.remove(loan)
         # 3. All replicas meet again, if one could see what another one's step leaves.
@@ -182,7 +181,7 @@ class MirroredOptimizer:
 
         def meet(payloads: dict[int, Any]) -> dict[int, Any]:
             refuse_unmirrored(optimizer)
-            self._meet(optimizer, context, payloads)
+            self._begin_together(optimizer, context, payloads)
             self.loan.refresh()
             self.met = set(context.run.active)
             return payloads
@@ -208,14 +207,21 @@ class MirroredOptimizer:
         if context.replica_id != leader:
             result = step_without_draws(step, context.device)
         self.met.discard(context.replica_id)
-        if has_step_hooks(optimizer) or not context.run.lockstep.takes_turns:
+        if any(self._step_hooks) or not context.run.lockstep.takes_turns:
             left = self._left.pop(context.replica_id, None) or options_of(optimizer)
             self._end_together(optimizer, context, left)
         return result
 
-    def _meet(self, optimizer: Optimizer, context: Replica, seen: dict[int, Options]) -> None:
-        refuse_different(optimizer, seen, _BEFORE)
-        context.run.stepped.setdefault(self, {})
+    def _begin_together(
+        self, optimizer: Optimizer, context: Replica, seen: dict[int, Options]
+    ) -> None:
+        """Reduces the gradients, in the merge before the replicas' steps.
+
+        Args:
+            seen: the options that the replicas have read.
+        """
+        refuse_different(optimizer, seen, "before a step")
+        self.record_step(optimizer, context.run)
         if context.tracing is None:  # the tensors of a trace have no addresses
             for variable in self.loan.parameters.follow_copies(context.run.active):
                 context.run.assigned[variable] = True
@@ -224,8 +230,32 @@ class MirroredOptimizer:
     def _merge(
         self, optimizer: Optimizer, context: Replica, what: str, action: Action, payload: Any
     ) -> Any:
-        point = step_point(optimizer, self.serial, what, payload, action)
+        """Merges the replicas of a run, which must all step the same optimizer.
+
+        Optimizers that are created inside ``run`` may have any order, so their serial number does
+        not count.
+        """
+        kind = type(optimizer).__name__
+        if INIT_FINISHED not in vars(optimizer):
+            point = MergePoint(what, (f"{kind} #{self.serial}",), payload, action)
+            return context.run.merge(context.replica_id, point)
+
+        def act_on_one(payloads: dict[int, Any]) -> dict[int, Any]:
+            if any(other is not optimizer for other, _ in payloads.values()):
+                raise StrategyError(
+                    f"every replica has made a {kind} of its own inside strategy.run, over "
+                    "parameters that all share; make optimizers outside run"
+                )
+            return action({r: theirs for r, (_, theirs) in payloads.items()})
+
+        point = MergePoint(what, (kind,), (optimizer, payload), act_on_one)
         return context.run.merge(context.replica_id, point)
+
+    def record_step(self, optimizer: Optimizer, run: Run) -> None:
+        """Has the options that the replicas leave compared at the end of a run."""
+        if self not in run.stepped:
+            check = partial(refuse_different, optimizer, when="at the end of run")
+            run.stepped[self] = SteppedOptimizer(partial(options_of, optimizer), check, {})
 
     def _end_together(self, optimizer: Optimizer, context: Replica, left: Options) -> None:
         """Merges the replicas after their steps, where one could read another one's groups.
@@ -250,12 +280,12 @@ class MirroredOptimizer:
     def _step_once(self, optimizer: Optimizer, leader: int, args: Any, kwargs: Any) -> None:
         """Makes the update for all replicas, where the placement has the first one's state."""
         gather, publish = self._optimizers.placement
-        exposed, parameters = self._gradients.exposed, self.loan.parameters
+        exposed, parameters = self.gradients.exposed, self.loan.parameters
         gather(exposed, parameters, leader)
         try:
             self.loan.swap_in(0)
             with using(self.replicas.devices[0]):
-                raw_step(type(optimizer))(optimizer, *args, **kwargs)
+                raw_step(type(optimizer).step)(optimizer, *args, **kwargs)
             self.loan.is_begun = False
         finally:
             self.loan.swap_out()
@@ -275,7 +305,7 @@ class MirroredOptimizer:
         self.runner.prepare("optimizer.step")
         self._optimizers.reduce()
         loan, closure = self.loan, args[0] if args else kwargs.get("closure")
-        if closure is not None or has_step_hooks(optimizer) or not is_torchs_own(type(optimizer)):
+        if closure is not None or any(self._step_hooks) or not is_torchs_own(type(optimizer)):
             return self._step_mirrored_params(step, optimizer, args, kwargs, closure)
         steps_once, result = self.replicas.steps_once, None
         loan.refresh(only_first=steps_once)
@@ -283,7 +313,7 @@ class MirroredOptimizer:
         if steps_once:
             self._step_once(optimizer, 0, args, kwargs)
         else:
-            function = raw_step(type(optimizer))
+            function = raw_step(type(optimizer).step)
             for replica_id in range(1, self.replicas.num_replicas):
                 loan.swap_in(replica_id)
                 with using(self.replicas.devices[replica_id]):
@@ -346,26 +376,6 @@ class MirroredOptimizer:
         elif replica is not None and self.loan in replica.lent and replica.replica_id > 0:
             add_note(error, _AS_THE_FIRST)
         self.recover()
-
-    # Between steps
-
-    def options(self) -> Options:
-        """Returns the options of the optimizer's groups, as the current replica sees them."""
-        optimizer = self._optimizer()
-        return [] if optimizer is None else options_of(optimizer)
-
-    def check_left(self, left: dict[int, Options]) -> None:
-        """Raises StrategyError if the replicas of a run have left different options."""
-        optimizer = self._optimizer()
-        if optimizer is not None and left:
-            refuse_different(optimizer, left, "at the end of run")
-
-    def clear_gradients(self) -> bool:
-        """Drops the gradients of all parameters if none is pending; returns whether it did."""
-        optimizer, parameters = self._optimizer(), self.loan.parameters
-        if optimizer is None or not parameters.are_in(optimizer.param_groups):
-            return False
-        return self._gradients.clear(parameters.variables, parameters.targets)
 
 
 def _replace_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:

@@ -113,5 +113,6 @@ class OptimizerRegistry:
 
 def _check_options(run: Run) -> None:
     while run.stepped:
-        optimizer, left = run.stepped.popitem()
-        optimizer.check_left(left)
+        _, stepped = run.stepped.popitem()
+        if stepped.left:
+            stepped.check(stepped.left)

@@ -14,16 +14,13 @@ Hooks of the step run once, around all of this, as on one device.
     class of the optimizer                 slices
     elementwise (SGD, AdamW, ...)          every bucket of gradients is cut into N equal runs
     not elementwise (Adafactor, Muon)      whole parameters, balanced by size
-    not torch's, updates each parameter    whole parameters: ``per_param_steps.py``
-    by itself (Lion, Shampoo, ...)
     sparse gradients, gaps in memory       the parameter is whole
-    all others: LBFGS, global norms,       none: one step over the mirrored parameters, with the
+    LBFGS, a class that is not torch's,    none: one step over the mirrored parameters, with the
     wrappers of other optimizers,          state on the first replica's device and no other one;
     parameters of no module, or that       the logger warns, see [Note: Step dispatch]
     share memory
 
-A class is measured, not listed: it steps small tensors, whole and in parts, and the results are
-compared (``piecewise_optimizers.py`` for torch's own classes).
+A class of torch is measured, not listed: see [Note: Optimizers over pieces].
 """
 
 from __future__ import annotations
@@ -45,21 +42,20 @@ from mirror.replica.gradients.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.merge_call_shared import average_loss_over_workers
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.optimizer_state import ParamGroupSwap
+from mirror.replica.optimizers.optimizer_traits import (
+    Divisible,
+    is_torchs_own,
+    measure_divisible,
+    raw_step,
+)
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
     keep_options,
     optimizers_in,
     own_options,
 )
-from mirror.replica.optimizers.per_param_steps import (
-    calls_hooks_again,
-    explain_not_per_param,
-    step_clones,
-)
-from mirror.replica.optimizers.piecewise_optimizers import Divisible, measure_divisible
 from mirror.replica.optimizers.sharded_states import ShardedStates
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
-from mirror.replica.optimizers.step_dispatch import is_torchs_own, raw_step
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.params.shared_memory import find_shared
@@ -88,9 +84,7 @@ class ShardedSteps:
 
     def can_step(self, optimizer: Optimizer) -> bool:
         """Whether every replica updates its slices of the optimizer's parameters."""
-        if self._find_slices(optimizer) is None:
-            return False
-        return is_torchs_own(type(optimizer)) or not calls_hooks_again(optimizer)
+        return self._find_slices(optimizer) is not None
 
     def step_with_hooks(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Makes one step for all replicas, with hooks around it; returns the closure's loss."""
@@ -119,24 +113,18 @@ class ShardedSteps:
         assert grads is not None
         is_scattered = scatter is not None and scatter.prepare_step(grads)
         positions = sliced.set_gradients(grads.grads if is_scattered else None)
-        is_own = is_torchs_own(type(optimizer))
-        if not is_own:  # it may also change parameters without a gradient
-            positions = tuple(range(len(sliced.slices)))
         versions = sliced.grad_versions()
         clones = [self._clone(optimizer, sliced, r) for r in range(self._replicas.num_replicas)]
-        step, devices = raw_step(type(optimizer)), self._replicas.devices
+        step, devices = raw_step(type(optimizer).step), self._replicas.devices
         self._runner.unfinished = self._swap.is_begun = True
         try:
-            if not is_own:
-                step_clones(optimizer, clones, devices, result, has_closure=closure is not None)
-            for clone, device in zip(clones, devices, strict=True) if is_own else ():
+            for clone, device in zip(clones, devices, strict=True):
                 with using(device):
                     step(clone)
         finally:
             sliced.drop_gradients(versions)
             sliced.all_gather(positions)
-        if is_own:
-            keep_options(optimizer.param_groups, clones[0].param_groups)
+        keep_options(optimizer.param_groups, clones[0].param_groups)
         mark_synced(sliced.variables_of(positions))
         self._swap.is_begun = False
         self._runner.unfinished = self._runner.running is not None
@@ -196,8 +184,7 @@ class ShardedSteps:
         variables, num_replicas = parameters.variables, self._replicas.num_replicas
         sizes = [variable.targets[0].numel() for variable in variables]
         whole = set(range(len(variables)))
-        is_own = is_torchs_own(type(optimizer))
-        if is_own and measure_divisible(optimizer) is Divisible.BY_ELEMENT:
+        if measure_divisible(optimizer) is Divisible.BY_ELEMENT:
             whole = {i for i, v in enumerate(variables) if v in self._whole or not is_cuttable(v)}
         position = {variable: i for i, variable in enumerate(variables)}
         arrived = self._gradients.unreduced.order_of_arrival()
@@ -258,6 +245,10 @@ def _explain_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str
         return f"its parameters {pair[0].name!r} and {pair[1].name!r} share memory"
     if any(optimizers_in(optimizer)):
         return "it steps other optimizers; only the state of these is sharded"
-    if not is_torchs_own(type(optimizer)) or measure_divisible(optimizer) is Divisible.NOT:
-        return explain_not_per_param(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "it has one history for all parameters together"
+    if not is_torchs_own(type(optimizer)):
+        return "its class is not one of torch.optim, so a step may depend on all parameters"
+    if measure_divisible(optimizer) is Divisible.NOT:
+        return "its update of a parameter depends on other parameters"
     return None

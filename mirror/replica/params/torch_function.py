@@ -422,10 +422,8 @@ def _run_as_replica(run: Callable[..., Any]) -> Callable[..., Any]:
         before = save_context()
         try:
             push_context(replicas.strategy, replica := recomputing(replicas, replica_id))
-            if replicas.places.is_model_parallel:
-                with renaming(replica):
-                    return run(node, *args)
-            return run(node, *args)
+            with renaming(replica):
+                return run(node, *args)
         finally:
             current.replica, current.strategy, current.below = before
 

@@ -10,8 +10,7 @@ from torch import nn
 import mirror
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import DivergenceError
-from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.gradients.ready_grads import DeferredGrads
+from mirror.replica.gradients.ready_grads import DeferredGrads, Reducer
 from mirror.replica.gradients.shares import PassWeights
 from mirror.replica.multi_worker.bucket_order import BucketOrder, agree
 from mirror.replica.params.replicated_params import param_of
