@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.base.torch_private import wrapping
 from mirror.compiler.capture.traced_swap import OptionGuards, raw_state
 from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.compiler.step_errors import current_line, is_torchs
@@ -96,29 +97,32 @@ class SetAttributes:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records within the block; afterwards the modules have their former attributes."""
-        kind: Any = nn.Module
-        originals = kind.__init__, kind.__setattr__, kind.__delattr__
 
-        def record_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if self._is_traced():
-                self._made[id(module)] = module
-            originals[0](module, *args, **kwargs)
+        def wrap_init(init: Callable[..., None]) -> Callable[..., None]:
+            def record_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+                if self._is_traced():
+                    self._made[id(module)] = module
+                init(module, *args, **kwargs)
 
-        def record_set(module: nn.Module, name: str, value: Any) -> None:
-            if self._is_traced():
-                self._record(module, name, value, sys._getframe(1).f_code.co_filename)
-            originals[1](module, name, value)
+            return record_init
 
-        def record_delete(module: nn.Module, name: str) -> None:
-            if self._is_traced():
-                self._record(module, name, _MISSING, sys._getframe(1).f_code.co_filename)
-            originals[2](module, name)
+        def wrap_change(change: Callable[..., None]) -> Callable[..., None]:
+            def record_change(module: nn.Module, name: str, *value: Any) -> None:
+                if self._is_traced():
+                    now = value[0] if value else _MISSING
+                    self._record(module, name, now, sys._getframe(1).f_code.co_filename)
+                change(module, name, *value)
 
-        kind.__init__, kind.__setattr__, kind.__delattr__ = record_init, record_set, record_delete
+            return record_change
+
         try:
-            yield
+            with (
+                wrapping(nn.Module, "__init__", wrap_init),
+                wrapping(nn.Module, "__setattr__", wrap_change),
+                wrapping(nn.Module, "__delattr__", wrap_change),
+            ):
+                yield
         finally:
-            kind.__init__, kind.__setattr__, kind.__delattr__ = originals
             self._put_back()
             self._made.clear()
 

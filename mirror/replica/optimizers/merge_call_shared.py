@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
+from mirror.base.torch_private import wrap_once
 from mirror.errors import StrategyError, short_repr
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current
@@ -258,24 +259,25 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
-_CREATED = "_made_in_run"  # in an optimizer's __dict__: whether its constructor has returned
+_INIT_FINISHED = "_init_finished"  # in the __dict__ of an optimizer that is created in a run
 
 
 def watch_creation() -> None:
     """Marks optimizers that are created inside ``run``; makes groups added there be added once."""
-    original = Optimizer.__init__
+    wrap_once(Optimizer, "__init__", _wrap_init)
+    wrap_in_subclasses(Optimizer, "add_param_group", lambda add: wrap_for_run(add, _add_in_run))
 
-    @functools.wraps(original)
+
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         if current.replica is None:
             original(self, *args, **kwargs)
             return
-        vars(self)[_CREATED] = False
+        vars(self)[_INIT_FINISHED] = False
         original(self, *args, **kwargs)
-        vars(self)[_CREATED] = True
+        vars(self)[_INIT_FINISHED] = True
 
-    Optimizer.__init__ = init  # type: ignore[method-assign]
-    wrap_in_subclasses(Optimizer, "add_param_group", lambda add: wrap_for_run(add, _add_in_run))
+    return init
 
 
 def step_point(
@@ -287,7 +289,7 @@ def step_point(
     count.
     """
     kind = type(optimizer).__name__
-    if optimizer is None or _CREATED not in vars(optimizer):
+    if optimizer is None or _INIT_FINISHED not in vars(optimizer):
         return MergePoint(what, (f"{kind} #{serial}",), payload, action)
 
     def act_on_one(payloads: dict[int, Any]) -> dict[int, Any]:
@@ -308,7 +310,7 @@ def _refuse_one_per_replica(kind: str) -> NoReturn:
 def _add_in_run(
     add: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
-    is_being_made = not vars(optimizer).get(_CREATED, True)
+    is_being_made = not vars(optimizer).get(_INIT_FINISHED, True)
     if is_being_made or find_replicas(optimizer) is not context.replicas:
         return add(optimizer, *args, **kwargs)
     args = tuple(map(_replace_copies, args))
