@@ -157,7 +157,8 @@ def merge_call_shared(
 
     key, name = kind, what
     if serial is not None:
-        key, name = kind if _CREATED in vars(target) else f"{kind} #{serial}", "optimizer.step"
+        key = kind if _INIT_FINISHED in vars(target) else f"{kind} #{serial}"
+        name = "optimizer.step"
     point = MergePoint(name, (key,), (target, tuple(args), dict(kwargs), seen), action)
     return context.run.merge(context.replica_id, point)
 

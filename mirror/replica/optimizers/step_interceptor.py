@@ -113,7 +113,7 @@ def _watch_steps(are_mirrored: bool) -> None:
 
 
 def _wrap_hooks(put_hooks: Callable[[Step], Step]) -> Callable[[Step], Step]:
-    """Wraps the function by which torch puts its hooks around a step, at a class's first object."""
+    """Wraps what torch wraps a step in, with its hooks, at the first object of a class."""
 
     def hook_and_wrap(step: Step) -> Step:
         return _wrap(put_hooks(step.__wrapped__ if is_wrapper(step) else step))  # type: ignore[attr-defined]
@@ -128,6 +128,8 @@ def _wrap(step: Step) -> Step:
         before, replica = current.stepping, current.replica
         if self in before:  # a subclass's step has called its base's
             return step(self, *args, **kwargs)
+        for listener in () if before else step_ends.before_optimizer:
+            listener(self)
         try:
             current.stepping = (*before, self)
             if replica is None or not replica.replicas.mirrors:

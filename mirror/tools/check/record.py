@@ -173,7 +173,6 @@ class ReplicaLog:
         path: the modules that are being called, outermost first.
         events: those inside the outermost call.
         num_numbers: how many numbers their tensors have.
-        num_steps: how many optimizer steps the replica has reached, inside ``run``.
         known: the tensors that the call was given or has made, by id, while functions of tensors
             are recorded. The dict keeps them alive.
         is_busy: whether the recorder itself is computing.
@@ -182,7 +181,6 @@ class ReplicaLog:
     path: list[nn.Module] = field(default_factory=list)
     events: list[PendingEvent] = field(default_factory=list)
     num_numbers: int = 0
-    num_steps: int = 0
     known: dict[int, Tensor] | None = None
     is_busy: bool = False
 

@@ -148,7 +148,7 @@ _SMALL_STEP = 300_000  # numbers inside a step that is recorded deeply all the t
 
 
 class Recorder:
-    """Notes the events of one run.
+    """Records the events of one run.
 
     Args:
         steps: the number of optimizer steps after which ``on_enough`` is called.
@@ -178,7 +178,7 @@ class Recorder:
         self._counts: dict[int, float] = {}
         self._names = ModuleNames()
         self._optimizers: dict[int, tuple[Any, int]] = {}
-        self._stepping: set[tuple[int, int]] = set()
+        self._stepped: dict[int, torch.optim.Optimizer] = {}  # in this step, by number
         self._numbers_in_step = 0
         self._is_small = True
 
@@ -199,7 +199,7 @@ class Recorder:
         return self.is_on and self.step <= self._deep_steps
 
     def log(self) -> ReplicaLog | None:
-        """Returns the log of the calling code; ``None`` for what is not recorded.
+        """Returns the log of the calling code; ``None`` if it is not recorded.
 
         Tensors inside ``torch.func``'s transforms have no memory, so nothing is recorded there.
         """
@@ -226,7 +226,7 @@ class Recorder:
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a module and notes what goes in and comes out."""
+        """Calls a module and records what goes in and comes out."""
         log = self.log()
         if log is None or torch.compiler.is_compiling() or is_jit_tracing():
             return forward(*args, **kwargs)
@@ -253,7 +253,7 @@ class Recorder:
         if not self.is_deep:
             return self._call_in_path(log, module, forward, args, kwargs)
         is_inside = self._is_inside()
-        name = self._names.name_of(module)
+        name = self._names.name_of(module, sys._getframe(3))
         depth = len(log.path) + is_inside
         info = describe_module(module)
         where = user_line(sys._getframe(3)) if not is_of_torch(module) or depth <= 2 else ""
@@ -272,12 +272,12 @@ class Recorder:
     def _tracing(
         self, log: ReplicaLog, module: nn.Module, args: Any, kwargs: Any
     ) -> Iterator[None]:
-        """Notes the operations that modules call inside."""
+        """Records the operations that modules call inside."""
         log.known = {}
         buffers = list(module.buffers())  # and what a replica's code has in their place
         log.add_known([*tensors_in((args, kwargs)), *buffers, *map(resolve, buffers)])
         try:
-            with OpTrace(log, current.replica, self._is_noting_ops, self._record_op):
+            with OpTrace(log, current.replica, self._is_recording_ops, self._record_op):
                 yield
         finally:
             log.known = None
@@ -347,42 +347,19 @@ class Recorder:
 
     # Operations inside modules: see op_trace.py
 
-    def _is_noting_ops(self) -> bool:
+    def _is_recording_ops(self) -> bool:
         return self.has_ops() and not self.in_backward and functions_interpreter() is None
 
     def _record_op(self, log: ReplicaLog, result: Any, info: dict[str, Any], where: str) -> None:
-        """Notes a function of tensors that a module's forward has called."""
+        """Records a function of tensors that a module's forward has called."""
         name = self._names.name_of(log.path[-1]) if log.path else "the function in run"
         depth = len(log.path) + 1
         log.add(PendingEvent(OP, name, where, depth, info), result)
 
     # Losses, optimizers
 
-    def call_step(
-        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Calls an optimizer's step, and notes gradients before and parameters after it.
-
-        A strategy may step it once more inside, for a replica; that is not noted.
-        """
-        replica = current.replica if self._is_inside() else None
-        key = id(optimizer), -1 if replica is None else replica.replica_id
-        is_within = key in self._stepping
-        if replica is None:
-            is_within = is_within or any(number == key[0] for number, _ in self._stepping)
-        if is_within or self.log() is None:
-            return step(*args, **kwargs)
-        self.before_step(optimizer)
-        self._stepping.add(key)
-        try:
-            result = step(*args, **kwargs)
-        finally:
-            self._stepping.discard(key)
-        self.after_step(optimizer)
-        return result
-
     def record_loss(self, tensors: Sequence[Any], frame: Any) -> None:
-        """Notes where a backward pass begins."""
+        """Records where a backward pass begins."""
         log = self.log()
         if log is None:
             return
@@ -393,8 +370,8 @@ class Recorder:
         self.flush()
         self._record(LOSS, "loss", tensors_in(list(tensors)), where=where)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes the gradients that an optimizer is about to use."""
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Records the gradients that an optimizer is about to use."""
         log = self.log()
         if log is None:
             return
@@ -404,34 +381,33 @@ class Recorder:
         if self.noise is not None:
             self.noise.change_gradients([p for p, _ in params])
         number = self._number_of(optimizer)
+        self._stepped[number] = optimizer
         # Inside run all replicas read the gradients, which they reduce together.
         found = [(name, p.grad) for p, name in params]
-        if self._is_inside() and not self._is_first():
-            return
+        if self._is_inside():
+            if not self._is_first():
+                return
+            logs = [self._logs.get(r, ReplicaLog()) for r in current.replica.run.active]
+            if len({len(log.events) for log in logs}) == 1:  # the read has stopped them all here
+                self.flush()
         for name, grad in found:
             if grad is not None:
                 self._record(GRADIENT, name, [grad], info={"optimizer": number})
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes the parameters and buffers after an optimizer's step."""
-        log = self.log()
-        if log is None:
-            return
-        is_inside = self._is_inside()
-        if is_inside and not self._is_last():
-            return
-        if is_inside:
-            self.flush()
-        number = self._number_of(optimizer)
-        for param, name in self._names.parameters_of(optimizer):
-            self._record(PARAMETER, name, [param], info={"optimizer": number})
-        if not is_inside:
-            for buffer, name in self._names.buffers():
-                self._record(BUFFER, name, tensors_in([buffer]))
-        self.end_step()
-
     def end_step(self) -> None:
-        """Counts a step, and ends the script after enough."""
+        """Records parameters and buffers at the end of a step, and ends the script after enough.
+
+        See [Note: Ends of steps].
+        """
+        if self.log() is None:
+            return
+        self.flush()
+        for number, optimizer in self._stepped.items():
+            for param, name in self._names.parameters_of(optimizer):
+                self._record(PARAMETER, name, [param], info={"optimizer": number})
+        self._stepped.clear()
+        for buffer, name in self._names.buffers():
+            self._record(BUFFER, name, tensors_in([buffer]))
         self.record.num_steps += 1
         self._is_small = self._is_small and self._numbers_in_step <= _SMALL_STEP
         self._numbers_in_step = 0
@@ -445,22 +421,14 @@ class Recorder:
         replica = current.replica
         return replica is None or replica.replica_id == min(replica.run.active)
 
-    def _is_last(self) -> bool:
-        """Whether all replicas of a run have arrived, this one as the last."""
-        replica = current.replica
-        assert replica is not None
-        logs = [self._logs.setdefault(r, ReplicaLog()) for r in replica.run.active]
-        self._logs[replica.replica_id].num_steps += 1
-        return len({log.num_steps for log in logs}) == 1
-
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
         number = len(self._optimizers) + 1
         return self._optimizers.setdefault(id(optimizer), (optimizer, number))[1]
 
-    # Joining what replicas have noted
+    # Joining what replicas have recorded
 
     def _record_counts(self, args: Any, kwargs: Any) -> None:
-        """Notes how many examples the current replica has."""
+        """Records how many examples the current replica has."""
         replica = current.replica
         assert replica is not None
         counts = replica.run.counts
@@ -471,7 +439,7 @@ class Recorder:
             self._counts[replica.replica_id] = first.shape[0]
 
     def flush(self) -> None:
-        """Joins what the replicas have noted since, and takes it into the record."""
+        """Joins what the replicas have recorded since, and takes it into the record."""
         for event in join_events(self._logs, self._counts, self.step):
             self._numbers_in_step += sum(int(np.prod(f.shape)) for f in event.prints[:1])
             self.record.events.append(event)
@@ -490,7 +458,7 @@ class Recorder:
         where: str = "",
         info: dict[str, Any] | None = None,
     ) -> None:
-        """Notes an event outside replicas, one for each tensor or PerReplica of tensors."""
+        """Records an event outside replicas, one for each tensor or PerReplica of tensors."""
         for k, value in enumerate(values):
             event = RecordedEvent(self.step, kind, name, where=where)
             event.info = {**(info or {}), "part": k}
