@@ -92,23 +92,11 @@ class SlurmResolver(ClusterResolver):
         tasks = [f"{nodes[node]}:{self._port_base + i}" for node, i in self._step.placement]
         return ClusterSpec({job: tasks[begin:end] for job, (begin, end) in self._jobs.items()})
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process, from SLURM_PROCID."""
-        return self._own_task[0] if self._task_type is None else self._task_type
+    def _read_task_type(self) -> str | None:
+        return self._task_of_process()[0]
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job."""
-        return self._own_task[1] if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _read_task_id(self) -> int | None:
+        return self._task_of_process()[1]
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Returns ``task_type`` and ``task_id``."""
@@ -120,8 +108,7 @@ class SlurmResolver(ClusterResolver):
         """Returns the number of GPUs of a task; it is the same for all tasks."""
         return {"GPU": self._gpus_per_task}
 
-    @property
-    def _own_task(self) -> tuple[str, int]:
+    def _task_of_process(self) -> tuple[str, int]:
         rank = self._step.rank
         return next((j, rank - b) for j, (b, e) in self._jobs.items() if b <= rank < e)
 
