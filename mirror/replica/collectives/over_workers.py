@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reduce_ops import reduce_tensors
 
 _MOST_BYTES = 64 * 1024  # up to this size an exchange is as fast as an all-reduce
 _SUMMED_ON_THE_WAY = {
