@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.base.bitwise import are_equal
 from mirror.base.torch_private import wrapping
 from mirror.compiler.capture.traced_swap import OptionGuards, raw_state
 from mirror.compiler.free_variables import PLAIN, FreeVariables
@@ -272,7 +273,7 @@ class SideEffects:
         """
         codes = [code for one in self._around.codes for code in _walk_code(one)]
         for generator, state in self._generators:
-            if state is not None and not _are_equal(state, _state(generator)):
+            if state is not None and not are_equal(state, _state(generator)):
                 raise CompileError(
                     f"the step cannot be compiled: {_line_about(codes, _names_of(generator))}: it "
                     "draws from Python's or numpy's random numbers, which would be the same in "
@@ -281,7 +282,7 @@ class SideEffects:
         self._refuse_kept_tensors(codes, modules)
         for entry, before in self._before:
             after = entry.value()
-            if isinstance(after, PLAIN) and not _are_equal(before, after):
+            if isinstance(after, PLAIN) and not are_equal(before, after):
                 self._report_change(codes, entry.name, entry.read_as, is_added=False)
         for name, container, content in self._contents:
             if len(container) != len(content):
@@ -347,12 +348,6 @@ def _entries(optimizer: Optimizer) -> list[dict[Any, Any]]:
 
 def _copy(container: Any) -> Any:
     return list(container) if isinstance(container, list) else dict(container)
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and bool(torch.equal(a, b))
-    return type(a) is type(b) and (a is b or bool(a == b))
 
 
 def _state(generator: Any) -> Any:

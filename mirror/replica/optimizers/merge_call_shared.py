@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mirror.base.bitwise import same_bits
+from mirror.base.bitwise import are_equal
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
 from mirror.base.torch_private import wrap_once
 from mirror.comm.reduce_ops import reduce_tensors
@@ -193,9 +193,7 @@ def _join(run: Run, what: str, closures: list[_Closure], *leaves: Any) -> Any:
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):
             return _mean(run, *leaves)
-        if all(same_bits(leaf, first) for leaf in leaves):
-            return first
-    elif all(_equal(leaf, first) for leaf in leaves):
+    if all(are_equal(leaf, first) for leaf in leaves):
         return first
     raise StrategyError(
         f"{what} is done once for all replicas, which have passed it different values: "
@@ -250,13 +248,6 @@ def _is_loss(leaf: Any) -> bool:
     if isinstance(leaf, float):
         return True
     return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
