@@ -89,7 +89,7 @@ def parse_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name of a dtype: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
@@ -186,7 +186,7 @@ def rows_of(gradient: Tensor, piece: VariablePiece) -> tuple[Tensor, Tensor]:
     if whole.sparse_dim() != 1:
         raise StrategyError(
             "parameter servers take sparse gradients with one sparse dimension, the rows; got "
-            f"{whole.sparse_dim()} sparse dimensions of {name_of(whole.dtype)}"
+            f"{whole.sparse_dim()} sparse dimensions of {dtype_name(whole.dtype)}"
         )
     rows = whole.indices()[0]
     mine = (rows >= piece.begin) & (rows < piece.end)
@@ -226,7 +226,7 @@ def encode_states(states: Mapping[int, State]) -> tuple[list[Any], list[Bytes]]:
     for piece, state in states.items():
         for name, value in state.items():
             if isinstance(value, Tensor):
-                entries.append([piece, name, [list(value.shape), name_of(value.dtype)]])
+                entries.append([piece, name, [list(value.shape), dtype_name(value.dtype)]])
                 tensors.append(value)
             elif value is None or isinstance(value, (bool, int, float, str)):
                 entries.append([piece, name, None, value])

@@ -154,7 +154,7 @@ class NcclLibrary:
         return f"{name} ({': '.join(filter(None, lines))})"
 
 
-def missing_reason() -> str | None:
+def nccl_missing_reason() -> str | None:
     """Returns why no libnccl can be used; ``None`` if one can."""
     copies = mapped_files()
     if len(copies) > 1:
@@ -188,13 +188,13 @@ def version_reason(version: int, built_for: int | None) -> str | None:
     return None
 
 
-def library() -> NcclLibrary:
+def nccl_library() -> NcclLibrary:
     """Returns the libnccl of this process.
 
     Raises:
         BackendError: no libnccl can be used.
     """
-    reason = missing_reason()
+    reason = nccl_missing_reason()
     if reason is not None:
         raise BackendError(f"the backend 'nccl' cannot be used: {reason}")
     return _load(str((*mapped_files(), packaged_file())[0]))

@@ -106,7 +106,7 @@ class Envelope:
         return cls(key, words, length, data[begin : begin + length] if fits else None)
 
 
-def fingerprint(number: int, what: str, signature: object) -> bytes:
+def hash_operation(number: int, what: str, signature: object) -> bytes:
     """Returns the hash of an operation: its number in the group, its name, its signature."""
     return hashlib.blake2b(f"{number} {what} {signature!r}".encode(), digest_size=8).digest()
 
@@ -138,7 +138,7 @@ class CheckedGather:
         self._num_exchanges += 1
         words = f"{what}{_signature_text(signature, what)} at {self._where()}"
         mine = Envelope.from_payload(
-            fingerprint(self._num_exchanges, what, signature), words, payload
+            hash_operation(self._num_exchanges, what, signature), words, payload
         )
         envelopes = list(map(Envelope.from_bytes, self._gather(mine.to_bytes(), words)))
         if any(one.key != mine.key for one in envelopes):

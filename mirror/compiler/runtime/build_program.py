@@ -28,12 +28,11 @@ from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.step_program import StepProgram
 from mirror.compiler.runtime.step_reductions import StepReductions
 from mirror.compiler.runtime.trace_guards import TraceGuards
-from mirror.compiler.step_errors import first_line
 from mirror.compiler.step_inputs import InputKind, state_tensors
 from mirror.compiler.torch_internals import Sizes, sizes_of
 from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.device.cuda_graph import CudaGraph, has_graphs
-from mirror.errors import CompileError
+from mirror.errors import CompileError, first_line
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck

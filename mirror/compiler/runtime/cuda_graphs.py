@@ -36,9 +36,10 @@ from torch import Tensor
 
 from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
 from mirror.compiler.runtime.kept_gradients import KeptGradients
-from mirror.compiler.step_errors import Uncapturable, first_line
+from mirror.compiler.step_errors import Uncapturable
 from mirror.compiler.torch_internals import DispatchMode
 from mirror.device.cuda_graph import DeviceGraph
+from mirror.errors import first_line
 from mirror.values import are_identical
 
 logger = logging.getLogger(__name__)

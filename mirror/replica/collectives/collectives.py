@@ -26,7 +26,7 @@ from mirror.replica.collectives.over_workers import (
     gather_over_workers,
     reduce_over_workers,
 )
-from mirror.replica.params.mirrored_tensor import resolve
+from mirror.replica.params.mirrored_tensor import resolve_copies
 from mirror.threads.merge_point import MergePoint
 from mirror.values import describe_structure, is_number, leaves_of, rebuild_structure
 
@@ -248,7 +248,7 @@ def _tensors(value: Any, device: torch.device) -> list[Tensor]:
             raise TypeError(
                 f"collectives take tensors and numbers, nested; got a {type(leaf).__name__}"
             )
-        resolved = resolve(leaf)
+        resolved = resolve_copies(leaf)
         tensors.append(
             resolved if isinstance(resolved, Tensor) else torch.as_tensor(resolved, device=device)
         )

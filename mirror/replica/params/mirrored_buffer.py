@@ -48,7 +48,7 @@ from mirror.replica.params.buffer_differences import (
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
     raw_set_data,
-    resolve,
+    resolve_copies,
     share_storage,
 )
 from mirror.replica.params.replicated_param import ReplicatedParam, StorageAliases
@@ -183,7 +183,7 @@ class ReplicatedBuffer:
 
     def assign(self, replica_id: int, value: Tensor) -> None:
         """Replaces a replica's copy: ``module.buffer = value`` inside ``run``."""
-        value = resolve(value)  # conversions assign the mirrored buffer itself
+        value = resolve_copies(value)  # conversions assign the mirrored buffer itself
         if value is not self.copies[replica_id]:  # which ``self.count += 1`` assigns
             self.leave_shared()
         others = (copy for r, copy in enumerate(self.copies) if r != replica_id)

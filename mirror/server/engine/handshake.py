@@ -43,7 +43,7 @@ from mirror.server.engine.channels import (
     begin_tls,
     receive,
     send,
-    set_options,
+    set_socket_options,
     wrap_in_tls,
 )
 from mirror.server.engine.engine_types import Address, WireError
@@ -291,7 +291,7 @@ class Listener:
                     raise  # it does not listen any more
                 continue  # the connection is gone already
             try:
-                set_options(sock)
+                set_socket_options(sock)
                 sock.setblocking(False)
                 if self._credentials.is_tls:  # here, so that ``_shut`` finds the descriptor
                     sock = wrap_in_tls(sock, is_server=True)

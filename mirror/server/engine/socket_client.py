@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from mirror.server.engine.channels import Channel, set_options
+from mirror.server.engine.channels import Channel, set_socket_options
 from mirror.server.engine.connection import Connection, Reply, failed_reply
 from mirror.server.engine.engine_types import (
     ActorClient,
@@ -40,7 +40,7 @@ def register_key(engine: str, key: bytes) -> None:
     _keys[engine] = key
 
 
-def connect(address: Address, timeout_seconds: float | None = None) -> ActorClient:
+def connect_actor(address: Address, timeout_seconds: float | None = None) -> ActorClient:
     """Returns a client of an actor, which connects at the first call.
 
     Args:
@@ -127,7 +127,7 @@ class SocketClient:
         except OSError as error:
             raise ActorDied(self.name, f"no process listens at {where} ({error})") from None
         try:
-            set_options(sock)
+            set_socket_options(sock)
             return authenticate(sock, actor_credentials(self._key, self._address))
         except (EOFError, ConnectionError) as error:
             # A listener may close a connection in favour of others, see handshake.py.

@@ -41,7 +41,7 @@ _MAX_SHOWN = 4  # replicas whose values are shown
 _FEW_UNITS = 4 * 2.0**-23  # of float32
 
 
-def diagnose_error(result: CheckResult, error: dict[str, Any]) -> CheckResult:
+def explain_error(result: CheckResult, error: dict[str, Any]) -> CheckResult:
     """Fills in the cause of an error that is raised under the strategy but not on one device."""
     message = error.get("message", "")
     result.line = error.get("line", "")
@@ -78,7 +78,7 @@ def _remedy_in(message: str) -> str:
     return remedy if head else "run the script with mirror run to see the traceback"
 
 
-def diagnose(
+def explain_difference(
     result: CheckResult,
     shallow: Difference,
     deep: Difference | None,

@@ -228,12 +228,10 @@ def patching_torch(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[
         stack.enter_context(wrapping(nn.Module, "__call__", wrap_call))
         stack.enter_context(wrapping(torch.autograd, "backward", wrap_backward))
         watch_optimizer_steps(are_mirrored=False)
-        for listeners, listener in (
-            (step_ends.before_optimizer, recorder.before_optimizer),
-            (step_ends.listeners, recorder.end_step),
-        ):
-            listeners.append(listener)
-            stack.callback(listeners.remove, listener)
+        step_ends.before_optimizer.append(recorder.before_optimizer)
+        stack.callback(step_ends.before_optimizer.remove, recorder.before_optimizer)
+        step_ends.listeners.append(recorder.end_step)
+        stack.callback(step_ends.listeners.remove, recorder.end_step)
         yield
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import functions_interpreter, is_jit_tracing
 from mirror.execution.run import current
-from mirror.replica.params.mirrored_tensor import resolve
+from mirror.replica.params.mirrored_tensor import resolve_copies
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.fingerprint import fingerprint, join_parts
 from mirror.tools.check.op_trace import OpTrace
@@ -120,7 +120,7 @@ def describe_module(module: nn.Module) -> dict[str, Any]:
     return info
 
 
-def is_of_torch(module: nn.Module) -> bool:
+def is_torch_module(module: nn.Module) -> bool:
     """Whether a module's class is one of torch's own."""
     return type(module).__module__.startswith("torch.")
 
@@ -256,7 +256,7 @@ class Recorder:
         name = self._names.name_of(module, sys._getframe(3))
         depth = len(log.path) + is_inside
         info = describe_module(module)
-        where = user_line(sys._getframe(3)) if not is_of_torch(module) or depth <= 2 else ""
+        where = user_line(sys._getframe(3)) if not is_torch_module(module) or depth <= 2 else ""
         events = log.events
         is_part = is_inside and not log.path and self._is_split()
         if not is_part:
@@ -275,7 +275,7 @@ class Recorder:
         """Records the operations that modules call inside."""
         log.known = {}
         buffers = list(module.buffers())  # and what a replica's code has in their place
-        log.add_known([*tensors_in((args, kwargs)), *buffers, *map(resolve, buffers)])
+        log.add_known([*tensors_in((args, kwargs)), *buffers, *map(resolve_copies, buffers)])
         try:
             with OpTrace(log, current.replica, self._is_recording_ops, self._record_op):
                 yield
@@ -384,10 +384,11 @@ class Recorder:
         self._stepped[number] = optimizer
         # Inside run all replicas read the gradients, which they reduce together.
         found = [(name, p.grad) for p, name in params]
-        if self._is_inside():
-            if not self._is_first():
+        replica = current.replica
+        if replica is not None and self._is_inside():
+            if replica.replica_id != min(replica.run.active):
                 return
-            logs = [self._logs.get(r, ReplicaLog()) for r in current.replica.run.active]
+            logs = [self._logs.get(r, ReplicaLog()) for r in replica.run.active]
             if len({len(log.events) for log in logs}) == 1:  # the read has stopped them all here
                 self.flush()
         for name, grad in found:
@@ -416,10 +417,6 @@ class Recorder:
             self.record.ending = "steps"
             self.is_on = False
             self._on_enough(self.record)
-
-    def _is_first(self) -> bool:
-        replica = current.replica
-        return replica is None or replica.replica_id == min(replica.run.active)
 
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
         number = len(self._optimizers) + 1

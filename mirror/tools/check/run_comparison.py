@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mirror.replica.modules.verified_calls import WRITTEN
-from mirror.tools.check.causes import diagnose, diagnose_error
+from mirror.tools.check.causes import explain_difference, explain_error
 from mirror.tools.check.check_result import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.differences import (
     Difference,
@@ -259,7 +259,7 @@ class RunComparison:
             name=many.error.get("type", ""),
         )
         result.reported = True
-        return diagnose_error(result, many.error)
+        return explain_error(result, many.error)
 
     def _report_difference(self, found: Difference) -> CheckResult:
         one, many = self._one, self._many
@@ -277,7 +277,7 @@ class RunComparison:
             name=event.name,
             reported=bool(_WARNED.search(many.output)),
         )
-        diagnose(result, found, deep, ones, manys, one, many)
+        explain_difference(result, found, deep, ones, manys, one, many)
         written = next((call for call in many.unequal_calls if WRITTEN in call), "")
         if event.kind == PARAMETER and written:
             result.cause = "a parameter that forward writes"

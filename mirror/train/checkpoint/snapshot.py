@@ -256,7 +256,7 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def move_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def contiguous_on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors contiguous on the host, without a copy where they are already."""
     return {name: t.to("cpu").contiguous() for name, t in tensors.items()}
 
