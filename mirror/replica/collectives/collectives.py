@@ -53,7 +53,7 @@ def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
     reduced, state, _ = _merge(replica, name, detail, signature, tensors, reduce)
     if op in ("sum", "mean"):
         scale = 1.0 / state.participants.num_replicas if op == "mean" else 1.0
-        end = CollectiveEnd(state, replica, weighted_sum, scale=scale)
+        end = CollectiveEnd(state, replica, weighted_sum_over_replicas, scale=scale)
         reduced = _connect(end, tensors, reduced)
     elif state.participants.differentiable:
         name = f"all_reduce({op!r})"
@@ -102,11 +102,11 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
         for i, a in enumerate(axes)
         if _floats(tensors[i])
     ]
-    end = CollectiveEnd(state, replica, weighted_sum, parts=parts)
+    end = CollectiveEnd(state, replica, weighted_sum_over_replicas, parts=parts)
     return rebuild_structure(value, _connect(end, tensors, gathered))
 
 
-def weighted_sum(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+def weighted_sum_over_replicas(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
     own = replica.weight if replica.replicas.weighted else 1.0
     # Each replica multiplies by its own weight here: weights may change until the merge.

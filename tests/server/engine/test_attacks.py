@@ -260,9 +260,9 @@ def closing():
 
 
 def test_a_client_connects_again_until_its_timeout(closing):
-    client = connect(closing(9), 60.0)
+    client = connect_actor(closing(9), 60.0)
     client._connect().end(ActorDied("server 0"))  # the tenth connection was accepted
-    late = connect(closing(10**6), 0.2)
+    late = connect_actor(closing(10**6), 0.2)
     begun = time.monotonic()
     with pytest.raises(ActorDied, match=r"connections within 0\.2 s .* may be flooded"):
         late.call("nothing").result(60)
