@@ -238,7 +238,7 @@ def parse(devices: Iterable[object]) -> tuple[torch.device, ...]:
     """Returns the named devices, without a check that they exist.
 
     Raises:
-        DeviceError: an entry is no name of a device.
+        DeviceError: an entry is not the name of a device.
     """
     return tuple(_parse_one(device, num_cuda_devices())[1] for device in devices)
 

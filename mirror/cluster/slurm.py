@@ -333,7 +333,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     hosts: list[str] = []
     for part in _parts(hostlist) if hostlist else ():
         if not _HOST.fullmatch(part):
-            raise _hostlist_error(hostlist, f"{short_repr(part)} is no host")
+            raise _hostlist_error(hostlist, f"{short_repr(part)} is not a host")
         choices = [
             [literal] if literal else _numbers(hostlist, ranges)
             for ranges, literal in _PIECE.findall(part)
@@ -385,7 +385,7 @@ def _numbers(hostlist: str, ranges: str) -> list[str]:
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not 0 <= last - first < MAX_HOSTS:
-            raise _hostlist_error(hostlist, f"{short_repr(part)} is no range of numbers")
+            raise _hostlist_error(hostlist, f"{short_repr(part)} is not a range of numbers")
         width = len(match[1]) if match else 0
         texts.append([str(number).zfill(width) for number in range(first, last + 1)])
     return list(chain.from_iterable(texts))

@@ -81,7 +81,7 @@ def quoted_line_of(error: BaseException) -> str:
 
 
 def is_users(path: str) -> bool:
-    """Whether a file is no library's, torch's or ours."""
+    """Whether a file is not a library's, torch's or ours."""
     return not path.startswith(_PASSED_OVER)
 
 

@@ -196,7 +196,7 @@ def authenticate(sock: socket.socket, own: Credentials) -> Channel:
         hello = receive(channel, _HELLO.size, deadline)
         magic, version, _ = _HELLO.unpack(hello)
         if magic not in (ACTOR, AGENT):
-            raise WireError(f"the process that listens is no actor of mirror: it sent {magic!r}")
+            raise WireError(f"the process that listens is not a mirror actor: it sent {magic!r}")
         if version != VERSION:
             raise WireError(_version_error(version))
         if magic != own.role:
