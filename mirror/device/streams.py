@@ -256,14 +256,14 @@ class ReplicaStreams:
         All are on the replicas' first devices. Memory that only the current stream has ever made
         and read needs no call: the allocator gives it to that stream again.
         """
-        for device, others, mine in zip((row[0] for row in self._rows), read, made, strict=True):
+        for (device, *_), inputs, outputs in zip(self._rows, read, made, strict=True):
             stream = torch.cuda.current_stream(device)
             if self._ever_used.get(device) != {stream}:
-                for tensor in others:
+                for tensor in inputs:
                     tensor.record_stream(stream)
             for noted in self._noted.get(device, ()):
                 if noted != stream:
-                    for tensor in mine:
+                    for tensor in outputs:
                         tensor.record_stream(noted)
 
     def forget(self) -> None:

@@ -210,9 +210,8 @@ class CapturedPieces:
         known[sizes] = captured  # insertion order is the order of last use
         captured.launch(copied)
         for r, outputs in zip(replicas, captured.outputs, strict=True):
-            mine = values[r]
             for slot, value in zip(program.gives, outputs, strict=True):
-                mine[slot] = value
+                values[r][slot] = value
         return True
 
     def _note_first(self, known: dict[Any, _CapturedGraph | None], sizes: Any) -> None:

@@ -89,8 +89,8 @@ class Snapshot:
 
     def with_chief(self, chief: Snapshot) -> Snapshot:
         """Returns the same with worker 0's own states in place of this worker's."""
-        mine, (own,) = self.manifest.workers[0], chief.manifest.workers
-        first = replace(own, objects=mine.objects | own.objects)
+        this_worker, (of_chief,) = self.manifest.workers[0], chief.manifest.workers
+        first = replace(of_chief, objects=this_worker.objects | of_chief.objects)
         return replace(self, manifest=replace(self.manifest, workers=[])).with_workers(
             [replace(chief, manifest=replace(chief.manifest, workers=[first]))]
         )
