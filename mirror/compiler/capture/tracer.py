@@ -196,7 +196,7 @@ class Tracer:
 
     def own_row(self, row: Tensor) -> Tensor:
         """Returns a table of zeros with one row per replica, in which ``row`` is its own."""
-        is_own = self._placeholders.get_only(InputKind.PLACE).unsqueeze(1)
+        is_own = self._placeholders.get_only(InputKind.REPLICA_INDEX).unsqueeze(1)
         return torch.where(is_own, row, torch.zeros_like(row))
 
     def set_weight(self, value: Any) -> None:
