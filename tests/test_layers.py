@@ -31,7 +31,7 @@ MAX_DEPTH = 2
 # A warning that one file tells more than one idea, not a measure to cut by.
 MAX_LINES = 600
 MAX_UNUSED = 200  # lines of a folder's budget
-# Public names that several files define. Lightning's strategy has the name that its users look for.
+# Public names that several files define. Users look for Lightning's strategy by this name.
 SEVERAL_FILES = {"MirroredStrategy", "main"} | {
     *("is_compiled", "is_same", "options_of", "refuse_backward", "unavailable_reason"),  # to go
 }
