@@ -122,7 +122,6 @@ class RecordOptions:
         replicas: simulated devices; 0: one device, without a strategy.
         devices: the names of the replicas' devices, instead.
         steps: the number of optimizer steps after which the script is ended.
-        deep_steps: the number of steps in which operations inside modules are recorded.
         rounding_noise: whether to add rounding errors, to see what becomes of them.
         no_dropout, double, sync_batch_norm: as in ``mirror check``.
     """
@@ -130,7 +129,6 @@ class RecordOptions:
     replicas: int = 0
     devices: Sequence[str] | None = None
     steps: int = 20
-    deep_steps: int = 3
     rounding_noise: bool = False
     no_dropout: bool = False
     double: bool = False

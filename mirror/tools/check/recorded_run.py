@@ -111,7 +111,6 @@ def recording(
     """
     recorder = Recorder(
         options.steps,
-        deep_steps=options.deep_steps,
         on_step=on_step,
         on_enough=on_enough,
         noise=RoundingNoise() if options.rounding_noise else None,
@@ -204,7 +203,8 @@ def patching_torch(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if no_dropout:
                 _disable_dropout(self)
-            return recorder.call(self, functools.partial(original, self), args, kwargs)
+            forward = functools.partial(original, self, *args, **kwargs)
+            return recorder.call(self, forward, (args, kwargs))
 
         return __call__
 

@@ -144,7 +144,8 @@ def _variable_of(module: nn.Module, frame: FrameType | None) -> str:
     return ""
 
 
-_SMALL_STEP = 300_000  # numbers inside a step that is recorded deeply all the time
+_DEEP_STEPS = 3  # in which operations inside modules are recorded
+_SMALL_STEP = 300_000  # numbers inside a step whose modules are always recorded
 
 
 class Recorder:
@@ -152,7 +153,6 @@ class Recorder:
 
     Args:
         steps: the number of optimizer steps after which ``on_enough`` is called.
-        deep_steps: the number of steps in which operations inside modules are recorded.
         on_step: called after each step with its number.
         on_enough: called after the last step, with the record.
         noise: what adds rounding errors, if anything does.
@@ -162,7 +162,6 @@ class Recorder:
         self,
         steps: int,
         *,
-        deep_steps: int,
         on_step: Callable[[int], None],
         on_enough: Callable[[Record], None],
         noise: RoundingNoise | None = None,
@@ -171,7 +170,7 @@ class Recorder:
         self.is_on = True
         self.in_backward = 0
         self.noise = noise
-        self._steps, self._deep_steps = steps, deep_steps
+        self._steps = steps
         self._on_step, self._on_enough = on_step, on_enough
         self._thread = threading.get_ident()
         self._logs: dict[int, ReplicaLog] = {}
@@ -192,11 +191,11 @@ class Recorder:
     @property
     def is_deep(self) -> bool:
         """Whether what happens inside modules is recorded."""
-        return self.step <= self._deep_steps or self._is_small
+        return self.step <= _DEEP_STEPS or self._is_small
 
     def has_ops(self) -> bool:
         """Whether operations inside modules are recorded."""
-        return self.is_on and self.step <= self._deep_steps
+        return self.is_on and self.step <= _DEEP_STEPS
 
     def log(self) -> ReplicaLog | None:
         """Returns the log of the calling code; ``None`` if it is not recorded.
@@ -223,35 +222,31 @@ class Recorder:
 
     # Modules
 
-    def call(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls a module and records what goes in and comes out."""
+    def call(self, module: nn.Module, forward: Callable[[], Any], inputs: Any) -> Any:
+        """Calls a module and records what goes in and comes out.
+
+        Args:
+            forward: makes the call with ``inputs``.
+        """
         log = self.log()
         if log is None or torch.compiler.is_compiling() or is_jit_tracing():
-            return forward(*args, **kwargs)
+            return forward()
         is_inside = self._is_inside()
-        is_outermost = not is_inside and not log.path
-        if is_outermost:
-            return self._call_outermost(log, module, forward, args, kwargs)
+        if not is_inside and not log.path:
+            return self._call_outermost(log, module, forward, inputs)
         if is_inside and not log.path:
-            self._record_counts(args, kwargs)
+            self._record_counts(inputs)
             if self.has_ops():
-                with self._tracing(log, module, args, kwargs):
-                    return self._call_inner(log, module, forward, args, kwargs)
-        return self._call_inner(log, module, forward, args, kwargs)
+                with self._tracing(log, module, inputs):
+                    return self._call_inner(log, module, forward, inputs)
+        return self._call_inner(log, module, forward, inputs)
 
     def _call_inner(
-        self,
-        log: ReplicaLog,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        self, log: ReplicaLog, module: nn.Module, forward: Callable[[], Any], inputs: Any
     ) -> Any:
         """Calls a module inside an outermost call."""
         if not self.is_deep:
-            return self._call_in_path(log, module, forward, args, kwargs)
+            return self._call_in_path(log, module, forward)
         is_inside = self._is_inside()
         name = self._names.name_of(module, sys._getframe(3))
         depth = len(log.path) + is_inside
@@ -260,8 +255,8 @@ class Recorder:
         events = log.events
         is_part = is_inside and not log.path and self._is_split()
         if not is_part:
-            log.add(PendingEvent(INPUT, name, where, depth, info), (args, kwargs))
-        result = self._call_in_path(log, module, forward, args, kwargs)
+            log.add(PendingEvent(INPUT, name, where, depth, info), inputs)
+        result = self._call_in_path(log, module, forward)
         if log.events is events:
             kind = PART if is_part else OUTPUT
             log.add(PendingEvent(kind, name, where, depth, dict(info)), result)
@@ -269,13 +264,11 @@ class Recorder:
         return result
 
     @contextmanager
-    def _tracing(
-        self, log: ReplicaLog, module: nn.Module, args: Any, kwargs: Any
-    ) -> Iterator[None]:
+    def _tracing(self, log: ReplicaLog, module: nn.Module, inputs: Any) -> Iterator[None]:
         """Records the operations that modules call inside."""
         log.known = {}
         buffers = list(module.buffers())  # and what a replica's code has in their place
-        log.add_known([*tensors_in((args, kwargs)), *buffers, *map(resolve_copies, buffers)])
+        log.add_known([*tensors_in(inputs), *buffers, *map(resolve_copies, buffers)])
         try:
             with OpTrace(log, current.replica, self._is_recording_ops, self._record_op):
                 yield
@@ -287,17 +280,10 @@ class Recorder:
         outside = self._logs.get(OUTSIDE)
         return outside is not None and bool(outside.path)
 
-    def _call_in_path(
-        self,
-        log: ReplicaLog,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
+    def _call_in_path(self, log: ReplicaLog, module: nn.Module, forward: Callable[[], Any]) -> Any:
         log.path.append(module)
         try:
-            result = forward(*args, **kwargs)
+            result = forward()
         finally:
             log.path.pop()
         return self._add_noise(log, module, result, is_root=False)
@@ -312,27 +298,22 @@ class Recorder:
             log.is_busy = False
 
     def _call_outermost(
-        self,
-        log: ReplicaLog,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        self, log: ReplicaLog, module: nn.Module, forward: Callable[[], Any], inputs: Any
     ) -> Any:
         """Calls a module that the script itself calls."""
         self.flush()
         name = self._names.name_of(module, sys._getframe(3))
         where = user_line(sys._getframe(3))
         info = {**describe_module(module), "rng": self._rng()}
-        self._record(INPUT, name, tensors_or_parts_in((args, kwargs)), where=where, info=info)
+        self._record(INPUT, name, tensors_or_parts_in(inputs), where=where, info=info)
         if self.noise is not None:
             self.noise.change_parameters(module)
         log.path.append(module)
         try:
             with ExitStack() as stack:
                 if self.has_ops():
-                    stack.enter_context(self._tracing(log, module, args, kwargs))
-                result = forward(*args, **kwargs)
+                    stack.enter_context(self._tracing(log, module, inputs))
+                result = forward()
             result = self._add_noise(log, module, result, is_root=True)
         except BaseException:
             self._clear_logs()
@@ -424,12 +405,12 @@ class Recorder:
 
     # Joining what replicas have recorded
 
-    def _record_counts(self, args: Any, kwargs: Any) -> None:
+    def _record_counts(self, inputs: Any) -> None:
         """Records how many examples the current replica has."""
         replica = current.replica
         assert replica is not None
         counts = replica.run.counts
-        first = next((t for t in tensors_in((args, kwargs)) if t.dim()), None)
+        first = next((t for t in tensors_in(inputs) if t.dim()), None)
         if counts is not None:
             self._counts[replica.replica_id] = counts[replica.replica_id]
         elif first is not None:
@@ -475,7 +456,7 @@ class Recorder:
 
     def _rng(self) -> list[int]:
         """Returns checksums of the generators: torch's, Python's, NumPy's."""
-        if self.step > self._deep_steps:
+        if self.step > _DEEP_STEPS:
             return []
         states = (
             torch.get_rng_state().numpy().tobytes(),
