@@ -26,7 +26,7 @@ from mirror.tools.planning.all_reduce_cost import (
 from mirror.tools.planning.plan import plan
 from mirror.tools.planning.plan_result import Plan
 from mirror.tools.planning.prediction import PROCESS_PER_DEVICE, Predictor
-from mirror.tools.planning.workload import PlanError, Workload, check_choice, make_workload
+from mirror.tools.planning.workload import PlanError, Workload, check_plan_choice, make_workload
 
 _WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -41,7 +41,9 @@ def make_plan(given: Mapping[str, Any], case: str | None) -> Plan:
     Raises:
         PlanError: there is no such case, or ``plan`` raises it.
     """
-    arguments = {} if case is None else _case_arguments(check_choice("case", case, tuple(CASES)))
+    arguments = (
+        {} if case is None else _case_arguments(check_plan_choice("case", case, tuple(CASES)))
+    )
     arguments |= {name: value for name, value in given.items() if value is not None}
     if "wire_dtype" in arguments:
         arguments["wire_dtype"] = _WIRE_DTYPES[arguments["wire_dtype"]]
