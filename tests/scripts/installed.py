@@ -76,6 +76,9 @@ def main(wheel):
         _see(folder, [program, "check", "script.py"], "equal: 3 steps")
         _see(folder, [str(python), "-m", "pytest", "-q", "test_script.py"], "2 passed")
         _see(folder, [program, "bench", *ALL_REDUCE.split()], "| host ", "| ring ")
+        _see(
+            folder, [program, "plan", "--case", "resnet50-v100", "--max-devices", "8"], "348.5 ms"
+        )
         for benchmark in BENCHMARKS:
             _see(folder, [program, "bench", benchmark, "--help"], "usage:")
     print(f"{Path(wheel).name}: imported, trained, and its commands run outside the checkout")
