@@ -6,8 +6,8 @@
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 # make exhaustive-test   whole products, long soaks, every fault at every point: hours
 # make third-party  trains programs over public libraries, and writes docs/third-party.md
-# make wheel  the sdist, and of it a wheel for manylinux_2_28, checked, in dist/
-# make installed   that wheel installed outside the checkout, and used: under a minute
+# make wheel  the sdist, of it a wheel for manylinux_2_28, checked, and that of extras/tpu, in dist/
+# make installed   these wheels installed outside the checkout, and used: under a minute
 # make docs   the documents and the API as a site, in build/site; what is broken is an error
 # make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
 # make tpu    the tests of mirror.TPUStrategy on simulated devices of jax, in .venv-tpu
@@ -84,6 +84,7 @@ wheel: $(VENV)/test.stamp
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat $(PLATFORM) \
 	    --wheel-dir dist dist/unchecked/*.whl
 	mv dist/unchecked/*.tar.gz dist
+	$(BIN)/python -m build --wheel --outdir dist extras/tpu
 
 # The same for another architecture; its compiler is Debian's g++-aarch64-linux-gnu. Of other
 # architectures auditwheel finds the platform, and takes none by name.
@@ -93,7 +94,9 @@ wheel-aarch64:
 	ls dist/*manylinux_2_2[0-8]_aarch64*.whl
 
 installed: wheel
-	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/installed.py dist/*.whl
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/installed.py \
+	    dist/mirror_strategy-*.whl dist/mirror_strategy_tpu-*.whl
+
 docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs/site . build/site
 	@echo "build/site/README.html"
@@ -120,7 +123,7 @@ tpu:
 
 tpu-here: $(VENV)/tpu.stamp
 	$(PIP) pytest
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/integrations/tpu
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tpu
 
 # Not part of make test: gigabytes of torch for that interpreter. Its safetensors is a pre-release,
 # and libraries that do not declare themselves would turn the GIL on: triton, which optimizers import.
@@ -139,6 +142,11 @@ clean:
 # A stamp is an installed extra; installing builds the libraries of csrc/host.
 $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard csrc/* csrc/host/*)
 	$(PIP) 'torch==$(TORCH)' --editable '.[$*]'
+	touch $@
+
+# The extra tpu is a distribution of its own, in the same repository.
+$(VENV)/tpu.stamp: $(VENV)/torch.stamp pyproject.toml extras/tpu/pyproject.toml setup.py $(wildcard csrc/* csrc/host/*)
+	$(PIP) 'torch==$(TORCH)' --editable '.[tpu]' --editable extras/tpu
 	touch $@
 
 .venv-third-party/third-party.stamp: tests/scripts/third_party/requirements.txt

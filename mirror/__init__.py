@@ -46,7 +46,7 @@ from mirror.values import PerReplica
 if TYPE_CHECKING:
     from mirror import amp, cluster, metrics, nn, testing, train
     from mirror import server as server
-    from mirror.integrations.tpu_strategy import TPUStrategy
+    from mirror.integrations.tpu import TPUStrategy
     from mirror.server.roles.coordinator import ClusterCoordinator
     from mirror.strategy.parameter_server import ParameterServerStrategy
     from mirror.tools.planning.plan import plan
@@ -62,7 +62,7 @@ else:  # hidden from type checkers, which must report unknown names
             "ClusterCoordinator": "mirror.server.roles.coordinator",
             "ParameterServerStrategy": "mirror.strategy.parameter_server",
             "PreemptionCheckpointHandler": "mirror.train.checkpoint.preemption",
-            "TPUStrategy": "mirror.integrations.tpu_strategy",
+            "TPUStrategy": "mirror.integrations.tpu",
             "amp": "mirror.amp",
             "cluster": "mirror.cluster",
             "keras": "mirror.keras",
