@@ -157,13 +157,13 @@ $(VENV)/tpu.stamp: $(VENV)/torch.stamp pyproject.toml extras/tpu/pyproject.toml 
 
 # Without what pyproject.toml says of torch, so that other versions can be tried.
 $(VENV)/smoke.stamp: $(VENV)/torch.stamp setup.py $(wildcard csrc/* csrc/host/*)
-	$(PIP) numpy '$(SAFETENSORS)'
+	$(PIP) numpy
 	$(PIP) --no-deps --editable .
 	touch $@
 
 # What those tests need beside it; torch stays as it is.
 $(VENV)/core.stamp: $(VENV)/smoke.stamp
-	$(PIP) pytest hypothesis expecttest
+	$(PIP) pytest hypothesis expecttest '$(SAFETENSORS)'
 	touch $@
 
 $(VENV)/torch.stamp: | $(BIN)/python
