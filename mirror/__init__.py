@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mirror import comm, data
 from mirror.base.migration_hints import names_of
 from mirror.base.pictures import Trace
+from mirror.comm.reduce_ops import ReduceOp
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import (
@@ -26,7 +27,7 @@ from mirror.errors import (
     StructureError,
     WorkerLostError,
 )
-from mirror.replica.collectives.reduce_ops import ReduceOp
+from mirror.integrations import keras_call as _keras_call  # noqa: F401  adds Keras
 from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.mirrored import (
     MirroredStrategy,

@@ -16,12 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mirror.base.migration_hints import attribute_error, init_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.base.torch_private import wrap_once
+from mirror.comm.reduce_ops import Op
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.run import current, enclosing_replica
-from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import Model, RecordedModules
 from mirror.strategy.distributed_values import check_call, find_active
 from mirror.strategy.mirrored import MirroredStrategy
