@@ -21,9 +21,9 @@ from mirror.tools.planning.prediction import SCALINGS, Predictor
 from mirror.tools.planning.workload import (
     OPTIMIZER_STATES,
     PlanError,
+    check_number,
     check_plan_choice,
     check_plan_count,
-    check_number,
     make_workload,
     measure,
     optimizer_state_of,
