@@ -83,7 +83,7 @@ class Compiled:
     seconds: float = 0.0
 
 
-class Stopwatch(Protocol):
+class SpanTimer(Protocol):
     """Sums how long a replica's device works between ``start`` and ``stop``."""
 
     def start(self) -> None: ...
@@ -112,7 +112,7 @@ class Timeline:
         self.compiled = Compiled()
         self.at_step_ends: list[Callable[[], None]] = []
         self.sample: Callable[[int, str | None], None] | None = None
-        self.stopwatches: Sequence[Stopwatch] = ()
+        self.stopwatches: Sequence[SpanTimer] = ()
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._events: list[dict[str, Any]] | None = None
         self._target = Path()  # the file of the trace
