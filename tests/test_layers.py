@@ -14,6 +14,7 @@ else:  # pytest brings it along there
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "mirror"
+ANNEX = TESTS.parent / "extras" / "tpu" / "mirror_tpu"
 RULES = tomllib.loads((TESTS / "layers.toml").read_text())
 LAYERS = RULES["layer"]
 # The names of the layers, and of the folders that are layers inside one, lowest first.
@@ -139,6 +140,12 @@ def _cuda_mentions(tree):
 
 def test_the_package_keeps_its_rules():
     assert violations(PACKAGE) == []
+
+
+def test_the_files_of_mirror_tpu_keep_the_rules_of_files():
+    for path in ANNEX.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert list(_bad_file(path.relative_to(ANNEX), text, ast.parse(text))) == []
 
 
 def folder_of(place: Path) -> str:

@@ -34,7 +34,7 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.devices import is_simulated, model_name, num_cuda_devices, resolve
 from mirror.errors import ClusterError, DivergenceError, WorkerLostError
 from mirror.execution.parallel_runs import is_gil_enabled
-from mirror.integrations import torchax_library
+from mirror.integrations import tpu
 
 
 @dataclass(frozen=True)
@@ -441,7 +441,7 @@ class Diagnosis:
 
     def _tpu(self) -> str:
         if self.tpu_reason is None:
-            pins = ", ".join(f"{name} {pin}" for name, pin in torchax_library.PINS.items())
+            pins = ", ".join(f"{name} {pin}" for name, pin in tpu.PINS.items())
             return f"TPUStrategy, experimental and never run on a TPU, can be made: {pins}"
         return f"TPUStrategy, experimental, cannot be made: {self.tpu_reason}"
 
@@ -494,7 +494,7 @@ def diagnose(
         lacking=tuple(name for name in private_names().values() if name.is_lacking),
         cluster=cluster,
         links=_links(cluster, tell),
-        tpu_reason=torchax_library.unavailable_reason(),
+        tpu_reason=tpu.unavailable_reason(),
     )
 
 

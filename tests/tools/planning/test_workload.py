@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.published_figures import CASES, checks, table_of_checks
 from mirror.base import timeline
 from mirror.tools.planning import workload as module
 from mirror.tools.planning.all_reduce_cost import LINKS
-from mirror.tools.planning.published_figures import CASES, checks, table_of_checks
 from mirror.tools.planning.workload import (
     PlanError,
     check_plan_count,
