@@ -42,14 +42,14 @@ from mirror.base.timeline import CROSS, EXPOSED, OVERLAPPED, REDUCTION
 from mirror.comm.packing import plan_packs
 from mirror.device.streams import SideStream
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import current
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.grad_scatter import GradScatter, Scattering
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
+    DeferredGrads,
     ReadyGrads,
+    Reducer,
     accumulate,
     are_usual,
     common_scale,
@@ -58,6 +58,7 @@ from mirror.replica.gradients.ready_grads import (
     unshare,
     weigh,
 )
+from mirror.replica.gradients.shares import Shares
 from mirror.replica.params.replicated_param import (
     ReplicaParameter,
     ReplicatedParam,
@@ -72,13 +73,17 @@ class _Plan:
     order: ReadyGrads
     ends: list[int]
 
+    def bounds(self, index: int) -> slice:
+        """Returns the positions of a bucket in the order."""
+        return slice(self.ends[index - 1] if index else 0, self.ends[index])
+
 
 @dataclass(slots=True)
 class _Reduction:
     """One bucket in flight.
 
     Attributes:
-        columns: per replica, the gradients that are being reduced.
+        grads_by_replica: the gradients that are being reduced.
         wait: waits for the reduction.
         scale: a factor for the sums that are scattered.
         scattering: the reduction, if it gives each replica a part of the gradients.
@@ -88,7 +93,7 @@ class _Reduction:
     variables: list[ReplicatedParam]
     copies: list[list[ReplicaParameter]]
     targets: list[list[nn.Parameter]]
-    columns: list[list[Tensor]]
+    grads_by_replica: list[list[Tensor]]
     wait: Callable[[], None]
     scale: float
     scattering: Scattering | None
@@ -99,12 +104,12 @@ class Buckets:
     """The buckets of a strategy's gradients, and those in flight.
 
     Args:
-        may_launch: returns whether gradients may be reduced now; False under ``no_sync``.
+        deferred: gradients from under ``no_sync``; while there are any, nothing is launched.
         finite: checks gradients; a bucket with others is left to the end of the pass.
         scatter: gives replicas the gradients that they need; ``None`` if each needs all.
 
     Attributes:
-        in_flight: the reductions launched and not collected.
+        in_flight: the reductions launched and not collected; always this list.
         is_disordered: whether gradients have arrived in another order than the recorded one.
     """
 
@@ -114,14 +119,15 @@ class Buckets:
         runner: Runner,
         reducer: Reducer,
         tracker: GradTracker,
-        may_launch: Callable[[], bool],
+        shares: Shares,
+        deferred: DeferredGrads,
         finite: NonFiniteCheck | None,
         scatter: GradScatter | None = None,
     ) -> None:
         self._replicas, self._runner, self._reducer = replicas, runner, reducer
         self._scatter = scatter
         self._tracker = tracker
-        self._are_wanted, self._finite = may_launch, finite
+        self._shares, self._deferred, self._finite = shares, deferred, finite
         self._side = SideStream(replicas.places.devices)
         self._streams = tracker.streams
         self._plan: _Plan | None = None
@@ -148,14 +154,14 @@ class Buckets:
             refuse_sparse(variable.home, variable.name)  # which a flat buffer has no place for
         if plan is None or again:
             self.forget_order()
-            ends = self._ends(arrivals.variables)[:-1]
+            ends = self._bucket_ends(arrivals.variables)[:-1]
             self._plan = plan = _Plan(arrivals, ends)
             for index, end in enumerate(ends):
                 for copies in arrivals.copies:
                     launch = partial(self._handle_arrival, plan, index)
                     self._hooks.append(copies[end - 1].on_accumulate(launch))
 
-    def _ends(self, variables: Sequence[ReplicatedParam]) -> list[int]:
+    def _bucket_ends(self, variables: Sequence[ReplicatedParam]) -> list[int]:
         """Returns the ends of the buckets; one bucket has variables of one mesh position.
 
         Its hook can then record the stream of all its gradients.
@@ -204,20 +210,18 @@ class Buckets:
     def copies_in_flight(self) -> list[list[ReplicaParameter]]:
         """Returns each replica's copies with gradients in flight, in order."""
         parts = [reduction.copies for reduction in self.in_flight]
-        return [[*chain(*(part[r] for part in parts))] for r in range(len(self._tracker.pending))]
+        return [[*chain(*mine)] for mine in zip(*parts, strict=True)]
 
     def discard(self) -> None:
         """Waits for the reductions in flight, and throws the gradients away."""
-        for reduction in self._take():
+        for reduction in self._pop_reductions():
             with suppress(Exception):  # the run has failed already, with its own error
                 reduction.wait()
-        for unsettled in self._tracker.unsettled:  # no pass runs now: these entries are stale
-            unsettled.clear()
 
     def collect(self) -> None:
         """Waits for the reductions in flight, and accumulates the gradients."""
         timeline = self._replicas.timeline
-        for reduction in self._take():
+        for reduction in self._pop_reductions():
             timeline.begin(CROSS, EXPOSED)
             reduction.wait()
             timeline.end(CROSS, EXPOSED)
@@ -234,16 +238,15 @@ class Buckets:
                     for i, variable in enumerate(reduction.variables)
                     if (variable, r) not in reduction.dropped
                 ]
-                grads = reduction.columns[r]
+                grads = reduction.grads_by_replica[r]
                 accumulate([targets[i] for i in kept], [grads[i] for i in kept])
             self._runner.unfinished = self._runner.running is not None
 
-    def _take(self) -> list[_Reduction]:
-        reductions = self.in_flight
+    def _pop_reductions(self) -> list[_Reduction]:
+        reductions = self.in_flight.copy()
         if reductions:
-            self.in_flight = []
-            for unsettled in self._tracker.unsettled:
-                unsettled[:] = [one for one in unsettled if one is not reductions]
+            self.in_flight.clear()
+            self._tracker.settle(self)
         self._is_held = False
         return reductions
 
@@ -259,13 +262,12 @@ class Buckets:
             before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
             self.is_disordered |= local_grad(before) is None
         if plan is self._plan and index == len(self.in_flight) and not self._is_held:
-            part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
             if self._may_launch(copy.variable.devices):
                 with nullcontext() if self._streams is None else self._streams.make_caller_wait():
-                    self._launch(plan.order, part)
+                    self._launch(plan.order, plan.bounds(index))
 
     def _may_launch(self, devices: Sequence[torch.device]) -> bool:
-        if not self._are_wanted():
+        if self._deferred.is_open or self._deferred.has_passes:
             return False
         if self._streams is not None and not self._streams.are_complete(devices):
             return False  # a slot is filled, but its hook has not recorded the stream yet
@@ -274,12 +276,12 @@ class Buckets:
         return takes_turns or not self._tracker.may_be_in_second_pass()
 
     @torch.no_grad()
-    def _launch(self, order: ReadyGrads, part: slice) -> None:
-        shares = self._shares()
-        variables = order.variables[part]
+    def _launch(self, order: ReadyGrads, bounds: slice) -> None:
+        shares = self._shares.of_all()
+        variables = order.variables[bounds]
         if shares is None or any(variable.hooks for variable in variables) or order.is_complex:
             return
-        copies = [mine[part] for mine in order.copies]
+        copies = [mine[bounds] for mine in order.copies]
         if not self._tracker.are_in_order(copies):
             return
         grads = [list(map(local_grad, mine)) for mine in copies]
@@ -289,17 +291,17 @@ class Buckets:
             return
         del grads  # unshare counts the references to their memory
         self._tracker.remove(copies)
-        columns = take(copies)
-        targets = [mine[part] for mine in order.targets]
+        grads_by_replica = take(copies)
+        targets = [mine[bounds] for mine in order.targets]
         scattering = None
         if self._scatter is not None and self._scatter.split(variables, targets) is None:
-            scattering = self._scatter.begin(variables, columns, self._streams)
+            scattering = self._scatter.begin(variables, grads_by_replica, self._streams)
         scale = common_scale(shares)
         if scattering is None:
-            moved = self._reducer.move(columns, self._streams)
-            unshare(columns, moved.staying, self._streams)
+            moved = self._reducer.move(grads_by_replica, self._streams)
+            unshare(grads_by_replica, moved.staying, self._streams)
             if scale is None:
-                weigh(columns, shares)
+                weigh(grads_by_replica, shares)
         elif scale is None:
             scattering.weigh(shares)
         factor = 1.0 if scale is None else scale
@@ -315,25 +317,13 @@ class Buckets:
             self._replicas.timeline.end(OVERLAPPED, REDUCTION)
 
         if not self.in_flight:
-            for unsettled in self._tracker.unsettled:
-                unsettled.append(self.in_flight)
+            self._tracker.unsettle(self)
         wait = self._side.start(reduce)
         if scattering is not None:
-            columns = []  # the gradients are in the buffers
+            grads_by_replica = []  # the gradients are in the buffers
         self.in_flight.append(
-            _Reduction(variables, copies, targets, columns, wait, factor, scattering)
+            _Reduction(variables, copies, targets, grads_by_replica, wait, factor, scattering)
         )
-
-    def _shares(self) -> dict[int, float] | None:
-        """Returns each replica's share; ``None`` if a replica is idle or counts nothing."""
-        replica, running = current.replica, self._runner.running
-        num_replicas = self._replicas.num_replicas
-        if replica is None:
-            return dict.fromkeys(range(num_replicas), 1.0) if running is None else None
-        if replica.replicas is not self._replicas or running is None:
-            return None
-        shares = running.shares()
-        return shares if len(shares) == num_replicas and all(shares.values()) else None
 
 
 def bucket_ends(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[int]:

@@ -44,14 +44,15 @@ from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest_timeline
 from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
+from mirror.execution.lifecycle import do_nothing
+from mirror.execution.replica_thread import serial_graphs
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import Unverifiable, current, renaming
+from mirror.execution.run import Run, Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
-from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
-from mirror.replica.gradients.unmirrored import check_pass, leaves_of_pass
+from mirror.replica.gradients.unmirrored import leaves_of_pass
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import MirroredParameter, all_leaves
@@ -81,8 +82,10 @@ class GradTracker:
             gradients: while there are any, ``pending`` is incomplete.
         may_have_arrived: whether a pass outside ``run`` may have brought gradients.
         changes: how often a copy was added, or its ``requires_grad`` has changed.
+        arrivals: the copies that the last pass has brought gradients to, in the order of arrival.
         streams: on GPUs, the streams on which passes have brought unreduced gradients.
         mutex: held while entries of ``pending`` are removed or changed.
+        check_pass: called with the run, a replica and the engine's arguments, before its pass.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -94,11 +97,14 @@ class GradTracker:
         self.changes = 0
         self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
+        self.arrivals: ReadyGrads | None = None
         self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
         self._is_second_pass = False  # one outside run, before the reduction of an earlier pass
+        self.check_pass: Callable[[Run, int, Sequence[Any]], object] = do_nothing
         self.after_fork()
         reinit_after_fork(self)
+        self._may_be_silent = replicas.mirrors and register_listener(self)
 
     def after_fork(self) -> None:
         """Creates a free lock: the old one may be held by a thread of the other process."""
@@ -162,6 +168,16 @@ class GradTracker:
             except ValueError:  # another thread has removed it
                 continue
 
+    def unsettle(self, buckets: object) -> None:
+        """Records that some gradients of all replicas are in flight."""
+        for unsettled in self.unsettled:
+            unsettled.append(buckets)
+
+    def settle(self, buckets: object) -> None:
+        """Undoes ``unsettle``: none are in flight."""
+        for unsettled in filter(None, self.unsettled):
+            unsettled[:] = [entry for entry in unsettled if entry is not buckets]
+
     def drop_interrupted(self) -> None:
         """Removes passes that are over, if an interrupt has prevented their ``end_pass``."""
         for passes, unsettled in zip(self._passes, self.unsettled, strict=True):
@@ -211,6 +227,25 @@ class GradTracker:
         """Empties the slots of a variable's copies, for these replicas."""
         self.mutex.call(_empty_slots, [variable.copies[r] for r in replica_ids])
 
+    def record_arrival_order(
+        self, launched: Sequence[Sequence[ReplicaParameter]]
+    ) -> tuple[ReadyGrads, bool]:
+        """Returns the copies with gradients, and whether the pass before had the same order.
+
+        Copies that arrive in the same order again lose their hooks.
+
+        Args:
+            launched: per replica, the copies in buckets in flight, which have arrived first.
+        """
+        arrived: Sequence[Sequence[ReplicaParameter]] = self.pending
+        if launched:
+            arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
+        if self.arrivals is not None and self.arrivals.are_ready(arrived):
+            self._drop_hooks(self.arrivals)
+            return self.arrivals, True
+        self.arrivals = ReadyGrads(arrived)
+        return self.arrivals, False
+
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether these copies have arrived first on every replica, in this order.
 
@@ -242,6 +277,21 @@ class GradTracker:
         self._num_passes = [0] * len(self.pending)
         self._is_second_pass = False
 
+    def discard(self) -> bool:
+        """Drops the gradients in all slots; returns whether there were any.
+
+        No pass runs, so all entries of ``unsettled`` are stale.
+        """
+        self.drop_interrupted()
+        self.find()
+        were_there = any(self.pending)
+        for copies, unsettled in zip(self.pending, self.unsettled, strict=True):
+            _empty_slots(copies)
+            unsettled.clear()
+        self.clear()
+        self.forget_streams()
+        return were_there
+
     def _record_streams(self, replica_ids: Iterable[int]) -> None:
         """Records the current streams of replicas to which a pass has brought gradients.
 
@@ -259,7 +309,7 @@ class GradTracker:
 
     def forget(self, variable: ReplicatedParam) -> None:
         """Removes a variable that was freed. Takes no lock: a garbage collection may call it."""
-        self._silent_order = None
+        self._silent_order = self.arrivals = None
         self._silent = [
             [c for c in silent if c.variable is not variable] for silent in self._silent
         ]
@@ -270,9 +320,9 @@ class GradTracker:
 
     # Hooks
 
-    def drop_hooks(self, arrivals: ReadyGrads) -> None:
+    def _drop_hooks(self, arrivals: ReadyGrads) -> None:
         """Removes the hooks of copies that arrive in a known order."""
-        if arrivals is self._silent_order:
+        if arrivals is self._silent_order or not (self._may_be_silent and arrivals.is_regular):
             return
         self._silent_order = arrivals
         for r, copies in enumerate(arrivals.copies):
@@ -351,9 +401,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 raise Unverifiable("forward calls backward, which would add to gradients twice")
             if len(args[1]) > 1 or (args[1][0] is not None and args[1][0].dim()):
                 args = _clone_gradients(*args)
-            if accumulates:
-                check_pass(replica.run, lane, args)
-            else:
+            if not accumulates:
                 _refuse_hooks(args[4])
         elif accumulates:
             _refuse_during_runs(args)
@@ -361,8 +409,16 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_transformed(args[0], args[4])
         this, begun = BackwardPass(), list[tuple[GradTracker, int | None]]()
         try:
-            if accumulates:
-                _begin_in_trackers(this, begun)
+            within = current_graph_task_id() != -1
+            for reference in _trackers if accumulates else ():
+                tracker = reference()
+                if tracker is not None:
+                    replica_id = None
+                    if replica is not None and tracker.replicas is replica.replicas:
+                        replica_id = lane
+                        tracker.check_pass(replica.run, lane, args)
+                    tracker.begin_pass(this, replica_id, within=within)
+                    begun.append((tracker, replica_id))
             if replica is None and serial_graphs.alive:
                 with torch.autograd.set_multithreading_enabled(False):
                     order.advance()  # create_graph=True makes nodes
@@ -475,20 +531,3 @@ def _refuse_during_runs(args: Any) -> None:
             variable = param_of(leaf)
             if variable is not None and variable.replicas is tracker.replicas:
                 runner_of(tracker.replicas).check_between_runs("a backward pass")
-
-
-def _begin_in_trackers(this: BackwardPass, begun: list[tuple[GradTracker, int | None]]) -> None:
-    """Calls ``begin_pass`` of all trackers, and appends each to ``begun``.
-
-    The tracker of the current replica gets its index, the others get None.
-    """
-    replica = current.replica
-    within = current_graph_task_id() != -1
-    for reference in _trackers:
-        tracker = reference()
-        if tracker is not None:
-            replica_id = None
-            if replica is not None and tracker.replicas is replica.replicas:
-                replica_id = replica.replica_id
-            tracker.begin_pass(this, replica_id, within=within)
-            begun.append((tracker, replica_id))

@@ -6,6 +6,7 @@ from torch import nn
 
 import mirror
 from mirror.replica.multi_worker.worker_bucket import (
+    Signals,
     UsualTrailers,
     WorkerBucket,
     read_trailer,
@@ -118,24 +119,20 @@ def summed(*trailers):
 
 def test_what_workers_have_brought_is_counted():
     trailer = summed(
-        write_trailer([1.0, 0.0], 5, 3.0, more=True),
-        write_trailer([1.0, 1.0], 5, 4.0, non_finite=True, failed=True),
+        write_trailer([1.0, 0.0], 5, Signals(3.0, more=True)),
+        write_trailer([1.0, 1.0], 5, Signals(4.0, non_finite=True, failed=True)),
     )
     assert list(trailer.flags) == [2.0, 1.0]
-    assert (trailer.weight, trailer.more, trailer.non_finite, trailer.failed) == (
-        7.0,
-        1.0,
-        1.0,
-        1.0,
-    )
+    assert trailer.signals == Signals(7.0, more=1.0, non_finite=1.0, failed=1.0)
 
 
 def test_another_reduction_has_another_mark():
-    same = summed(write_trailer([], 21, 1.0), write_trailer([], 21, 1.0))
+    mine, other = write_trailer([], 21, Signals(1.0)), write_trailer([], 28, Signals(1.0))
+    same = summed(mine, mine)
     assert same.is_marked(21, 2)
     assert not same.is_marked(22, 2)
     assert not same.is_marked(21, 3)
-    assert not summed(write_trailer([], 21, 1.0), write_trailer([], 28, 1.0)).is_marked(21, 2)
+    assert not summed(mine, other).is_marked(21, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -144,8 +141,8 @@ def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
     for number in (3, 19, 21):
         for weight in (8.0, 2.5):
             own = torch.frombuffer(bytearray(trailers.own_trailer(number, weight)), dtype=dtype)
-            assert own.tolist() == write_trailer([1.0, 1.0], number, weight)
-            both = own + torch.tensor(write_trailer([1.0, 1.0], number, 4.0), dtype=dtype)
+            assert own.tolist() == write_trailer([1.0, 1.0], number, Signals(weight))
+            both = own + torch.tensor(write_trailer([1.0, 1.0], number, Signals(4.0)), dtype=dtype)
             arrived = both.numpy().tobytes()
             assert arrived == trailers.all(number, weight + 4.0, 2)
             assert arrived != trailers.all(number + 1, weight + 4.0, 2)
