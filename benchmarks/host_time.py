@@ -58,10 +58,10 @@ FILES = {
     ),
     "lockstep": (
         "threads/lockstep.py",
-        "threads/stall_detector.py",
+        "threads/schedule.py",
         "threads/merge_point.py",
         "threads/lockstep.py",
-        "execution/replica_rng.py",
+        "execution/swapped_state.py",
         "execution/run.py",
         "execution/replica_thread.py",
         "threads/replica_threads.py",

@@ -30,8 +30,8 @@ from mirror.errors import (
 from mirror.integrations import keras_call as _keras_call  # noqa: F401  adds Keras
 from mirror.integrations.tpu_strategy import TPUStrategy
 from mirror.server.roles.coordinator import ClusterCoordinator
-from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.mirrored import (
+    CentralStorageStrategy,
     MirroredStrategy,
     OneDeviceStrategy,
     get_replica_context,

@@ -326,7 +326,11 @@ def select(tree: Any, replica_id: int) -> Any:
     if isinstance(tree, PerReplica):
         return tree.values[replica_id]
     if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):  # the usual arguments
-        return tuple([v.values[replica_id] if type(v) is PerReplica else v for v in tree])
+        parts = [*tree]  # a loop, since a comprehension is a call before Python 3.12
+        for i, value in enumerate(tree):
+            if type(value) is PerReplica:
+                parts[i] = value.values[replica_id]
+        return tuple(parts)
     return map_structure(
         lambda leaf: leaf.values[replica_id] if isinstance(leaf, PerReplica) else leaf, tree
     )

@@ -36,11 +36,10 @@ from torch import Tensor
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
 from mirror.base.timeline import WAITING
 from mirror.device.device_mesh import DeviceRemap
-from mirror.device.streams import ReplicaStreams, Stopwatch
+from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.replica_rng import RngPool
 from mirror.execution.replicas import Replicas
-from mirror.execution.swapped_state import SwappedState
+from mirror.execution.swapped_state import RngPool, SwappedState
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Action, MergePoint, NullLockstep, Payloads
 from mirror.values import ExampleCounts, GivenWeights
@@ -168,7 +167,6 @@ class Run:
         modes: the train() and eval() modes that replicas have set, by ``id`` of the module.
         stepped: the optimizers that all replicas have stepped, with the options of each replica
             that has returned.
-        stopwatches: one per replica during a measurement, else none.
         swapped: what each replica has for itself while they take turns: random streams, and the
             modes and flags that a replica has set; ``None`` while they may overlap.
         shared: ordinary tensors, one for all replicas; changes of them are recorded.
@@ -179,7 +177,7 @@ class Run:
         *("has_stepped", "is_default", "is_given", "is_left", "is_split", "is_trial"),
         *("is_weighted",),
         *("lockstep", "members", "modes", "outer", "replicas", "results", "stepped"),
-        *("shared", "stopwatches", "swapped"),
+        *("shared", "swapped"),
     )
 
     def __init__(
@@ -190,7 +188,6 @@ class Run:
         weights: Sequence[float] | None = None,
         outer: Run | None = None,
         *,
-        stopwatches: Sequence[Stopwatch] = (),
         swapped: SwappedState | None = None,
         checks: Sequence[Callable[[Run], None]] = (),
         is_default: bool = False,
@@ -213,7 +210,6 @@ class Run:
         self.assigned: dict[Any, bool] = {}
         self.modes: dict[int, tuple[object, dict[int, bool]]] = {}
         self.stepped: dict[SteppedOptimizer, dict[int, object]] = {}
-        self.stopwatches = stopwatches
         self.swapped = swapped
         self.shared: Sequence[SharedTensors] = ()
         self._on_streams = (
@@ -279,12 +275,9 @@ class Run:
             tensors.record_changes(replica_id)
         if self._on_streams is not None:
             self._on_streams.record(replica_id)
-        watch = self.stopwatches[replica_id] if self.stopwatches else None
         timeline = self.replicas.timeline
-        hold = suspend_dynamo()  # actions are not the user's code
+        dynamo_callback = suspend_dynamo()  # actions are not the user's code
         timeline.begin(replica_id, WAITING, point.operation)
-        if watch is not None:
-            watch.stop()
         try:
             result = (
                 self.act(point.action, {replica_id: point.payload})[replica_id]
@@ -300,22 +293,15 @@ class Run:
             return result
         finally:
             timeline.end(replica_id, WAITING)
-            if watch is not None:
-                watch.start()
-            resume_dynamo(hold)
+            resume_dynamo(dynamo_callback)
 
     def wait_for_turn(self, replica_id: int) -> None:
         """Waits until the calling replica may go on, if ``let_next_begin`` has returned True."""
-        watch = self.stopwatches[replica_id] if self.stopwatches else None
         self.replicas.timeline.begin(replica_id, WAITING)
-        if watch is not None:
-            watch.stop()
         try:
             self.lockstep.wait_for_turn(replica_id)
         finally:
             self.replicas.timeline.end(replica_id, WAITING)
-            if watch is not None:
-                watch.start()
 
     def act(self, action: Action, payloads: Payloads) -> Payloads:
         """Runs the action of a merge point, in the cross-replica context."""
@@ -412,7 +398,10 @@ def shares_of(
     total = sum(weights.values()) if total is None else total
     if total == 0:  # as on one device: the mean over no examples
         return dict.fromkeys(weights, 1.0 / (count or len(weights)))
-    return {r: weight / total for r, weight in weights.items()}
+    shares = dict[int, float]()
+    for r, weight in weights.items():
+        shares[r] = weight / total
+    return shares
 
 
 def recomputing(replicas: Replicas, replica_id: int) -> Replica:

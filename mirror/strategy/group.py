@@ -11,14 +11,14 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
-from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.execution.process_wide_calls import watch_process_wide_calls
+from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks, WhilePending
+from mirror.execution.parallel_runs import watch_process_wide_calls
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
-from mirror.execution.runner import Runner
+from mirror.execution.runner import EveryNSteps, Runner
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.exactness.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
+from mirror.replica.exactness.replica_checks import ReplicaChecks, WorkerChecks
 from mirror.replica.gradients.central_param import CentralAccess, CentralGradReducer, CentralParams
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.gradients.grad_reducer import GradReducer
@@ -31,7 +31,7 @@ from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
-from mirror.replica.optimizers.mirrored_optimizer import CentralOptimizers, OptimizerRegistry
+from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import (
@@ -98,19 +98,16 @@ class Group:
         access: GradAccess
         variables: ReplicatedParams
         if replicas.has_parameter_device:
-            gradients = central_gradients = CentralGradReducer(replicas, runner, reducer, finite)
-            access = central_access = CentralAccess(replicas, runner, central_gradients)
+            gradients = central = CentralGradReducer(replicas, runner, reducer, finite)
+            access = CentralAccess(replicas, runner, central)
             variables = CentralParams(replicas, registry, access)
-            self.optimizers: OptimizerRegistry = CentralOptimizers(
-                replicas, runner, central_access
-            )
         else:
             gradients = GradReducer(replicas, runner, reducer, finite)
             if replicas.workers.is_multi_process:
                 gradients = MultiWorkerGradients(replicas, runner, reducer, finite, registry)
             access = GradAccess(replicas, runner, gradients)
             variables = ReplicatedParams(replicas, registry, access)
-            self.optimizers = OptimizerRegistry(replicas, runner, access)
+        self.optimizers = OptimizerRegistry(replicas, runner, access)
         buffers = Buffers(replicas, registry, variables.memory)
         attributes = ModuleAttributes(runner)
         self.replicas, self.runner, self.registry = replicas, runner, registry
@@ -124,6 +121,7 @@ class Group:
         checks = WorkerChecks if is_multi_process else ReplicaChecks
         self.comparison = checks(runner, self.variables, self.optimizers)
         self.plain = UnmirroredParams(replicas, registry, recorded)
+        gradients.tracker.check_pass = self.plain.check_pass
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
         first_values = FirstValues(
@@ -139,7 +137,7 @@ class Group:
             self.plain.part(),
             self.optimizers.part(),
             gradients.part(),
-            LifecycleHooks(name="collectives", finish=order.advance),
+            LifecycleHooks(name="collectives", finish=WhilePending(order.entered, order.advance)),
             variables.part(),
             access.part(variables),
             buffers.part(),

@@ -32,7 +32,6 @@ from mirror.strategy.distributed_values import (
     find_active,
     gather_values,
     local_results,
-    make_call,
     reduce_values,
     regroup,
 )
@@ -48,7 +47,7 @@ from mirror.strategy.strategy_options import (
     Mode,
     check_choice,
 )
-from mirror.values import join_values
+from mirror.values import join_values, select
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StrategyT = TypeVar("StrategyT", bound="Strategy")
@@ -188,8 +187,13 @@ class Strategy(NoCopy):
         args, kwargs = tuple(args), dict(kwargs or {})
         runner, num_replicas = self._group.runner, len(self._devices)
         active, weights = find_active(num_replicas, args, kwargs)
+
+        def call(replica_id: int) -> Any:
+            own_kwargs = select(kwargs, replica_id) if kwargs else {}
+            own_args = select(args, replica_id) if args else ()
+            return fn(*own_args, **own_kwargs)
+
         with limits_for(num_replicas):
-            call = make_call(fn, args, kwargs)
             is_outermost = runner.running is None and current.replica is None
             if active[1:] and is_outermost and runner.is_usable:
                 try:

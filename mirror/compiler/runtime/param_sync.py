@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from mirror.compiler.step_inputs import StateTensor
 from mirror.execution.lifecycle import AllLifecycleHooks, step_ends
-from mirror.execution.replica_rng import call_with_worker_rng
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
+from mirror.execution.swapped_state import call_with_worker_rng
 from mirror.replica.gradients.grad_access import GradAccess
-from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.params.mirrored_buffer import record_writes
 from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced
 

@@ -44,14 +44,15 @@ from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest_timeline
 from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
+from mirror.execution.lifecycle import do_nothing
+from mirror.execution.replica_thread import serial_graphs
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import Unverifiable, current, renaming
+from mirror.execution.run import Run, Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
-from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
-from mirror.replica.gradients.unmirrored import check_pass, leaves_of
+from mirror.replica.gradients.unmirrored import leaves_of
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import MirroredParameter, all_leaves
@@ -83,6 +84,7 @@ class GradTracker:
         changes: how often a copy was added, or its ``requires_grad`` has changed.
         streams: on GPUs, the streams on which passes have brought unreduced gradients.
         mutex: held while entries of ``pending`` are removed or changed.
+        check_pass: called with the run, a replica and the engine's arguments, before its pass.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -97,6 +99,7 @@ class GradTracker:
         self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
         self._is_second_pass = False  # one outside run, before the reduction of an earlier pass
+        self.check_pass: Callable[[Run, int, Sequence[Any]], object] = do_nothing
         self.after_fork()
         reinit_after_fork(self)
 
@@ -351,9 +354,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 raise Unverifiable("forward calls backward, which would add to gradients twice")
             if len(args[1]) > 1 or (args[1][0] is not None and args[1][0].dim()):
                 args = _clone_gradients(*args)
-            if accumulates:
-                check_pass(replica.run, lane, args)
-            else:
+            if not accumulates:
                 _refuse_hooks(args[4])
         elif accumulates:
             _refuse_during_runs(args)
@@ -361,8 +362,16 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_transformed(args[0], args[4])
         this, begun = BackwardPass(), list[tuple[GradTracker, int | None]]()
         try:
-            if accumulates:
-                _begin_in_trackers(this, begun)
+            within = current_graph_task_id() != -1
+            for reference in _trackers if accumulates else ():
+                tracker = reference()
+                if tracker is not None:
+                    is_own = replica is not None and tracker.replicas is replica.replicas
+                    if is_own:
+                        tracker.check_pass(replica.run, lane, args)
+                    replica_id = lane if is_own else None
+                    tracker.begin_pass(this, replica_id, within=within)
+                    begun.append((tracker, replica_id))
             if replica is None and serial_graphs.alive:
                 with torch.autograd.set_multithreading_enabled(False):
                     order.advance()  # create_graph=True makes nodes
@@ -475,20 +484,3 @@ def _refuse_during_runs(args: Any) -> None:
             variable = param_of(leaf)
             if variable is not None and variable.replicas is tracker.replicas:
                 runner_of(tracker.replicas).check_between_runs("a backward pass")
-
-
-def _begin_in_trackers(this: BackwardPass, begun: list[tuple[GradTracker, int | None]]) -> None:
-    """Calls ``begin_pass`` of all trackers, and appends each to ``begun``.
-
-    The tracker of the current replica gets its index, the others get None.
-    """
-    replica = current.replica
-    within = current_graph_task_id() != -1
-    for reference in _trackers:
-        tracker = reference()
-        if tracker is not None:
-            replica_id = None
-            if replica is not None and tracker.replicas is replica.replicas:
-                replica_id = replica.replica_id
-            tracker.begin_pass(this, replica_id, within=within)
-            begun.append((tracker, replica_id))

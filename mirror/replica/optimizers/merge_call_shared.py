@@ -12,10 +12,10 @@ object that wraps an optimizer or keeps values anywhere.
                               over all workers
     anything else             the argument, which must be equal on all replicas
 
-Learning-rate schedulers step this way, and parameter groups are added this way; which optimizers
-do, ``step_dispatch.py`` decides. If every replica creates an optimizer inside ``run``, there are N
-optimizers over parameters that all replicas share: that raises an error when they step, because
-one replica may create it for all.
+Learning-rate schedulers step this way, and parameter groups are added this way. Which optimizers
+do, ``optimizer_traits.py`` decides. If every replica creates an optimizer inside ``run``, there
+are N optimizers over parameters that all replicas share: that raises an error when they step,
+because one replica may create it for all.
 """
 
 from __future__ import annotations

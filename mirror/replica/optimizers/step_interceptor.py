@@ -51,7 +51,15 @@ from mirror.replica.optimizers.merge_call_shared import (
     watch_schedulers,
     wrap_in_subclasses,
 )
-from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, optimizers_of
+from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.optimizer_traits import (
+    hooked_code,
+    is_torchs_own,
+    may_step_leader_first,
+    refuse_wrappers,
+    step_without_draws,
+)
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
     find_replicas,
@@ -60,14 +68,6 @@ from mirror.replica.optimizers.param_groups import (
     refuse_different,
     refuse_unmirrored,
     replicas_in,
-)
-from mirror.replica.optimizers.sharded_optimizer import ShardedOptimizer
-from mirror.replica.optimizers.step_dispatch import (
-    hooked_code,
-    is_torchs_own,
-    may_step_leader_first,
-    refuse_wrappers,
-    step_without_draws,
 )
 
 Step = Callable[..., Any]
@@ -291,8 +291,7 @@ def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> MirroredOptimizer:
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is None or mirror.replicas is not replicas:
         # In the attributes it lives as long as the optimizer; copies and pickles leave it out.
-        kind = ShardedOptimizer if replicas.shards_state else MirroredOptimizer
-        mirror = kind(optimizer, optimizers_of(replicas))
+        mirror = MirroredOptimizer(optimizer, optimizers_of(replicas))
         optimizer.__dict__["_mirror"] = mirror
     mirror.loan.parameters = ParamGroupsView(optimizer.param_groups)
     return mirror

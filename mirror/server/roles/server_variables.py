@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError, short_repr
-from mirror.replica.optimizers.piecewise_optimizers import check_piecewise, describe, options_of
+from mirror.replica.optimizers.optimizer_traits import check_piecewise, describe, options_of
 from mirror.server import server_messages
 from mirror.server.cluster_tasks import Settings
 from mirror.server.persistent_ids import PersistentId, dump

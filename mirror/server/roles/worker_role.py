@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mirror.data.input_options import InputContext
 from mirror.errors import ActorDied, StepError, StrategyError, short_repr
-from mirror.replica.optimizers.piecewise_optimizers import options_of, rebuild
+from mirror.replica.optimizers.optimizer_traits import options_of, rebuild
 from mirror.server.engine.engine_types import ActorClient
 from mirror.server.engine.socket_client import connect
 from mirror.server.persistent_ids import PersistentId, dump, load

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.replica.optimizers import piecewise_optimizers
-from mirror.replica.optimizers.piecewise_optimizers import (
+from mirror.replica.optimizers import optimizer_traits
+from mirror.replica.optimizers.optimizer_traits import (
     Divisible,
     check_piecewise,
     describe,
@@ -99,7 +99,7 @@ def test_a_rebuilt_optimizer_has_the_options_and_none_of_the_weights():
 def test_how_small_parts_may_be_is_measured_also_before_a_warm_up(
     name, expected, rate, monkeypatch
 ):
-    monkeypatch.setattr(piecewise_optimizers, "_divisible", {})
+    monkeypatch.setattr(optimizer_traits, "_divisible", {})
     optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(4, 4))], lr=0.1)
     optimizer.param_groups[0]["lr"] = rate  # as in a warm-up
     before = torch.get_rng_state()
