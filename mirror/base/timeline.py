@@ -83,7 +83,7 @@ class Compiled:
     seconds: float = 0.0
 
 
-class Stopwatch(Protocol):
+class SpanTimer(Protocol):
     """Sums how long a replica's device works between ``start`` and ``stop``."""
 
     def start(self) -> None: ...
@@ -112,7 +112,7 @@ class Timeline:
         self.compiled = Compiled()
         self.at_step_ends: list[Callable[[], None]] = []
         self.sample: Callable[[int, str | None], None] | None = None
-        self.stopwatches: Sequence[Stopwatch] = ()
+        self.stopwatches: Sequence[SpanTimer] = ()
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._events: list[dict[str, Any]] | None = None
         self._target = Path()  # the file of the trace
@@ -282,7 +282,7 @@ def _check_writable(path: str | os.PathLike[str]) -> Path:
     target = Path(path).resolve()  # the program may change its directory before the end
     try:
         if target.exists() and not target.is_file():
-            raise OSError(errno.EISDIR, "it is no regular file")
+            raise OSError(errno.EISDIR, "it is not a regular file")
         with suppress(_EnoughError), replace_atomically(target):
             raise _EnoughError
     except OSError as error:

@@ -69,7 +69,7 @@ from mirror.base.torch_private import (
     write_flags,
     write_parametrize_cache,
 )
-from mirror.devices import generators_of, seed_functions, state_of
+from mirror.devices import generator_state, generators_of, seed_functions
 from mirror.errors import StrategyError
 from mirror.execution.replica_thread import serial_graphs
 from mirror.execution.replicas import Replicas, WeakReplicaMap
@@ -194,7 +194,7 @@ def is_gil_enabled() -> bool:
 
 
 def _state_bytes(generator: torch.Generator) -> object:
-    return state_of(generator).numpy().tobytes()
+    return generator_state(generator).numpy().tobytes()
 
 
 def _numpy_state() -> object:
@@ -377,7 +377,10 @@ def _own_generators(replica: Replica) -> None:
     for replica_id in replica.run.active:
         for generator in generators_of(places[replica_id]):
             swapped.add(
-                generator, partial(state_of, generator), generator.set_state, owner=replica_id
+                generator,
+                partial(generator_state, generator),
+                generator.set_state,
+                owner=replica_id,
             )
 
 

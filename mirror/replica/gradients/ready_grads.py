@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import num_sharers
-from mirror.comm.host.host_backend import HostCommunicator, missing_reason
+from mirror.comm.host.host_backend import HostCommunicator, host_missing_reason
 from mirror.comm.packing import move_into_flats
 from mirror.comm.reduce_ops import reduce_tensors
 from mirror.device.streams import ReplicaStreams
@@ -332,7 +332,7 @@ class Reducer:
         self.bytes_per_pack = bytes_per_pack
         alone = replicas.are_simulated and replicas.num_replicas == 1
         of_host = isinstance(replicas.communicator, HostCommunicator)
-        self.is_on_host = (alone or of_host) and missing_reason() is None
+        self.is_on_host = (alone or of_host) and host_missing_reason() is None
 
     def move(
         self, columns: Sequence[list[Tensor]], streams: ReplicaStreams | None
