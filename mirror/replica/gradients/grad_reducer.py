@@ -163,12 +163,11 @@ class GradReducer:
     def flush(self) -> None:
         """Reduces the gradients of backward passes in the cross-replica context."""
         if self.tracker.have_arrived() or self.deferred.has_passes:
-            self._reduce_outside(self._shares.outside())
-
-    def _reduce_outside(self, weights: PassWeights) -> None:
-        self.exposed.before_reduction()
-        self._reduction.reduce(weights)
-        self.exposed.refresh()
+            if self.exposed.grads:
+                self.exposed.before_reduction()
+            self._reduction.reduce(self._shares.outside())
+            if self.exposed.grads:
+                self.exposed.refresh()
 
     def gather(self) -> None:
         """Gives all replicas the whole of the gradients that are scattered."""
@@ -188,7 +187,11 @@ class GradReducer:
 
     def _prepare(self) -> None:
         if self._shown or self.tracker.may_have_arrived or any(self.tracker.sources):
+            if self.exposed.grads:
+                self.exposed.before_reduction()
             self._reduce_or_defer()
+            if self.exposed.grads:
+                self.exposed.refresh()
 
     def _finish(self, run: Run) -> None:
         if self.scattered and self.scatter is not None:
@@ -228,8 +231,6 @@ class GradReducer:
             weights = self._shares.outside() if run is None else self._shares.in_run(run)
             if self.deferred.is_open:
                 self._reduction.defer(weights)
-            elif run is None:
-                self._reduce_outside(weights)
             else:
                 self._reduction.reduce(weights)
 
