@@ -190,7 +190,7 @@ def test_inductors_step_is_that_of_one_device(kind, program):
 
 
 @each_once(
-    program=quick_of([p for p in PROGRAMS if p is not steps_two], [clips, averages_values]),
+    program=quick_of(PROGRAMS, [clips, steps_two]),
     kind=STRATEGIES,
 )
 def test_a_step_in_cuda_graphs_is_that_of_one_device(kind, program):

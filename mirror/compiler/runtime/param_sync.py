@@ -151,7 +151,7 @@ class ParamSync:
     def _reduce_deferred(self) -> None:
         """Reduces deferred gradients: a step must find them in ``p.grad``."""
         unreduced = self._access.unreduced
-        if unreduced.deferred.has_passes or unreduced.have_arrived():
+        if unreduced.deferred.has_passes or unreduced.tracker.have_arrived():
             self._access.distribute_common()
             unreduced.flush()
         if unreduced.scattered:

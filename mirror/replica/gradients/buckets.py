@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import compress, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -51,19 +51,13 @@ from mirror.replica.gradients.ready_grads import (
     ReadyGrads,
     Reducer,
     accumulate,
-    are_usual,
     common_scale,
     local_grad,
-    take,
     unshare,
     weigh,
 )
 from mirror.replica.gradients.shares import Shares
-from mirror.replica.params.replicated_param import (
-    ReplicaParameter,
-    ReplicatedParam,
-    refuse_sparse,
-)
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam, refuse_sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +77,7 @@ class _Reduction:
     """One bucket in flight.
 
     Attributes:
-        grads_by_replica: the gradients that are being reduced.
+        by_replica: the gradients that are being reduced.
         wait: waits for the reduction.
         scale: a factor for the sums that are scattered.
         scattering: the reduction, if it gives each replica a part of the gradients.
@@ -93,7 +87,7 @@ class _Reduction:
     variables: list[ReplicatedParam]
     copies: list[list[ReplicaParameter]]
     targets: list[list[nn.Parameter]]
-    grads_by_replica: list[list[Tensor]]
+    by_replica: list[list[Tensor]]
     wait: Callable[[], None]
     scale: float
     scattering: Scattering | None
@@ -109,7 +103,7 @@ class Buckets:
         scatter: gives replicas the gradients that they need; ``None`` if each needs all.
 
     Attributes:
-        in_flight: the reductions launched and not collected; always this list.
+        in_flight: the reductions launched and not collected: the list of ``GradTracker``.
         is_disordered: whether gradients have arrived in another order than the recorded one.
     """
 
@@ -132,11 +126,13 @@ class Buckets:
         self._streams = tracker.streams
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
-        self.in_flight: list[_Reduction] = []
+        self.in_flight: list[_Reduction] = tracker.in_flight
         self._is_held = False  # no launches until all that has arrived is reduced
         self.is_disordered = False
 
-    def learn(self, arrivals: ReadyGrads, *, again: bool) -> None:
+    # The order of arrival
+
+    def record_order(self, arrivals: ReadyGrads, *, again: bool) -> None:
         """Records the order of a pass, for the buckets of the next passes.
 
         Args:
@@ -179,76 +175,7 @@ class Buckets:
             hook.remove()
         self._plan, self._hooks, self.is_disordered = None, [], False
 
-    def forget(self, variable: ReplicatedParam) -> None:
-        """Drops the order, and the gradients in flight of a variable that was freed.
-
-        Takes no lock: a garbage collection may call it at any time.
-        """
-        self.forget_order()
-        for reduction in tuple(self.in_flight):
-            if variable in reduction.variables:
-                reduction.dropped.update((variable, r) for r in range(len(reduction.targets)))
-                reduction.copies = [
-                    [copy for copy in mine if copy.variable is not variable]
-                    for mine in reduction.copies
-                ]
-
-    def close(self) -> None:
-        """Closes the side stream; idempotent."""
-        self._side.close()
-
-    def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
-        """Marks gradients in flight to be thrown away when they arrive, for these replicas."""
-        self._tracker.mutex.call(self._drop, variable, replica_ids)
-
-    def _drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
-        self._is_held = True
-        for reduction in self.in_flight:
-            if variable in reduction.variables:
-                reduction.dropped.update((variable, r) for r in replica_ids)
-
-    def copies_in_flight(self) -> list[list[ReplicaParameter]]:
-        """Returns each replica's copies with gradients in flight, in order."""
-        parts = [reduction.copies for reduction in self.in_flight]
-        return [[*chain(*mine)] for mine in zip(*parts, strict=True)]
-
-    def discard(self) -> None:
-        """Waits for the reductions in flight, and throws the gradients away."""
-        for reduction in self._pop_reductions():
-            with suppress(Exception):  # the run has failed already, with its own error
-                reduction.wait()
-
-    def collect(self) -> None:
-        """Waits for the reductions in flight, and accumulates the gradients."""
-        timeline = self._replicas.timeline
-        for reduction in self._pop_reductions():
-            timeline.begin(CROSS, EXPOSED)
-            reduction.wait()
-            timeline.end(CROSS, EXPOSED)
-            self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
-            if reduction.scattering is not None and self._scatter is not None:
-                reduction.scattering.finish(reduction.scale)
-                for variable, r in reduction.dropped:
-                    self._scatter.drop(variable, (r,))
-                self._runner.unfinished = self._runner.running is not None
-                continue
-            for r, targets in enumerate(reduction.targets):
-                kept = [
-                    i
-                    for i, variable in enumerate(reduction.variables)
-                    if (variable, r) not in reduction.dropped
-                ]
-                grads = reduction.grads_by_replica[r]
-                accumulate([targets[i] for i in kept], [grads[i] for i in kept])
-            self._runner.unfinished = self._runner.running is not None
-
-    def _pop_reductions(self) -> list[_Reduction]:
-        reductions = self.in_flight.copy()
-        if reductions:
-            self.in_flight.clear()
-            self._tracker.settle(self)
-        self._is_held = False
-        return reductions
+    # Launching during a pass
 
     @disable_dynamo
     def _handle_arrival(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
@@ -284,24 +211,19 @@ class Buckets:
         copies = [mine[bounds] for mine in order.copies]
         if not self._tracker.are_in_order(copies):
             return
-        grads = [list(map(local_grad, mine)) for mine in copies]
-        if not all(map(are_usual, grads)):
+        by_replica = self._tracker.take_complete(copies, self._finite)
+        if by_replica is None:
             return
-        if self._finite is not None and not self._finite.all_finite(grads):
-            return
-        del grads  # unshare counts the references to their memory
-        self._tracker.remove(copies)
-        grads_by_replica = take(copies)
         targets = [mine[bounds] for mine in order.targets]
         scattering = None
-        if self._scatter is not None and self._scatter.split(variables, targets) is None:
-            scattering = self._scatter.begin(variables, grads_by_replica, self._streams)
+        if self._scatter is not None and not self._scatter.find_whole(variables, targets):
+            scattering = self._scatter.begin(variables, by_replica, self._streams)
         scale = common_scale(shares)
         if scattering is None:
-            moved = self._reducer.move(grads_by_replica, self._streams)
-            unshare(grads_by_replica, moved.staying, self._streams)
+            moved = self._reducer.move(by_replica, self._streams)
+            unshare(by_replica, moved.staying, self._streams)
             if scale is None:
-                weigh(grads_by_replica, shares)
+                weigh(by_replica, shares)
         elif scale is None:
             scattering.weigh(shares)
         factor = 1.0 if scale is None else scale
@@ -316,14 +238,77 @@ class Buckets:
                     scattering.reduce(self._replicas)
             self._replicas.timeline.end(OVERLAPPED, REDUCTION)
 
-        if not self.in_flight:
-            self._tracker.unsettle(self)
         wait = self._side.start(reduce)
         if scattering is not None:
-            grads_by_replica = []  # the gradients are in the buffers
+            by_replica = []  # the gradients are in the buffers
         self.in_flight.append(
-            _Reduction(variables, copies, targets, grads_by_replica, wait, factor, scattering)
+            _Reduction(variables, copies, targets, by_replica, wait, factor, scattering)
         )
+
+    # Collecting when the pass has ended
+
+    def collect(self) -> None:
+        """Waits for the reductions in flight, and accumulates the gradients."""
+        timeline = self._replicas.timeline
+        for reduction in self._pop_reductions():
+            timeline.begin(CROSS, EXPOSED)
+            reduction.wait()
+            timeline.end(CROSS, EXPOSED)
+            self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
+            if reduction.scattering is not None and self._scatter is not None:
+                reduction.scattering.finish(reduction.scale)
+                for variable, r in reduction.dropped:
+                    self._scatter.drop(variable, (r,))
+            else:
+                for r, targets in enumerate(reduction.targets):
+                    is_kept = [(v, r) not in reduction.dropped for v in reduction.variables]
+                    grads = compress(reduction.by_replica[r], is_kept)
+                    accumulate([*compress(targets, is_kept)], [*grads])
+            self._runner.unfinished = self._runner.running is not None
+
+    def _pop_reductions(self) -> list[_Reduction]:
+        reductions = [*self.in_flight]
+        if reductions:
+            self.in_flight.clear()
+            self._tracker.settle()
+        self._is_held = False
+        return reductions
+
+    # Dropping
+
+    def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
+        """Marks gradients in flight to be thrown away when they arrive, for these replicas."""
+        self._tracker.mutex.call(self._drop, variable, replica_ids)
+
+    def _drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
+        self._is_held = True
+        for reduction in self.in_flight:
+            if variable in reduction.variables:
+                reduction.dropped.update((variable, r) for r in replica_ids)
+
+    def discard(self) -> None:
+        """Waits for the reductions in flight, and throws the gradients away."""
+        for reduction in self._pop_reductions():
+            with suppress(Exception):  # the run has failed already, with its own error
+                reduction.wait()
+
+    def forget(self, variable: ReplicatedParam) -> None:
+        """Drops the order, and the gradients in flight of a variable that was freed.
+
+        Takes no lock: a garbage collection may call it at any time.
+        """
+        self.forget_order()
+        for reduction in tuple(self.in_flight):
+            if variable in reduction.variables:
+                reduction.dropped.update((variable, r) for r in range(len(reduction.targets)))
+                reduction.copies = [
+                    [copy for copy in mine if copy.variable is not variable]
+                    for mine in reduction.copies
+                ]
+
+    def close(self) -> None:
+        """Closes the side stream; idempotent."""
+        self._side.close()
 
 
 def bucket_ends(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[int]:

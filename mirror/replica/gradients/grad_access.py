@@ -230,15 +230,15 @@ class GradAccess:
             r = replica.replica_id
             if gradients.deferred.has_passes:
                 return False
-            if gradients.unsettled[r] or gradients.pending[r] or gradients.in_flight:
-                if gradients.has_arrived(r):
+            if gradients.unsettled[r] or gradients.pending[r] or gradients.tracker.in_flight:
+                if gradients.tracker.has_arrived(r):
                     return False
             targets = [targets[r]]
             if gradients.scattered and gradients.scatter is not None:
                 gradients.scatter.drop_all_of(variables, r)
         else:
             self._runner.check_between_runs("a gradient")
-            if gradients.have_arrived() or gradients.deferred.has_passes:
+            if gradients.tracker.have_arrived() or gradients.deferred.has_passes:
                 self.distribute_common()
                 return False
             if self._common:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -49,14 +49,12 @@ class Reduction(Protocol):
     Attributes:
         tracker: records local gradients as they arrive.
         deferred: per variable, the replicas' weighted gradients from under ``no_sync``.
-        in_flight: the buckets that were launched in a pass and not collected; always this list.
         scatter: reduces gradients to the replicas that update them; ``None`` if all need them.
         bytes_per_pack: the most bytes of a bucket.
     """
 
     tracker: GradTracker
     deferred: DeferredGrads
-    in_flight: list[Any]
     scatter: GradScatter | None
     bytes_per_pack: int
 
@@ -74,11 +72,8 @@ class Reduction(Protocol):
         """Drops a variable's unreduced gradients, for these replicas.
 
         Returns:
-            Whether those that have arrived must be reduced now, to ``drop_reduced`` them.
+            Whether all that have arrived must be reduced now, since other workers reduce them.
         """
-
-    def drop_reduced(self, variable: ReplicatedParam, replica_ids: Sequence[int]) -> None:
-        """Makes the next reduction throw a variable's gradients away, for these replicas."""
 
     def discard(self) -> None:
         """Drops all gradients that are not reduced."""
@@ -97,7 +92,7 @@ class GradReducer:
         reduction: how they are reduced.
 
     Attributes:
-        tracker, deferred, in_flight, scatter, bytes_per_pack: see ``Reduction``.
+        tracker, deferred, scatter, bytes_per_pack: see ``Reduction``.
         pending, unsettled: see ``GradTracker``.
         exposed: the reduced gradients that the program has.
         scattered: the gradients that ``scatter`` has.
@@ -114,10 +109,8 @@ class GradReducer:
         self._replicas, self._runner, self.exposed = replicas, runner, exposed
         self._shares, self._reduction = shares, reduction
         self.tracker, self.deferred = reduction.tracker, reduction.deferred
-        self.in_flight, self.scatter = reduction.in_flight, reduction.scatter
-        self.bytes_per_pack = reduction.bytes_per_pack
+        self.scatter, self.bytes_per_pack = reduction.scatter, reduction.bytes_per_pack
         self.pending, self.unsettled = self.tracker.pending, self.tracker.unsettled
-        self._sources = (*self.pending, *self.unsettled)
         self.scattered = {} if self.scatter is None else self.scatter.scattered
         self._shown: list[tuple[Tensor, int]] = []  # what local_gradient returned, versions
 
@@ -132,20 +125,7 @@ class GradReducer:
         """Whether a replica that reads a gradient must wait for a reduction first."""
         if self.scattered and self.scatter is not None and self.scatter.has(replica_id):
             return True
-        return self.has_arrived(replica_id) or self.deferred.has_passes
-
-    def has_arrived(self, replica_id: int) -> bool:
-        """Whether a replica has unreduced gradients from backward passes."""
-        if self.unsettled[replica_id]:
-            self.tracker.scan_replica(replica_id)
-        return bool(self.pending[replica_id] or self.in_flight)
-
-    def have_arrived(self) -> bool:
-        """Whether any replica has unreduced gradients from backward passes."""
-        if not (self.tracker.may_have_arrived or any(self._sources)):
-            return False
-        self.tracker.scan()
-        return any(self.pending) or bool(self.in_flight)
+        return self.tracker.has_arrived(replica_id) or self.deferred.has_passes
 
     # The first use of a gradient
 
@@ -165,11 +145,11 @@ class GradReducer:
 
     def close_with_weight(self, replica: Replica) -> None:
         """Reduces gradients with a replica's old weight before that weight changes."""
-        if not self.has_arrived(replica.replica_id):
+        if not self.tracker.has_arrived(replica.replica_id):
             return
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
-            self.finish(replica.run)
+            self._reduce_or_defer(replica.run)
             return payloads
 
         point = MergePoint("a new weight after a backward pass", (), None, action)
@@ -177,18 +157,17 @@ class GradReducer:
 
     def reduce_pending(self, run: Run) -> None:
         """Reduces the gradients of a run's backward passes, and the deferred ones."""
-        if self.have_arrived() or self.deferred.has_passes:
+        if self.tracker.have_arrived() or self.deferred.has_passes:
             self._reduction.reduce(self._shares.in_run(run))
 
     def flush(self) -> None:
         """Reduces the gradients of backward passes in the cross-replica context."""
-        if self.have_arrived() or self.deferred.has_passes:
-            self._reduce_outside(self._shares.outside())
-
-    def _reduce_outside(self, weights: PassWeights) -> None:
-        self.exposed.before_reduction()
-        self._reduction.reduce(weights)
-        self.exposed.refresh()
+        if self.tracker.have_arrived() or self.deferred.has_passes:
+            if self.exposed.grads:
+                self.exposed.before_reduction()
+            self._reduction.reduce(self._shares.outside())
+            if self.exposed.grads:
+                self.exposed.refresh()
 
     def gather(self) -> None:
         """Gives all replicas the whole of the gradients that are scattered."""
@@ -207,14 +186,18 @@ class GradReducer:
         )
 
     def _prepare(self) -> None:
-        if self._shown or self.tracker.may_have_arrived or any(self._sources):
-            self.finish()
+        if self._shown or self.tracker.may_have_arrived or any(self.tracker.sources):
+            if self.exposed.grads:
+                self.exposed.before_reduction()
+            self._reduce_or_defer()
+            if self.exposed.grads:
+                self.exposed.refresh()
 
     def _finish(self, run: Run) -> None:
         if self.scattered and self.scatter is not None:
             self.scatter.settle(run.active)
-        if self._shown or self.tracker.may_have_arrived or any(self._sources):
-            self.finish(run)
+        if self._shown or self.tracker.may_have_arrived or any(self.tracker.sources):
+            self._reduce_or_defer(run)
 
     @contextmanager
     def deferring_gradients(self) -> Iterator[None]:
@@ -226,11 +209,11 @@ class GradReducer:
         self.deferred.is_open = True
         try:
             yield
-            self.finish()
+            self._reduce_or_defer()
         finally:
             self.deferred.is_open = outer
 
-    def finish(self, run: Run | None = None) -> None:
+    def _reduce_or_defer(self, run: Run | None = None) -> None:
         """Reduces or defers the remaining gradients of a run, or of the code between two runs.
 
         Raises:
@@ -244,12 +227,10 @@ class GradReducer:
                 "a gradient was changed in place under no_sync, where .grad is the sum of several "
                 "parts; change gradients after no_sync, or set .grad"
             )
-        if self.have_arrived():
+        if self.tracker.have_arrived():
             weights = self._shares.outside() if run is None else self._shares.in_run(run)
             if self.deferred.is_open:
                 self._reduction.defer(weights)
-            elif run is None:
-                self._reduce_outside(weights)
             else:
                 self._reduction.reduce(weights)
 
@@ -271,15 +252,12 @@ class GradReducer:
 
     def drop(self, variable: ReplicatedParam, replica_ids: Sequence[int]) -> None:
         """Drops a variable's unreduced gradients, for these replicas."""
-        if not self._reduction.drop(variable, replica_ids):
-            return
-        replica = replica_of(self._replicas)
-        if replica is None and self.have_arrived():
-            self._reduction.drop_reduced(variable, replica_ids)
-            self.flush()
-        elif replica is not None and self.has_arrived(replica.replica_id):
-            self._reduction.drop_reduced(variable, replica_ids)
-            self.observe(replica)
+        if self._reduction.drop(variable, replica_ids):
+            replica = replica_of(self._replicas)
+            if replica is None:
+                self.flush()
+            else:
+                self.observe(replica)
 
     def forget(self, variable: ReplicatedParam) -> None:
         """Drops the unreduced gradients of a variable that was freed; takes no lock."""

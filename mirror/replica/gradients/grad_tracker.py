@@ -29,9 +29,10 @@ strategy is created. The wrapper costs one microsecond per pass. It also splits 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -50,8 +51,15 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run, Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.autograd_nodes import order
+from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.parallel_backward import backward_at_once
-from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
+from mirror.replica.gradients.ready_grads import (
+    ReadyGrads,
+    ReplicaGrads,
+    are_usual,
+    local_grad,
+    set_local_grad,
+)
 from mirror.replica.gradients.unmirrored import leaves_of_pass
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
@@ -82,6 +90,9 @@ class GradTracker:
             gradients: while there are any, ``pending`` is incomplete.
         may_have_arrived: whether a pass outside ``run`` may have brought gradients.
         changes: how often a copy was added, or its ``requires_grad`` has changed.
+        sources: the lists of ``pending`` and ``unsettled``.
+        in_flight: buckets that were launched in a pass and not collected. Each has ``copies``, per
+            replica, whose gradients it has taken.
         arrivals: the copies that the last pass has brought gradients to, in the order of arrival.
         streams: on GPUs, the streams on which passes have brought unreduced gradients.
         mutex: held while entries of ``pending`` are removed or changed.
@@ -92,6 +103,8 @@ class GradTracker:
         self.replicas = replicas
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in replicas.devices)
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
+        self.sources = (*self.pending, *self.unsettled)
+        self.in_flight: list[Any] = []
         self._passes: tuple[list[BackwardPass], ...] = tuple([] for _ in self.pending)
         self.may_have_arrived = False
         self.changes = 0
@@ -168,16 +181,6 @@ class GradTracker:
             except ValueError:  # another thread has removed it
                 continue
 
-    def unsettle(self, buckets: object) -> None:
-        """Records that some gradients of all replicas are in flight."""
-        for unsettled in self.unsettled:
-            unsettled.append(buckets)
-
-    def settle(self, buckets: object) -> None:
-        """Undoes ``unsettle``: none are in flight."""
-        for unsettled in filter(None, self.unsettled):
-            unsettled[:] = [entry for entry in unsettled if entry is not buckets]
-
     def drop_interrupted(self) -> None:
         """Removes passes that are over, if an interrupt has prevented their ``end_pass``."""
         for passes, unsettled in zip(self._passes, self.unsettled, strict=True):
@@ -190,6 +193,19 @@ class GradTracker:
         return self._is_second_pass or max(self._num_passes) > 1
 
     # Gradients that have arrived
+
+    def has_arrived(self, replica_id: int) -> bool:
+        """Whether a replica has unreduced gradients from backward passes."""
+        if self.unsettled[replica_id]:
+            self.scan_replica(replica_id)
+        return bool(self.pending[replica_id] or self.in_flight)
+
+    def have_arrived(self) -> bool:
+        """Whether any replica has unreduced gradients from backward passes."""
+        if not (self.may_have_arrived or any(self.sources)):
+            return False
+        self.scan()
+        return any(self.pending) or bool(self.in_flight)
 
     def scan(self) -> None:
         """Finds the gradients of passes outside ``run``, and of running passes."""
@@ -227,21 +243,18 @@ class GradTracker:
         """Empties the slots of a variable's copies, for these replicas."""
         self.mutex.call(_empty_slots, [variable.copies[r] for r in replica_ids])
 
-    def record_arrival_order(
-        self, launched: Sequence[Sequence[ReplicaParameter]]
-    ) -> tuple[ReadyGrads, bool]:
+    def record_arrival_order(self) -> tuple[ReadyGrads, bool]:
         """Returns the copies with gradients, and whether the pass before had the same order.
 
-        Copies that arrive in the same order again lose their hooks.
-
-        Args:
-            launched: per replica, the copies in buckets in flight, which have arrived first.
+        First are those in flight. Copies that arrive in the same order again lose their hooks.
         """
         arrived: Sequence[Sequence[ReplicaParameter]] = self.pending
-        if launched:
-            arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
+        if self.in_flight:
+            parts = [*[bucket.copies for bucket in self.in_flight], self.pending]
+            arrived = [[*chain(*of_replica)] for of_replica in zip(*parts, strict=True)]
         if self.arrivals is not None and self.arrivals.are_ready(arrived):
-            self._drop_hooks(self.arrivals)
+            if self.arrivals is not self._silent_order:
+                self._drop_hooks(self.arrivals)
             return self.arrivals, True
         self.arrivals = ReadyGrads(arrived)
         return self.arrivals, False
@@ -256,8 +269,32 @@ class GradTracker:
             for pending, copies in zip(self.pending, order, strict=True)
         )
 
-    def remove(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
-        """Removes one entry of each taken gradient's copy. The caller holds the lock.
+    def take_complete(
+        self, copies: Sequence[Sequence[ReplicaParameter]], finite: NonFiniteCheck | None
+    ) -> list[ReplicaGrads] | None:
+        """Takes the gradients of a bucket, which is launched; ``None`` if it is not complete.
+
+        It is complete if all gradients are there, dense and finite. The caller holds the lock.
+        """
+        by_replica = [list(map(local_grad, mine)) for mine in copies]
+        if not all(map(are_usual, by_replica)):
+            return None
+        if finite is not None and not finite.all_finite(by_replica):
+            return None
+        self._remove_pending(copies)
+        if not self.in_flight:
+            for unsettled in self.unsettled:
+                unsettled.append(self.in_flight)
+        deque(map(set_local_grad, chain(*copies), repeat(None)), maxlen=0)
+        return by_replica
+
+    def settle(self) -> None:
+        """Records that the buckets in flight have been waited for."""
+        for unsettled in filter(None, self.unsettled):
+            unsettled[:] = [entry for entry in unsettled if entry is not self.in_flight]
+
+    def _remove_pending(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
+        """Removes one entry of each taken gradient's copy.
 
         A second entry, from another pass that has begun since, stays.
         """
@@ -322,7 +359,7 @@ class GradTracker:
 
     def _drop_hooks(self, arrivals: ReadyGrads) -> None:
         """Removes the hooks of copies that arrive in a known order."""
-        if arrivals is self._silent_order or not (self._may_be_silent and arrivals.is_regular):
+        if not (self._may_be_silent and arrivals.is_regular):
             return
         self._silent_order = arrivals
         for r, copies in enumerate(arrivals.copies):

@@ -16,7 +16,7 @@ from mirror.base.timeline import CROSS, REDUCTION
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.buckets import Buckets
-from mirror.replica.gradients.grad_scatter import GradScatter, reduce_scattered
+from mirror.replica.gradients.grad_scatter import GradScatter
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
@@ -28,7 +28,6 @@ from mirror.replica.gradients.ready_grads import (
     are_non_dense,
     are_usual,
     common_scale,
-    fill_missing,
     local_grad,
     reduce_non_dense,
     run_hooks,
@@ -64,7 +63,6 @@ class LocalReduction:
         self._buckets = Buckets(
             replicas, runner, reducer, self.tracker, shares, self.deferred, finite, self.scatter
         )
-        self.in_flight = self._buckets.in_flight
 
     @torch.no_grad()
     def reduce(self, weights: PassWeights) -> None:
@@ -73,36 +71,38 @@ class LocalReduction:
             self.scatter.settle(weights)
         # 1. Take the gradients out of their slots, and wait for the buckets in flight.
         adds_deferred = self.deferred.has_passes
-        arrivals, grads_by_replica = self._take(weights)
+        arrivals, by_replica = self._take(weights)
         self._buckets.collect()
         # 2. Weigh them. The sum is multiplied by a share that all replicas have.
         variables, targets = arrivals.variables, arrivals.targets
         scale = None if adds_deferred else common_scale(weights)
         if scale is None:
             scale = 1.0
-            weigh(grads_by_replica, weights)
+            weigh(by_replica, weights)
         # 3. Reduce those that are not dense, and those that are stepped in slices.
-        is_usual = not arrivals.is_complex and are_usual(chain(*grads_by_replica))
+        is_usual = not arrivals.is_complex and are_usual(chain(*by_replica))
         if adds_deferred or not is_usual:
-            variables, grads_by_replica = self._reduce_unusual(variables, grads_by_replica, scale)
-            targets = [[v.targets[r] for v in variables] for r in range(len(grads_by_replica))]
+            variables, by_replica = self._reduce_unusual(variables, by_replica, scale)
+            targets = [[v.targets[r] for v in variables] for r in range(len(by_replica))]
         if variables and self.scatter is not None:
             streams = self.tracker.streams
-            variables, grads_by_replica, targets = reduce_scattered(
-                self.scatter, variables, grads_by_replica, targets, scale, streams, self._replicas
-            )
+            rest = self.scatter.reduce(variables, targets, by_replica, scale, streams)
+            if rest:
+                variables = [variables[i] for i in rest]
+                by_replica = [[grads[i] for i in rest] for grads in by_replica]
+                targets = [[mine[i] for i in rest] for mine in targets]
+            else:
+                variables, by_replica, targets = [], [], []
         # 4. Sum the others, and add the sums to every replica's gradients.
         if variables:
             self._replicas.timeline.begin(
                 CROSS, REDUCTION, f"gradients of {len(variables)} parameters"
             )
-            self._reducer.all_reduce(
-                self._reducer.move(grads_by_replica, self.tracker.streams), scale
-            )
+            self._reducer.all_reduce(self._reducer.move(by_replica, self.tracker.streams), scale)
             self._replicas.timeline.end(CROSS, REDUCTION)
-            run_hooks(variables, grads_by_replica)
+            run_hooks(variables, by_replica)
         self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
-        for mine, reduced in zip(targets, grads_by_replica, strict=True):
+        for mine, reduced in zip(targets, by_replica, strict=True):
             accumulate(mine, reduced)
         self._runner.unfinished = self._runner.running is not None
         if self.tracker.streams is not None:
@@ -117,9 +117,10 @@ class LocalReduction:
         Raises:
             GradientError: a gradient is not finite, and ``finite`` checks that.
         """
-        launched = self._buckets.copies_in_flight() if self.in_flight else ()
-        arrivals, is_known = self.tracker.record_arrival_order(launched)
-        rest = arrivals.skip(len(launched[0])) if launched else arrivals
+        arrivals, is_known = self.tracker.record_arrival_order()
+        rest = arrivals
+        if self.tracker.in_flight:
+            rest = arrivals.skip(sum([len(bucket.copies[0]) for bucket in self.tracker.in_flight]))
         if self._finite is not None:
             grads = [
                 list(map(local_grad, mine)) if weights.get(r) else []  # of weight 0: not checked
@@ -129,7 +130,7 @@ class LocalReduction:
                 self.discard()
                 self._finite.raise_error(grads, rest.variables)
             del grads  # unshare counts the references to their memory
-        self._buckets.learn(arrivals, again=is_known)
+        self._buckets.record_order(arrivals, again=is_known)
         if self._buckets.is_disordered:
             self._buckets.forget_order()
             self.tracker.restore_hooks()
@@ -138,51 +139,50 @@ class LocalReduction:
         return rest, taken
 
     def _reduce_unusual(
-        self,
-        variables: list[ReplicatedParam],
-        grads_by_replica: list[ReplicaGrads],
-        scale: float,
+        self, variables: list[ReplicatedParam], by_replica: list[ReplicaGrads], scale: float
     ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
         """Reduces sparse and other non-dense gradients; returns the rest, filled with zeros."""
-        variables, grads_by_replica = self.deferred.take_with(variables, grads_by_replica)
+        if self.deferred.has_passes:
+            self.deferred.add(variables, by_replica)
+            variables, by_replica = self.deferred.take_all()
         usual = []
         for position, variable in enumerate(variables):
-            grads = [grads_of_replica[position] for grads_of_replica in grads_by_replica]
+            grads = [grads_of_replica[position] for grads_of_replica in by_replica]
             if all(grad is None for grad in grads):
                 continue
             if are_non_dense(grads):
                 reduce_non_dense(variable, grads, scale)
             else:
                 usual.append(position)
-        filled: list[ReplicaGrads] = [
-            [fill_missing(grads_of_replica[i], variables[i], r) for i in usual]
-            for r, grads_of_replica in enumerate(grads_by_replica)
-        ]
+        filled: list[ReplicaGrads] = [[] for _ in by_replica]
+        for r, grads_of_replica in enumerate(by_replica):
+            for position in usual:
+                grad = grads_of_replica[position]
+                if grad is None:
+                    grad = torch.zeros_like(variables[position].targets[r])
+                filled[r].append(grad)
         return [variables[i] for i in usual], filled
 
     @torch.no_grad()
     def defer(self, weights: PassWeights) -> None:
         """Moves the local gradients, weighted, to ``deferred``."""
-        arrivals, grads_by_replica = self._take(weights)
+        arrivals, by_replica = self._take(weights)
         self._buckets.collect()
-        weigh(grads_by_replica, weights)
-        self.deferred.add(arrivals.variables, grads_by_replica)
+        weigh(by_replica, weights)
+        self.deferred.add(arrivals.variables, by_replica)
         self.tracker.forget_streams()
 
     def drop(self, variable: ReplicatedParam, replica_ids: Sequence[int]) -> bool:
         """Drops a variable's unreduced gradients, for these replicas; returns False."""
         pending, unsettled = self.tracker.pending, self.tracker.unsettled
         sources = (*(pending[r] for r in replica_ids), *(unsettled[r] for r in replica_ids))
-        if self.tracker.may_have_arrived or any(sources) or self.in_flight:
+        if self.tracker.may_have_arrived or any(sources) or self.tracker.in_flight:
             self._buckets.drop(variable, replica_ids)  # first: no bucket takes others meanwhile
         self.tracker.drop_local(variable, replica_ids)
         self.deferred.drop(variable, replica_ids)
         if self.scatter is not None and self.scatter.scattered:
             self.scatter.drop(variable, replica_ids)
         return False
-
-    def drop_reduced(self, variable: ReplicatedParam, replica_ids: Sequence[int]) -> None:
-        """Does nothing: ``drop`` has dropped all."""
 
     def discard(self) -> None:
         """Drops all gradients that are not reduced."""

@@ -32,7 +32,7 @@ from mirror.replica.params.replicated_param import (
 )
 from mirror.values import are_identical
 
-ReplicaGrads = list[Any]  # one replica's local gradients; None where it has none
+ReplicaGrads = list[Any]  # the local gradients of one replica; None where it has none
 
 # Read and write the C++ slot of a copy, which holds its local gradient.
 local_grad = GRAD.__get__
@@ -81,15 +81,15 @@ class ReadyGrads:
 
 def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
     """Takes the local gradients out of the slots of copies; returns a list per replica."""
-    columns: list[ReplicaGrads] = []
+    by_replica: list[ReplicaGrads] = []
     for mine in copies:
-        columns.append(list(map(local_grad, mine)))
+        by_replica.append(list(map(local_grad, mine)))
         deque(map(set_local_grad, mine, repeat(None)), maxlen=0)
-    return columns
+    return by_replica
 
 
 def unshare(
-    columns: list[ReplicaGrads], positions: Sequence[int], streams: ReplicaStreams | None
+    by_replica: list[ReplicaGrads], positions: Sequence[int], streams: ReplicaStreams | None
 ) -> None:
     """Clones gradients that share their memory, so that it can be written.
 
@@ -101,15 +101,15 @@ def unshare(
         positions: the indices of the gradients that will be written.
         streams: the streams on which replicas may use the clones; ``None`` without GPUs.
     """
-    shared: list[ReplicaGrads] = [[] for _ in columns]
-    clones: list[ReplicaGrads] = [[] for _ in columns]
-    for r, column in enumerate(columns):
-        counts = num_sharers([column[i] for i in positions])
+    shared: list[ReplicaGrads] = [[] for _ in by_replica]
+    clones: list[ReplicaGrads] = [[] for _ in by_replica]
+    for r, grads in enumerate(by_replica):
+        counts = num_sharers([grads[i] for i in positions])
         for i, sharers in zip(positions, counts, strict=True):
             if sharers:
-                shared[r].append(column[i])
-                column[i] = column[i].clone()
-                clones[r].append(column[i])
+                shared[r].append(grads[i])
+                grads[i] = grads[i].clone()
+                clones[r].append(grads[i])
     if streams is not None:
         streams.keep(shared, clones)
 
@@ -120,16 +120,16 @@ def common_scale(shares: Mapping[int, float]) -> float | None:
     return different.pop() if len(different) == 1 else None
 
 
-def weigh(columns: list[ReplicaGrads], shares: Mapping[int, float]) -> None:
+def weigh(by_replica: list[ReplicaGrads], shares: Mapping[int, float]) -> None:
     """Multiplies each replica's gradients by its share, in place where that is possible."""
-    for r, column in enumerate(columns):
+    for r, grads in enumerate(by_replica):
         share = shares.get(r, 0.0)
         if share == 0.0:  # dropped, since 0 * NaN is NaN
-            column[:] = [None] * len(column)
-        present = [grad for grad in column if grad is not None]
+            grads[:] = [None] * len(grads)
+        present = [grad for grad in grads if grad is not None]
         if present and share != 1.0:
             if any(grad.requires_grad or grad.is_sparse for grad in present):
-                column[:] = [None if grad is None else _scale(grad, share) for grad in column]
+                grads[:] = [None if grad is None else _scale(grad, share) for grad in grads]
             else:
                 torch._foreach_mul_(present, share)
 
@@ -187,26 +187,19 @@ def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
     variable.gradients.record_replacement(variable, known, total)
 
 
-def fill_missing(grad: Tensor | None, variable: ReplicatedParam, replica_id: int) -> Tensor:
-    """Returns a replica's gradient, or zeros if there is none."""
-    if grad is None:
-        return torch.zeros_like(variable.targets[replica_id])
-    return grad
-
-
-def run_hooks(variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]) -> None:
+def run_hooks(variables: Sequence[ReplicatedParam], by_replica: Sequence[ReplicaGrads]) -> None:
     """Calls the gradient hooks of variables, and replaces the reduced gradients by the results.
 
     Args:
-        columns: per replica, the reduced gradients of ``variables``. Hooks get replica 0's.
+        by_replica: per replica, the reduced gradients of ``variables``. Hooks get replica 0's.
     """
     for i, variable in enumerate(variables):
         if variable.hooks:
-            home, device = variable.home.device, columns[0][i].device
-            grad = apply_hooks(variable.hooks, columns[0][i].to(home))
-            columns[0][i] = grad.to(device)
-            for column in columns[1:]:
-                column[i] = grad.to(column[i].device, copy=True)
+            home, device = variable.home.device, by_replica[0][i].device
+            grad = apply_hooks(variable.hooks, by_replica[0][i].to(home))
+            by_replica[0][i] = grad.to(device)
+            for grads in by_replica[1:]:
+                grads[i] = grad.to(grads[i].device, copy=True)
 
 
 def are_non_dense(grads: Sequence[Tensor | None]) -> bool:
@@ -256,32 +249,22 @@ class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
         self._is_multi_process = is_multi_process
         self.is_open = self.has_passes = False
 
-    def add(self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]) -> None:
+    def add(
+        self, variables: Sequence[ReplicatedParam], by_replica: Sequence[ReplicaGrads]
+    ) -> None:
         """Adds the gradients of a pass."""
         for i, variable in enumerate(variables):
-            if any(column[i] is not None for column in columns):
-                summands = self.setdefault(variable, [None] * len(columns))
-                for r, column in enumerate(columns):
-                    summands[r] = add_grads(summands[r], column[i])
+            if any(grads[i] is not None for grads in by_replica):
+                summands = self.setdefault(variable, [None] * len(by_replica))
+                for r, grads in enumerate(by_replica):
+                    summands[r] = add_grads(summands[r], grads[i])
         self.has_passes = self._is_multi_process or bool(self)
 
-    def take_with(
-        self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]
-    ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
-        """Returns the gradients of a pass plus all deferred ones, and empties this dict."""
-        variables, columns = list(variables), [list(column) for column in columns]
-        position = {variable: i for i, variable in enumerate(variables)}
-        while self:
-            variable, summands = self.popitem()
-            if variable not in position:
-                position[variable] = len(variables)
-                variables.append(variable)
-                for column in columns:
-                    column.append(None)
-            for column, summand in zip(columns, summands, strict=True):
-                column[position[variable]] = add_grads(column[position[variable]], summand)
-        self.has_passes = False
-        return variables, columns
+    def take_all(self) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
+        """Removes and returns all variables, and each replica's gradients of them."""
+        variables, by_replica = list(self), [*map(list, zip(*self.values(), strict=True))]
+        self.release()
+        return variables, by_replica
 
     def grads_of(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns the deferred gradient of one replica."""

@@ -28,11 +28,7 @@ from mirror.replica.gradients.ready_grads import (
     unshare,
     weigh,
 )
-from mirror.replica.multi_worker.worker_bucket import (
-    FLAG_COUNTED,
-    FLAG_ZERO_WEIGHT,
-    WorkerBucket,
-)
+from mirror.replica.multi_worker.worker_bucket import FLAG_COUNTED, FLAG_ZERO_WEIGHT, WorkerBucket
 from mirror.replica.params.replicated_param import ReplicatedParam
 
 
@@ -40,12 +36,12 @@ class Contribution(NamedTuple):
     """This worker's part of a bucket.
 
     Attributes:
-        grads_by_replica: real gradients with zeros for absent ones; or only their sums.
+        by_replica: real gradients with zeros for absent ones; or only their sums.
         flags: one per variable, see ``worker_bucket.py``.
         scales: the factor by which the gradients of each replica are still to be multiplied.
     """
 
-    grads_by_replica: Sequence[Sequence[Tensor]]
+    by_replica: Sequence[Sequence[Tensor]]
     flags: Sequence[float]
     scales: Sequence[float]
 
@@ -69,52 +65,46 @@ class Contributions:
         self._reducer, self._deferred, self._streams = reducer, deferred, streams
 
     def usual_scale(
-        self, grads_by_replica: Sequence[ReplicaGrads], shares: Mapping[int, float]
+        self, by_replica: Sequence[ReplicaGrads], shares: Mapping[int, float]
     ) -> float | None:
         """Returns the common share of all replicas.
 
         ``None`` if shares differ or are 0, or if a gradient is absent or not dense.
         """
-        if self._deferred.has_passes or len(shares) < len(grads_by_replica):
+        if self._deferred.has_passes or len(shares) < len(by_replica):
             return None
-        scale = shares[0] if len(grads_by_replica) == 1 else common_scale(shares)
-        return scale if scale and all(map(are_usual, grads_by_replica)) else None
+        scale = shares[0] if len(by_replica) == 1 else common_scale(shares)
+        return scale if scale and all(map(are_usual, by_replica)) else None
 
     def of_bucket(
-        self,
-        bucket: WorkerBucket,
-        grads_by_replica: list[ReplicaGrads],
-        shares: Mapping[int, float],
+        self, bucket: WorkerBucket, by_replica: list[ReplicaGrads], shares: Mapping[int, float]
     ) -> Contribution:
         """Returns the contribution to a bucket.
 
         Args:
-            grads_by_replica: the gradients of the bucket, which are overwritten.
+            by_replica: the gradients of the bucket, which are overwritten.
         """
         flags: Sequence[float] = bucket.all_count
-        all_count = len(shares) == len(grads_by_replica) and all(shares.values())
-        if self._deferred.has_passes or not (all_count and all(map(are_usual, grads_by_replica))):
-            flags, shares = self._fill_absent(bucket, grads_by_replica, shares)
+        all_count = len(shares) == len(by_replica) and all(shares.values())
+        if self._deferred.has_passes or not (all_count and all(map(are_usual, by_replica))):
+            flags, shares = self._fill_absent(bucket, by_replica, shares)
         if bucket.has_complex:
-            grads_by_replica = [*map(bucket.view_as_real, grads_by_replica)]
-        num_replicas = len(grads_by_replica)
+            by_replica = [*map(bucket.view_as_real, by_replica)]
+        num_replicas = len(by_replica)
         if num_replicas == 1 or self._workers.sums_replicas:
-            return Contribution(grads_by_replica, flags, [shares[r] for r in range(num_replicas)])
+            return Contribution(by_replica, flags, [shares[r] for r in range(num_replicas)])
         if flags:
-            moved = self._reducer.move(grads_by_replica, self._streams)
-            unshare(grads_by_replica, moved.staying, self._streams)
+            moved = self._reducer.move(by_replica, self._streams)
+            unshare(by_replica, moved.staying, self._streams)
             scale = common_scale(shares)
             if scale is None:
                 scale = 1.0
-                weigh(grads_by_replica, shares)
+                weigh(by_replica, shares)
             self._reducer.all_reduce(moved, scale)
-        return Contribution(grads_by_replica[:1], flags, [1.0])
+        return Contribution(by_replica[:1], flags, [1.0])
 
     def _fill_absent(
-        self,
-        bucket: WorkerBucket,
-        grads_by_replica: Sequence[ReplicaGrads],
-        shares: Mapping[int, float],
+        self, bucket: WorkerBucket, by_replica: Sequence[ReplicaGrads], shares: Mapping[int, float]
     ) -> tuple[list[float], Mapping[int, float]]:
         """Replaces gradients that are absent or have no share by zeros.
 
@@ -122,43 +112,43 @@ class Contributions:
             The flags, and shares of which none is 0.
         """
         flags = [0.0] * len(bucket.variables)
-        for r, grads in enumerate(grads_by_replica):
+        for r, grads in enumerate(by_replica):
             flag = FLAG_COUNTED if shares.get(r) else FLAG_ZERO_WEIGHT
             for i, grad in enumerate(grads):
                 if grad is not None:
                     flags[i] = max(flags[i], flag)
-        refuse_graphs(grads_by_replica)
+        refuse_graphs(by_replica)
         if self._deferred.has_passes:  # deferred gradients are weighted already
-            weigh(list(grads_by_replica), shares)
-            shares = dict.fromkeys(range(len(grads_by_replica)), 1.0)
+            weigh(list(by_replica), shares)
+            shares = dict.fromkeys(range(len(by_replica)), 1.0)
             for i, variable in enumerate(bucket.variables):
                 kept = [] if variable is None else self._deferred.pop_dense(variable)
-                for grads, summand in zip(grads_by_replica, kept, strict=False):
+                for grads, summand in zip(by_replica, kept, strict=False):
                     grads[i] = add_grads(grads[i], summand)
                     flags[i] = FLAG_COUNTED
-        for r, (grads, device) in enumerate(zip(grads_by_replica, self._devices, strict=True)):
+        for r, (grads, device) in enumerate(zip(by_replica, self._devices, strict=True)):
             for i, grad in enumerate(grads):
                 if grad is None or not shares.get(r):  # replaced, since 0 * NaN is NaN
                     grads[i] = bucket.zeros(i, device)
-        return flags, {r: shares.get(r) or 1.0 for r in range(len(grads_by_replica))}
+        return flags, {r: shares.get(r) or 1.0 for r in range(len(by_replica))}
 
     def of_sparse(
         self,
         variable: ReplicatedParam,
-        grads_by_replica: list[ReplicaGrads],
+        by_replica: list[ReplicaGrads],
         shares: Mapping[int, float],
     ) -> Tensor | None:
         """Returns the contribution to one variable, sparse if all replicas' gradients are."""
-        refuse_graphs(grads_by_replica)
-        weigh(grads_by_replica, shares)
-        kept = self._deferred.pop(variable, None) or [None] * len(grads_by_replica)
-        grads = [add_grads(own, kept[r]) for r, (own,) in enumerate(grads_by_replica)]
+        refuse_graphs(by_replica)
+        weigh(by_replica, shares)
+        kept = self._deferred.pop(variable, None) or [None] * len(by_replica)
+        grads = [add_grads(own, kept[r]) for r, (own,) in enumerate(by_replica)]
         return sum_present(grads, self._devices[0])
 
 
-def refuse_graphs(grads_by_replica: Sequence[ReplicaGrads]) -> None:
+def refuse_graphs(by_replica: Sequence[ReplicaGrads]) -> None:
     """Raises StrategyError for gradients that carry a graph."""
-    if any(grad is not None and grad.requires_grad for grad in chain(*grads_by_replica)):
+    if any(grad is not None and grad.requires_grad for grad in chain(*by_replica)):
         raise StrategyError(
             "gradients of several workers carry no graph, but backward was called with "
             "create_graph=True; call backward() without it: only gradients of the model's inputs "

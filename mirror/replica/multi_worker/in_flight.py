@@ -6,21 +6,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import string_at
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import DivergenceError
+from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.multi_worker.bucket_order import BucketOrder
 from mirror.replica.multi_worker.contributions import Contribution
 from mirror.replica.multi_worker.worker_bucket import (
+    NUM_MARKS,
     Signals,
     Trailer,
-    UsualTrailers,
     WorkerBucket,
     read_trailer,
+    usual_trailer,
     write_trailer,
 )
 from mirror.replica.params.replicated_param import ReplicaParameter
@@ -50,6 +51,11 @@ class BucketInFlight:
     usual: bytes | None = None
     grads: list[Tensor] | None = None
 
+    @property
+    def copies(self) -> list[list[ReplicaParameter]]:
+        """Per replica, the copies whose gradients are in the bucket."""
+        return self.bucket.copies
+
     def is_done(self) -> Trailer | None:
         """Waits for the sum; returns its trailer, ``None`` for the usual one."""
         for wait in self.waits:
@@ -71,12 +77,12 @@ class InFlight:
     """The buckets that this worker has launched and not collected.
 
     Attributes:
-        launched: these buckets, in the agreed order; always the same list.
+        launched: these buckets, in the agreed order: the list of ``GradTracker``.
     """
 
-    def __init__(self, workers: LocalWorkerGroup) -> None:
-        self._workers = workers
-        self.launched: list[BucketInFlight] = []
+    def __init__(self, workers: LocalWorkerGroup, tracker: GradTracker) -> None:
+        self._workers, self._tracker = workers, tracker
+        self.launched: list[BucketInFlight] = tracker.in_flight
         self._abandoned: list[BucketInFlight] = []
         self._num_reductions = 0
 
@@ -94,11 +100,11 @@ class InFlight:
             own_weight = torch.tensor([signals.weight], device="cpu")
             waits.append(self._workers.all_reduce(what, own_weight))
             signals = signals._replace(weight=0.0)
-        grads_by_replica, flags, scales = contribution
+        by_replica, flags, scales = contribution
         trailer = write_trailer(flags, number, signals)
         # A worker has one trailer, in the first replica's buffer.
         trailers = [trailer, *([[0.0] * len(trailer)] * (len(scales) - 1))]
-        buffers = [*map(bucket.pack, grads_by_replica, scales, trailers, range(len(scales)))]
+        buffers = [*map(bucket.pack, by_replica, scales, trailers, range(len(scales)))]
         if self._workers.sums_replicas:
             waits.append(self._workers.all_reduce_replicas(what, buffers))
         else:
@@ -109,8 +115,7 @@ class InFlight:
     def launch_usual(
         self,
         bucket: WorkerBucket,
-        trailers: UsualTrailers,
-        grads_by_replica: Sequence[Sequence[Tensor]],
+        by_replica: Sequence[Sequence[Tensor]],
         *,
         scale: float,
         weight: float,
@@ -125,9 +130,10 @@ class InFlight:
             total: the sum of all workers' weights in the previous pass.
         """
         number, reduction, what = self._next(phase)
-        buffer = bucket.sum_replicas(grads_by_replica, scale, trailers.own_trailer(number, weight))
+        key = len(bucket.variables), bucket.dtype, number % NUM_MARKS
+        buffer = bucket.sum_replicas(by_replica, scale, usual_trailer(*key, 1, weight))
         wait = self._workers.all_reduce(what, buffer)
-        usual = trailers.all(number, total, self._workers.size)
+        usual = usual_trailer(*key, self._workers.size, total)
         grads = bucket.unpack(buffer)  # now, as nothing else is done before the wait
         self.launched.append(
             BucketInFlight(bucket, [buffer], number, [wait], None, reduction, usual, grads)
@@ -142,18 +148,16 @@ class InFlight:
             reduction += f", in run {phase + 1}"
         return number, reduction, f"gradients, bucket {index + 1} of {reduction}"
 
-    def copies(self) -> list[list[ReplicaParameter]]:
-        """Returns each replica's copies with gradients in flight, in order; none if none are."""
-        copies = [flight.bucket.copies for flight in self.launched]
-        return [[*chain(*mine)] for mine in zip(*copies, strict=True)]
-
     def complete(self) -> list[tuple[BucketInFlight, Trailer | None]]:
         """Waits for all buckets of a reduction, and ends it.
 
         Raises:
             DivergenceError: a worker has summed a bucket of another reduction, or has failed.
         """
-        trailers = [flight.is_done() for flight in self.launched]
+        try:
+            trailers = [flight.is_done() for flight in self.launched]
+        finally:
+            self._tracker.settle()
         in_flight = self.launched.copy()
         self.launched.clear()
         self._abandoned.clear()  # they were launched earlier, so they are complete now

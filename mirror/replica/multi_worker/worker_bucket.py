@@ -22,8 +22,10 @@ variable, not with its own. It stays in the buffer, and ``p.grad`` is a view of 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -35,9 +37,9 @@ from mirror.comm.packing import ALIGNMENT_BYTES, have_same_strides
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 
 FLAG_COUNTED, FLAG_ZERO_WEIGHT = 1.0, 2.0**-10
-_MARKS = 16
-_MARKED = [[float(i == mark) for i in range(_MARKS)] for mark in range(_MARKS)]
-_MAX_CACHED = 4 * _MARKS  # more than one per mark, as batches may have several sizes
+NUM_MARKS = 16
+_MARKED = [[float(i == mark) for i in range(NUM_MARKS)] for mark in range(NUM_MARKS)]
+_MAX_TRAILERS = 4096  # one per bucket, mark and size of the batch
 
 
 class Signals(NamedTuple):
@@ -51,7 +53,7 @@ class Signals(NamedTuple):
     sparse: float = 0.0
 
 
-NUM_TRAILER_FIELDS = _MARKS + len(Signals._fields)  # besides the flags
+NUM_TRAILER_FIELDS = NUM_MARKS + len(Signals._fields)  # besides the flags
 
 
 class Trailer(NamedTuple):
@@ -63,7 +65,7 @@ class Trailer(NamedTuple):
 
     def is_marked(self, number: int, size: int) -> bool:
         """Whether all workers have written the mark of this number."""
-        return list(self.marks) == [size * mark for mark in _MARKED[number % _MARKS]]
+        return list(self.marks) == [size * mark for mark in _MARKED[number % NUM_MARKS]]
 
 
 def write_trailer(flags: Sequence[float], number: int, signals: Signals) -> list[float]:
@@ -72,58 +74,32 @@ def write_trailer(flags: Sequence[float], number: int, signals: Signals) -> list
     Args:
         number: the number of the reduction and the bucket, which is marked modulo 16.
     """
-    return [*flags, *_MARKED[number % _MARKS], *signals]
+    return [*flags, *_MARKED[number % NUM_MARKS], *signals]
 
 
 def read_trailer(numbers: Sequence[float]) -> Trailer:
     """Returns the trailer that the numbers encode."""
     num_flags = len(numbers) - NUM_TRAILER_FIELDS
-    end = num_flags + _MARKS
+    end = num_flags + NUM_MARKS
     return Trailer(numbers[:num_flags], numbers[num_flags:end], Signals(*numbers[end:]))
 
 
-class UsualTrailers:
-    """The trailers of the usual case: every worker has all gradients, and no flag is set.
-
-    They are cached per mark, and compared as a whole.
+@lru_cache(_MAX_TRAILERS)
+def usual_trailer(
+    num_flags: int, dtype: torch.dtype, mark: int, size: int, weight: float
+) -> bytes:
+    """Returns the trailer of the usual case, where all gradients are there, and no signal is set.
 
     Args:
-        dtype: float32 or float64.
+        dtype: float32 or float64, in which the bytes are.
+        mark: the number of the reduction and the bucket, modulo 16.
+        size: the number of workers whose trailers are summed.
+        weight: the sum of their weights.
     """
-
-    def __init__(self, num_flags: int, dtype: torch.dtype) -> None:
-        self._flags = [FLAG_COUNTED] * num_flags
-        self._code = "f" if dtype == torch.float32 else "d"
-        self._own: dict[tuple[int, float], bytes] = {}
-        self._all: dict[tuple[int, float, int], bytes] = {}
-
-    def own_trailer(self, number: int, weight: float) -> bytes:
-        """Returns this worker's trailer, as bytes of the dtype."""
-        key = number % _MARKS, weight
-        known = self._own.get(key)
-        if known is None:
-            if len(self._own) >= _MAX_CACHED:
-                self._own.clear()
-            numbers = write_trailer(self._flags, number, Signals(weight))
-            known = self._own[key] = array(self._code, numbers).tobytes()
-        return known
-
-    def all(self, number: int, total: float, size: int) -> bytes:
-        """Returns the sum of all workers' trailers, as bytes of the dtype.
-
-        Args:
-            total: the sum of their weights.
-            size: the number of workers.
-        """
-        key = number % _MARKS, total, size
-        known = self._all.get(key)
-        if known is None:
-            if len(self._all) >= _MAX_CACHED:
-                self._all.clear()
-            numbers = [size * one for one in write_trailer(self._flags, number, Signals())]
-            numbers[-len(Signals._fields)] = total  # of the weights
-            known = self._all[key] = array(self._code, numbers).tobytes()
-        return known
+    trailer = write_trailer([FLAG_COUNTED] * num_flags, mark, Signals())
+    numbers = [size * number for number in trailer]
+    numbers[-len(Signals._fields)] = weight
+    return array("f" if dtype == torch.float32 else "d", numbers).tobytes()
 
 
 # For ``map``, which costs less than a Python loop.
@@ -146,7 +122,7 @@ class WorkerBucket:
         all_count: the flags of a worker that has all gradients.
         ends_exactly: whether the wire dtype is precise enough for the weight in the trailer.
         num_elements, num_bytes: the size of the buffer without the trailer.
-        usual_trailers: the trailers of the usual case; ``None`` excludes ``sum_replicas``.
+        can_sum_replicas: whether ``sum_replicas`` can be called.
     """
 
     def __init__(
@@ -175,7 +151,7 @@ class WorkerBucket:
         self.has_complex = any(self._are_complex)
         self._is_contiguous = all(target.is_contiguous() for target in targets)
         self._layouts = [_layout(target) for target in targets]
-        sizes = [_number(shape) for shape, _ in self._layouts]
+        sizes = [math.prod(shape) for shape, _ in self._layouts]
         item = self.dtype.itemsize
         gaps = [-size * item % ALIGNMENT_BYTES // item for size in sizes]
         self._gaps: dict[torch.device, list[Tensor]] = {}
@@ -191,10 +167,9 @@ class WorkerBucket:
         ]
         self._shapes = [self._layouts[i][0] for i in self._shaped]
         self._strides = [self._layouts[i][1] for i in self._shaped]
-        packs = on_host and bool(variables) and self._is_contiguous and self.ends_exactly
-        self.usual_trailers: UsualTrailers | None = None
-        if packs and self.wire == self.dtype and not self.has_complex:
-            self.usual_trailers = UsualTrailers(len(variables), self.wire)
+        is_plain = self._is_contiguous and self.wire == self.dtype and not self.has_complex
+        self.can_sum_replicas = on_host and bool(variables) and is_plain and self.ends_exactly
+        if self.can_sum_replicas:
             offsets = [*accumulate(self._steps, initial=0)]
             self._places = BufferAddresses(sizes, offsets, self.dtype)
             trailer_size = len(variables) + NUM_TRAILER_FIELDS
@@ -222,16 +197,16 @@ class WorkerBucket:
         ]
 
     def sum_replicas(
-        self, grads_by_replica: Sequence[Sequence[Tensor]], scale: float, trailer: bytes
+        self, by_replica: Sequence[Sequence[Tensor]], scale: float, trailer: bytes
     ) -> Tensor:
         """Returns a new buffer with the sums over the replicas, and a trailer, in one pass.
 
-        Only for a bucket with ``usual_trailers``. Gradients that are not contiguous are copied.
+        Only if ``can_sum_replicas``. Gradients that are not contiguous are copied.
         """
-        if len(grads_by_replica) == 1:
-            rows = grads_by_replica[0]
+        if len(by_replica) == 1:
+            rows = by_replica[0]
         else:
-            rows = [*chain(*zip(*grads_by_replica, strict=True))]
+            rows = [*chain(*zip(*by_replica, strict=True))]
         if not all(map(_is_contiguous, rows)):
             rows = [grad.contiguous() for grad in rows]
         buffer = torch.empty(self._size, dtype=self.dtype, device="cpu")
@@ -296,10 +271,3 @@ def _layout(target: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     elif have_same_strides([target]):
         return shape, target.stride()
     return shape, torch.empty(shape, device="meta").stride()
-
-
-def _number(shape: Sequence[int]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number

@@ -30,6 +30,7 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.execution.lifecycle import do_nothing
 from mirror.execution.replicas import Replicas
+from mirror.execution.run import replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_scatter import GradScatter
 from mirror.replica.gradients.grad_tracker import GradTracker
@@ -40,7 +41,6 @@ from mirror.replica.gradients.ready_grads import (
     Reducer,
     ReplicaGrads,
     accumulate,
-    are_usual,
     local_grad,
     reduce_non_dense,
     run_hooks,
@@ -91,9 +91,8 @@ class WorkerReduction:
         self.bytes_per_pack = reducer.bytes_per_pack
         self.tracker, self.deferred = GradTracker(replicas), DeferredGrads(is_multi_process=True)
         self._contributions = Contributions(replicas, reducer, self.deferred, self.tracker.streams)
-        self._transfers = InFlight(self._workers)
-        self.in_flight = self._transfers.launched
-        self._non_finite = NonFinite(self._workers, finite)
+        self._transfers = InFlight(self._workers, self.tracker)
+        self._finite, self._non_finite = finite, NonFinite(self._workers, finite)
         self._several_calls = SeveralCalls(replicas, runner)
         self._order: BucketOrder | None = None
         self._hooks: list[Any] = []
@@ -110,7 +109,8 @@ class WorkerReduction:
         self.tracker.mutex.call(self._launch_if_due, order, index)
 
     def _launch_if_due(self, order: BucketOrder, index: int) -> None:
-        if order is self._order and index == len(self.in_flight) and self._may_launch(order):
+        is_next = order is self._order and index == len(self.tracker.in_flight)
+        if is_next and self._may_launch(order):
             with torch.inference_mode(False), torch.no_grad():
                 self._launch_in_pass(order.buckets[index])
 
@@ -130,14 +130,9 @@ class WorkerReduction:
         weights = self._shares.of_all()
         if weights is None:
             return
-        grads = [list(map(local_grad, mine)) for mine in bucket.copies]
-        if not all(map(are_usual, grads)) or self._non_finite.are_non_finite(grads):
-            return
-        del grads  # unshare counts the references to their memory
-        self.tracker.remove(bucket.copies)
-        if not self.in_flight:
-            self.tracker.unsettle(self)
-        self._launch(bucket, take(bucket.copies), self._shares.estimate(weights), weights)
+        by_replica = self.tracker.take_complete(bucket.copies, self._finite)
+        if by_replica is not None:
+            self._launch(bucket, by_replica, self._shares.estimate(weights), weights)
 
     # Reducing
 
@@ -167,8 +162,7 @@ class WorkerReduction:
         is_enabled = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         try:
-            launched = self._transfers.copies() if self.in_flight else ()
-            arrivals, _ = self.tracker.record_arrival_order(launched)
+            arrivals, _ = self.tracker.record_arrival_order()
             self._has_sparse = False
             # With the old order first, even if a new one is needed: workers may have launched.
             if self._order is not None:
@@ -202,10 +196,7 @@ class WorkerReduction:
         if order.sparse:
             sparse = sum_sparse(self._workers, sparse, order.sparse)
         self.tracker.clear()  # last, so that gradients are found again after an interrupt
-        try:
-            completed = self._transfers.complete()
-        finally:
-            self.tracker.settle(self)
+        completed = self._transfers.complete()
         # 4. Act on the trailers.
         factor, least = 1.0, FLAG_ZERO_WEIGHT * self._workers.size
         unusual = [trailer for _, trailer in completed if trailer is not None]
@@ -237,19 +228,19 @@ class WorkerReduction:
     def _launch_rest(
         self, order: BucketOrder, shares: Mapping[int, float], weights: PassWeights
     ) -> None:
-        num_launched, num_buckets = len(self.in_flight), len(order.buckets)
+        num_launched, num_buckets = len(self.tracker.in_flight), len(order.buckets)
         for index in range(num_launched, num_buckets):
             bucket = order.buckets[index]
-            grads_by_replica = take(bucket.copies)
-            self._non_finite.scan(bucket.variables, grads_by_replica, shares)
+            by_replica = take(bucket.copies)
+            self._non_finite.scan(bucket.variables, by_replica, shares)
             is_last = index == num_buckets - 1
             more = is_last and num_launched > 0 and _are_left(order.buckets[:num_launched])
-            self._launch(bucket, grads_by_replica, shares, weights, more=more)
+            self._launch(bucket, by_replica, shares, weights, more=more)
 
     def _launch(
         self,
         bucket: WorkerBucket,
-        grads_by_replica: list[ReplicaGrads],
+        by_replica: list[ReplicaGrads],
         shares: Mapping[int, float],
         weights: PassWeights,
         *,
@@ -262,32 +253,29 @@ class WorkerReduction:
         is_non_finite = self._non_finite.found is not None
         is_mixed = self._several_calls.differ(weights)
         is_usual = not (self._workers.sums_replicas or more or is_non_finite or is_mixed)
-        if bucket.usual_trailers is not None and is_usual:
-            scale = self._contributions.usual_scale(grads_by_replica, shares)
+        if bucket.can_sum_replicas and is_usual:
+            scale = self._contributions.usual_scale(by_replica, shares)
             if scale is not None:
                 self._transfers.launch_usual(
                     bucket,
-                    bucket.usual_trailers,
-                    grads_by_replica,
+                    by_replica,
                     scale=scale,
                     weight=weight,
                     total=0.0 if weights.total is None else self._shares.reference,
                     phase=phase,
                 )
                 return
-        has_sparse = _set_sparse_aside(bucket, grads_by_replica)
+        has_sparse = _set_sparse_aside(bucket, by_replica)
         if self.deferred.has_passes:
             kept = [self.deferred.is_sparse(v) for v in bucket.variables if v is not None]
             has_sparse = has_sparse or any(kept)
-        contribution = self._contributions.of_bucket(bucket, grads_by_replica, shares)
+        contribution = self._contributions.of_bucket(bucket, by_replica, shares)
         signals = Signals(
             weight, more, non_finite=is_non_finite, mixed=is_mixed, sparse=has_sparse
         )
         buffers = self._transfers.launch(bucket, contribution, signals, phase=phase)
         if self.tracker.streams is not None and self._workers.sums_replicas:
-            self.tracker.streams.keep(
-                contribution.grads_by_replica, [[buffer] for buffer in buffers]
-            )
+            self.tracker.streams.keep(contribution.by_replica, [[buffer] for buffer in buffers])
 
     def _act_on(
         self,
@@ -332,11 +320,11 @@ class WorkerReduction:
             if factor != 1.0:
                 buffers[r].mul_(factor)
         if flight.grads is None:
-            grads_by_replica = [bucket.unpack(buffer) for buffer in buffers]
+            by_replica = [bucket.unpack(buffer) for buffer in buffers]
         else:
-            grads_by_replica = [flight.grads]
+            by_replica = [flight.grads]
         for device in self.replicas.devices[len(buffers) :]:
-            grads_by_replica.append(bucket.unpack(buffers[0].to(device, copy=True)))
+            by_replica.append(bucket.unpack(buffers[0].to(device, copy=True)))
         targets: Sequence[list[Any]] = bucket.targets
         flags = bucket.all_count if trailer is None else trailer.flags
         variables = bucket.variables
@@ -347,14 +335,14 @@ class WorkerReduction:
                 for i, (variable, flag) in enumerate(zip(variables, flags, strict=True))
                 if variable is not None and flag > least
             ]
-            grads_by_replica = [[grads[i] for i, _ in counted] for grads in grads_by_replica]
+            by_replica = [[grads[i] for i, _ in counted] for grads in by_replica]
             targets = [[mine[i] for i, _ in counted] for mine in targets]
-            run_hooks([variable for _, variable in counted], grads_by_replica)
+            run_hooks([variable for _, variable in counted], by_replica)
             for r in range(len(targets) if self._dropped else 0):
                 kept = [j for j, (_, v) in enumerate(counted) if (v, r) not in self._dropped]
-                grads_by_replica[r] = [grads_by_replica[r][j] for j in kept]
+                by_replica[r] = [by_replica[r][j] for j in kept]
                 targets[r] = [targets[r][j] for j in kept]
-        for mine, reduced in zip(targets, grads_by_replica, strict=True):
+        for mine, reduced in zip(targets, by_replica, strict=True):
             accumulate(mine, reduced)
 
     # Agreeing on an order
@@ -403,37 +391,41 @@ class WorkerReduction:
     def defer(self, weights: PassWeights) -> None:
         """Moves the local gradients, weighted, to ``deferred``."""
         with torch.inference_mode(False), torch.no_grad():
-            arrivals, _ = self.tracker.record_arrival_order(())
-            grads_by_replica = take(arrivals.copies)
-            refuse_graphs(grads_by_replica)
+            arrivals, _ = self.tracker.record_arrival_order()
+            by_replica = take(arrivals.copies)
+            refuse_graphs(by_replica)
             self.tracker.clear()
-            self._non_finite.scan(arrivals.variables, grads_by_replica, weights)
+            self._non_finite.scan(arrivals.variables, by_replica, weights)
             if self._non_finite.is_enabled:
                 self._non_finite.exchange()
-            weigh(grads_by_replica, self._shares.exchange(weights))
-            self.deferred.add(arrivals.variables, grads_by_replica)
+            weigh(by_replica, self._shares.exchange(weights))
+            self.deferred.add(arrivals.variables, by_replica)
         self.tracker.forget_streams()
 
     def drop(self, variable: ReplicatedParam, replica_ids: Sequence[int]) -> bool:
         """Drops a variable's unreduced gradients, for these replicas.
 
         Returns:
-            Whether all workers must reduce now, as only some may have launched its bucket.
+            Whether all must reduce now, to drop the sum: only some may have launched its bucket.
         """
         self.tracker.drop_local(variable, replica_ids)
         if self.deferred.is_open or self.deferred.has_passes:
             self.deferred.drop(variable, replica_ids)
             return False
-        # Hooks launch all buckets but the last.
-        return self._order is not None and len(self._order.buckets) > 1
-
-    def drop_reduced(self, variable: ReplicatedParam, replica_ids: Sequence[int]) -> None:
-        """Makes the next reduction throw a variable's gradients away, for these replicas."""
-        self._dropped.update((variable, r) for r in replica_ids)
+        if self._order is None or len(self._order.buckets) == 1:
+            return False  # hooks launch all buckets but the last, so there is none in flight
+        replica = replica_of(self.replicas)
+        if replica is None:
+            must_reduce = self.tracker.have_arrived()
+        else:
+            must_reduce = self.tracker.has_arrived(replica.replica_id)
+        if must_reduce:
+            self._dropped.update((variable, r) for r in replica_ids)
+        return must_reduce
 
     def discard(self) -> None:
         """Drops all gradients that are not reduced; workers that wait for them get an error."""
-        was_there = self.tracker.discard() or bool(self.in_flight)
+        was_there = self.tracker.discard() or bool(self.tracker.in_flight)
         self._dropped.clear()
         is_deferring = self.deferred.is_open or self.deferred.has_passes
         if was_there and self._order is not None and not is_deferring:
@@ -448,10 +440,10 @@ class WorkerReduction:
         """Does nothing: there are no streams."""
 
 
-def _set_sparse_aside(bucket: WorkerBucket, grads_by_replica: Sequence[ReplicaGrads]) -> bool:
+def _set_sparse_aside(bucket: WorkerBucket, by_replica: Sequence[ReplicaGrads]) -> bool:
     """Puts sparse gradients back, which a bucket has no place for; whether there are any."""
     found = False
-    for copies, grads in zip(bucket.copies, grads_by_replica, strict=True):
+    for copies, grads in zip(bucket.copies, by_replica, strict=True):
         for i, grad in enumerate(grads):
             if grad is not None and grad.is_sparse:
                 set_local_grad(copies[i], grad)

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from mirror.base.dynamo import (
@@ -172,16 +171,10 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
         return _current_mirror(optimizer, context.replicas).step_leader_first(
             own_step, optimizer, context
         )
-    loss, serial = None, None
-    has_own_loss = is_sharded and is_torchs_own(type(optimizer))
-    if has_own_loss:  # each replica has called its own closure, and gets its own loss
+    serial = None
+    if is_sharded and is_torchs_own(type(optimizer)):
         serial = _current_mirror(optimizer, context.replicas).serial
-        closure = args[0] if args else kwargs.get("closure")
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            args, kwargs = args[1:], {n: v for n, v in kwargs.items() if n != "closure"}
-    result = merge_call_shared(
+    return merge_call_shared(
         context,
         _wrap_step(step, context),
         optimizer,
@@ -191,7 +184,6 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
         check=lambda seen: refuse_different(optimizer, seen, "before a step"),
         serial=serial,
     )
-    return loss if has_own_loss else result
 
 
 def _current_mirror(optimizer: Any, replicas: Replicas) -> MirroredOptimizer:

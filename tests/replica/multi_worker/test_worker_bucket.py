@@ -7,9 +7,9 @@ from torch import nn
 import mirror
 from mirror.replica.multi_worker.worker_bucket import (
     Signals,
-    UsualTrailers,
     WorkerBucket,
     read_trailer,
+    usual_trailer,
     write_trailer,
 )
 from mirror.replica.params.replicated_params import param_of
@@ -89,7 +89,7 @@ def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, 
     columns = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(2)]
     columns[1][0] = torch.randn(5, 3, dtype=dtype).t()  # as a hook may have left it
     before = [[grad.clone() for grad in column] for column in columns]
-    trailer = bucket.usual_trailers.own_trailer(3, 2.0)
+    trailer = usual_trailer(len(shapes), dtype, 3, 1, 2.0)
     for n in (1, 2):
         sums = [sum(row) for row in zip(*columns[:n], strict=True)]
         slowly = bucket.pack([scale * one for one in sums], 1.0, [])
@@ -102,12 +102,12 @@ def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, 
         assert all(map(torch.equal, column, kept))
 
 
-def test_what_the_host_library_cannot_pack_has_no_usual_tails(bucket_of):
-    assert bucket_of([torch.zeros(3)])[0].usual_trailers is not None
-    assert bucket_of([torch.zeros(3)], wire=torch.bfloat16)[0].usual_trailers is None
-    assert bucket_of([torch.zeros(3, dtype=torch.bfloat16)])[0].usual_trailers is None
-    assert bucket_of([torch.zeros(3, dtype=torch.complex64)])[0].usual_trailers is None
-    assert bucket_of([torch.zeros(2, 3).t()])[0].usual_trailers is None
+def test_what_the_host_library_cannot_pack_is_packed_by_torch(bucket_of):
+    assert bucket_of([torch.zeros(3)])[0].can_sum_replicas
+    assert not bucket_of([torch.zeros(3)], wire=torch.bfloat16)[0].can_sum_replicas
+    assert not bucket_of([torch.zeros(3, dtype=torch.bfloat16)])[0].can_sum_replicas
+    assert not bucket_of([torch.zeros(3, dtype=torch.complex64)])[0].can_sum_replicas
+    assert not bucket_of([torch.zeros(2, 3).t()])[0].can_sum_replicas
 
 
 # Trailers report what each worker contributes, and which worker is at another reduction
@@ -137,21 +137,14 @@ def test_another_reduction_has_another_mark():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
-    trailers = UsualTrailers(2, dtype)
-    for number in (3, 19, 21):
+    for mark in (3, 11, 15):
         for weight in (8.0, 2.5):
-            own = torch.frombuffer(bytearray(trailers.own_trailer(number, weight)), dtype=dtype)
-            assert own.tolist() == write_trailer([1.0, 1.0], number, Signals(weight))
-            both = own + torch.tensor(write_trailer([1.0, 1.0], number, Signals(4.0)), dtype=dtype)
+            own = torch.frombuffer(
+                bytearray(usual_trailer(2, dtype, mark, 1, weight)), dtype=dtype
+            )
+            assert own.tolist() == write_trailer([1.0, 1.0], mark, Signals(weight))
+            both = own + torch.tensor(write_trailer([1.0, 1.0], mark, Signals(4.0)), dtype=dtype)
             arrived = both.numpy().tobytes()
-            assert arrived == trailers.all(number, weight + 4.0, 2)
-            assert arrived != trailers.all(number + 1, weight + 4.0, 2)
-            assert arrived != trailers.all(number, weight, 2)
-
-
-def test_usual_tails_of_ever_other_weights_are_not_all_kept():
-    trailers = UsualTrailers(1, torch.float32)
-    for weight in range(500):
-        trailers.own_trailer(1, float(weight))
-        trailers.all(1, float(weight), 2)
-    assert max(len(trailers._own), len(trailers._all)) < 100
+            assert arrived == usual_trailer(2, dtype, mark, 2, weight + 4.0)
+            assert arrived != usual_trailer(2, dtype, (mark + 1) % 16, 2, weight + 4.0)
+            assert arrived != usual_trailer(2, dtype, mark, 2, weight)
