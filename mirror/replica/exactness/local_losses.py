@@ -27,15 +27,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mirror.data.split_batch import GivenWeights, counts_of
+from mirror.base.containers import leaves_in
 from mirror.execution.run import Run
 from mirror.replica.exactness.loss_graph import find_nonlinear, read_terms
 from mirror.replica.exactness.loss_reduction import find_common_error, weights_of_terms
 from mirror.replica.exactness.node_classes import UNREADABLE, is_parameter, walk
 from mirror.replica.exactness.node_rules import NonlinearInExamples, NotReducible, Rows, Term
-from mirror.replica.scatter_gather.containers import leaves_in
 from mirror.threads.user_frames import warn_user
-from mirror.values import PerReplica, is_number
+from mirror.values import GivenWeights, PerReplica, counts_of, is_number
 
 # The words of the warnings, and of `mirror check`.
 MIXES_EXAMPLES = "{} computes over the examples of the batch, and a replica has only its own"

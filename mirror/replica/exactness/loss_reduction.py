@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.replica.collectives.reduce_ops import reduce_tensors
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.replica.exactness.loss_graph import read_terms
 from mirror.replica.exactness.node_rules import NonlinearInExamples, NotReducible, Term
 
