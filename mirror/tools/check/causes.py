@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mirror.replica.exactness.cross_example_ops import GATHER_FIRST, MIXES_EXAMPLES
+from mirror.replica.exactness.local_losses import GATHER_FIRST, MIXES_EXAMPLES
 from mirror.replica.params.buffer_differences import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
 from mirror.tools.check.check_result import CheckResult
 from mirror.tools.check.differences import Difference, align, nearest_of
