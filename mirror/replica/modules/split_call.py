@@ -69,7 +69,7 @@ from mirror.execution.run import (
     save_context,
 )
 from mirror.execution.runner import Runner
-from mirror.replica.exactness.cross_example_ops import warn_if_mixing
+from mirror.replica.exactness.local_losses import warn_if_mixing
 from mirror.replica.layers.unsplit_layers import (
     LAYERS,
     call_with_sequences,

@@ -60,8 +60,8 @@ from mirror.execution.run import (
     save_context,
 )
 from mirror.execution.runner import Runner
-from mirror.replica.exactness.cross_example_ops import GATHER_FIRST
 from mirror.replica.exactness.layer_sums import LayerSums, RoundingErrors
+from mirror.replica.exactness.local_losses import GATHER_FIRST
 from mirror.replica.exactness.output_comparison import OutputDifference, find_output_differences
 from mirror.replica.modules.trial_state import (
     Copies,

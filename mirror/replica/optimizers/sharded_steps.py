@@ -1,6 +1,6 @@
 """ShardedSteps: one step, of which every replica makes its part.
 
-With ``optimizer_state="sharded"`` an optimizer of torch's own steps once for all replicas, in the
+With ``optimizer_state="sharded"`` an optimizer steps once for all replicas, in the
 cross-replica context; inside ``run`` that is a merge. [Note: Sharded state] says where the state
 is.
 
@@ -14,13 +14,15 @@ Hooks of the step run once, around all of this, as on one device.
     class of the optimizer                 slices
     elementwise (SGD, AdamW, ...)          every bucket of gradients is cut into N equal runs
     not elementwise (Adafactor, Muon)      whole parameters, balanced by size
+    not torch's, updates each parameter    whole parameters: ``per_param_steps.py``
+    by itself (Lion, Shampoo, ...)
     sparse gradients, gaps in memory       the parameter is whole
-    LBFGS, a class that is not torch's,    none: one step over the mirrored parameters, with the
+    all others: LBFGS, global norms,       none: one step over the mirrored parameters, with the
     wrappers of other optimizers,          state on the first replica's device and no other one;
     parameters of no module, or that       the logger warns, see [Note: Step dispatch]
     share memory
 
-A class of torch is measured, not listed: see [Note: Optimizers over pieces].
+A class is measured, not listed: see [Note: Optimizers over pieces].
 """
 
 from __future__ import annotations
@@ -54,6 +56,11 @@ from mirror.replica.optimizers.param_groups import (
     optimizers_in,
     own_options,
 )
+from mirror.replica.optimizers.per_param_steps import (
+    calls_hooks_again,
+    explain_not_per_param,
+    step_clones,
+)
 from mirror.replica.optimizers.sharded_states import ShardedStates
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
 from mirror.replica.params.replicated_param import ReplicatedParam
@@ -84,7 +91,9 @@ class ShardedSteps:
 
     def can_step(self, optimizer: Optimizer) -> bool:
         """Whether every replica updates its slices of the optimizer's parameters."""
-        return self._find_slices(optimizer) is not None
+        if self._find_slices(optimizer) is None:
+            return False
+        return is_torchs_own(type(optimizer)) or not calls_hooks_again(optimizer)
 
     def step_with_hooks(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Makes one step for all replicas, with hooks around it; returns the closure's loss."""
@@ -113,18 +122,24 @@ class ShardedSteps:
         assert grads is not None
         is_scattered = scatter is not None and scatter.prepare_step(grads)
         positions = sliced.set_gradients(grads.grads if is_scattered else None)
+        is_own = is_torchs_own(type(optimizer))
+        if not is_own:  # it may also change parameters without a gradient
+            positions = tuple(range(len(sliced.slices)))
         versions = sliced.grad_versions()
         clones = [self._clone(optimizer, sliced, r) for r in range(self._replicas.num_replicas)]
         step, devices = raw_step(type(optimizer).step), self._replicas.devices
         self._runner.unfinished = self._swap.is_begun = True
         try:
-            for clone, device in zip(clones, devices, strict=True):
+            if not is_own:
+                step_clones(optimizer, clones, devices, result, has_closure=closure is not None)
+            for clone, device in zip(clones, devices, strict=True) if is_own else ():
                 with using(device):
                     step(clone)
         finally:
             sliced.drop_gradients(versions)
             sliced.all_gather(positions)
-        keep_options(optimizer.param_groups, clones[0].param_groups)
+        if is_own:
+            keep_options(optimizer.param_groups, clones[0].param_groups)
         mark_synced(sliced.variables_of(positions))
         self._swap.is_begun = False
         self._runner.unfinished = self._runner.running is not None
@@ -184,7 +199,8 @@ class ShardedSteps:
         variables, num_replicas = parameters.variables, self._replicas.num_replicas
         sizes = [variable.targets[0].numel() for variable in variables]
         whole = set(range(len(variables)))
-        if measure_divisible(optimizer) is Divisible.BY_ELEMENT:
+        is_own = is_torchs_own(type(optimizer))
+        if is_own and measure_divisible(optimizer) is Divisible.BY_ELEMENT:
             whole = {i for i, v in enumerate(variables) if v in self._whole or not is_cuttable(v)}
         position = {variable: i for i, variable in enumerate(variables)}
         arrived = self._gradients.unreduced.order_of_arrival()
@@ -245,10 +261,6 @@ def _explain_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str
         return f"its parameters {pair[0].name!r} and {pair[1].name!r} share memory"
     if any(optimizers_in(optimizer)):
         return "it steps other optimizers; only the state of these is sharded"
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "it has one history for all parameters together"
-    if not is_torchs_own(type(optimizer)):
-        return "its class is not one of torch.optim, so a step may depend on all parameters"
-    if measure_divisible(optimizer) is Divisible.NOT:
-        return "its update of a parameter depends on other parameters"
+    if not is_torchs_own(type(optimizer)) or measure_divisible(optimizer) is Divisible.NOT:
+        return explain_not_per_param(optimizer)
     return None
