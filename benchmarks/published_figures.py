@@ -22,7 +22,7 @@ from mirror.tools.planning.all_reduce_cost import (
     link_between_machines,
 )
 from mirror.tools.planning.prediction import PROCESS_PER_DEVICE, Predictor
-from mirror.tools.planning.workload import Workload, check_choice, make_workload
+from mirror.tools.planning.workload import Workload, check_plan_choice, make_workload
 
 _MEGABYTE = 1e6
 _MEBIBYTE = 2**20
@@ -203,7 +203,7 @@ def arguments_of_case(name: str) -> dict[str, Any]:
     Raises:
         PlanError: there is no such case.
     """
-    case = CASES[check_choice("case", name, tuple(CASES))]
+    case = CASES[check_plan_choice("case", name, tuple(CASES))]
     return {
         "step_seconds": case.batch_size / case.alone,
         "batch_size": case.batch_size,

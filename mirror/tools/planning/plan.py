@@ -21,9 +21,9 @@ from mirror.tools.planning.prediction import SCALINGS, Predictor
 from mirror.tools.planning.workload import (
     OPTIMIZER_STATES,
     PlanError,
-    check_choice,
-    check_count,
     check_number,
+    check_plan_choice,
+    check_plan_count,
     make_workload,
     measure,
     optimizer_state_of,
@@ -113,15 +113,15 @@ def plan(
     cluster = Cluster(
         link=link_between_devices(link),
         network=link_between_machines(network),
-        devices_per_machine=check_count("devices_per_machine", devices_per_machine),
-        algorithm=check_choice("algorithm", algorithm, ALGORITHMS),
+        devices_per_machine=check_plan_count("devices_per_machine", devices_per_machine),
+        algorithm=check_plan_choice("algorithm", algorithm, ALGORITHMS),
     )
-    check_choice("scaling", scaling, SCALINGS)
+    check_plan_choice("scaling", scaling, SCALINGS)
     if optimizer_state is None:
         optimizer_state = optimizer_state_of(measured)
-    check_choice("optimizer_state", optimizer_state, OPTIMIZER_STATES)
+    check_plan_choice("optimizer_state", optimizer_state, OPTIMIZER_STATES)
     bucket = check_number("bucket_bytes", bucket_bytes)
-    most = check_count("max_devices", max_devices)
+    most = check_plan_count("max_devices", max_devices)
     seen = measure(measured, model, step_seconds)
     workload = make_workload(
         step_seconds=seen.step_seconds,
