@@ -41,12 +41,12 @@ from mirror.execution.runner import Runner
 from mirror.replica.exactness.loss_reduction import (
     Branched,
     Divided,
-    NotReducible,
     Weights,
     is_compiled,
     weighted_sum,
     weights_of,
 )
+from mirror.replica.exactness.node_rules import NotReducible
 from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.layers.unsplit_layers import is_state
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
