@@ -234,7 +234,7 @@ def _freeze(value: Any, budget: list[int]) -> Any:
 # Attributes that ``rebuild`` sets itself, or that every optimizer creates for itself.
 _REBUILT = (
     *("state", "param_groups", "defaults", "step", "_mirror", "_mirror_step_hooks"),
-    "_made_in_run",
+    "_init_finished",
 )
 _CREATED = ("_opt", "_zero_grad", "_warned")
 _NUM_STEPS = 3
