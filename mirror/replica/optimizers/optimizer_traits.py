@@ -274,13 +274,13 @@ def describe(optimizer: Optimizer, index_of: Callable[[Tensor], int]) -> dict[st
     return {
         "class": type(optimizer),
         "defaults": dict(optimizer.defaults),
-        "groups": options_of(optimizer),
+        "groups": hyperparameters_of(optimizer),
         "members": [[index_of(p) for p in group["params"]] for group in optimizer.param_groups],
         "own": own,
     }
 
 
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Returns the hyperparameters of each parameter group."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "param_names")}

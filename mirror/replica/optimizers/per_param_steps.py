@@ -85,8 +85,8 @@ def explain_not_per_param(optimizer: Optimizer) -> str | None:
 
 def calls_hooks_again(optimizer: Optimizer) -> bool:
     """Whether each clone's step would call the hooks of a step, as its base class's step does."""
-    is_derived = any(map(is_torchs_own, type(optimizer).__mro__[1:-2]))
-    return is_derived and any(all_step_hooks(optimizer))
+    bases = type(optimizer).__mro__[1:-2]
+    return any(all_step_hooks(optimizer)) and any(map(is_torchs_own, bases))
 
 
 def step_clones(
@@ -157,7 +157,8 @@ def _refuse(optimizer: Optimizer, what: str) -> NoReturn:
 
 @cache
 def _has_arguments(kind: type) -> bool:
-    _, *parameters = inspect.signature(raw_step(kind.step)).parameters.values()  # type: ignore[attr-defined]
+    step = raw_step(kind.step)  # type: ignore[attr-defined]
+    _, *parameters = inspect.signature(step).parameters.values()
     return any(one.name != "closure" and one.kind not in _VARIADIC for one in parameters)
 
 
