@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.threads import stall_detector
-from mirror.threads.stall_detector import StallDetector
+from mirror.threads import schedule
+from mirror.threads.schedule import StallDetector
 from tests.oracle import assert_same, finishes, in_run
 from tests.pairs import each_once
 from tests.strategy.programs import values
@@ -166,7 +166,7 @@ def test_merge_call_may_take_longer_than_the_timeout_while_its_runs_move(
             polls.append(now[0])
         return poll(self, *state)
 
-    monkeypatch.setattr(stall_detector, "monotonic", lambda: now[0])
+    monkeypatch.setattr(schedule, "monotonic", lambda: now[0])
     monkeypatch.setattr(StallDetector, "poll", poll_later)
     options = mirror.CommunicationOptions(timeout_seconds=seconds)
     strategy = make_strategy(2, communication_options=options)

@@ -332,7 +332,8 @@ class VerifiedCall:
             sizes = [part[1], *[0] * (len(self._sizes) - 1)]
             split = SplitPlan(sizes, replicas.places, sum(self._sizes))
             split.starts[0] = part[0]
-            args, kwargs = ReplicaArgs(split, 0).from_call(args, kwargs)
+            part = ReplicaArgs(split, 0, args, kwargs)
+            args, kwargs = part.args, part.kwargs
         if isinstance(hook, RoundingErrors):
             args, kwargs = hook.add_to_inputs((args, kwargs))
         states = enter(keeping_generators(replicas.devices[0]))

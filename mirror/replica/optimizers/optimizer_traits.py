@@ -1,6 +1,6 @@
 """Finds out what the steps of an optimizer class do, from its code and by steps of small tensors.
 
-Two questions decide how an optimizer over mirrored parameters steps:
+Three questions decide how an optimizer over mirrored parameters steps:
 
     question                                  answered by
     does a step change more than parameters   the class: torch's own do not. Of a subclass, the
@@ -8,6 +8,8 @@ Two questions decide how an optimizer over mirrored parameters steps:
                                               the first replica's step: ``extra_state_of``
     does an update of an element depend on    steps of small tensors, once whole and once in
     other elements, or on other parameters?   pieces, which are compared: ``measure_divisible``
+    does a class that is not torch's update   the same, in more and later steps, and a search of
+    each parameter by itself?                 its code: ``explain_not_per_param``, in its own file
 
 [Note: Step dispatch]
 Which replicas make a step, if every replica calls ``optimizer.step()`` inside ``run``?
@@ -66,6 +68,8 @@ _LEAVES = (
     *(FunctionType, BuiltinFunctionType, MethodType, range),
 )
 
+_NUMBERS = (type(None), bool, int, float, complex, str)
+_OPTIONS = (*_NUMBERS, tuple, Tensor)
 _MOST_VALUES = 1000  # of an optimizer are compared
 
 
@@ -97,18 +101,14 @@ def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
     return (
         f"{kind.__module__}.".startswith(_TORCHS)  # that of some is torch.optim itself
         and kind is not Optimizer
-        and raw_step(kind).__module__.startswith(_TORCHS)
+        and raw_step(step).__module__.startswith(_TORCHS)
         and not issubclass(kind, torch.optim.LBFGS)
     )
 
 
-def raw_step(kind: type) -> Callable[..., Any]:
-    """Returns the class's step without the wrappers of mirror and of torch's hooks."""
-    return _unwrap(kind.step)  # type: ignore[attr-defined]
-
-
 @lru_cache(maxsize=256)
-def _unwrap(step: Any) -> Callable[..., Any]:
+def raw_step(step: Any) -> Callable[..., Any]:
+    """Returns a class's step without the wrappers of mirror and of torch's hooks."""
     # Either may have come first, and ``hooked``, torch's mark, is then on the other.
     while is_wrapper(step) or getattr(step, "__code__", None) is hooked_code():
         step = step.__wrapped__
@@ -118,7 +118,7 @@ def _unwrap(step: Any) -> Callable[..., Any]:
 
 def refuse_wrappers(optimizer: Optimizer) -> None:
     """Raises StrategyError if an object with ``param_groups`` that is no Optimizer steps one."""
-    frame: Any = sys._getframe(3)  # the caller of step
+    frame: Any = sys._getframe(2)  # the caller of step, past our wrapper
     for _ in range(_DECORATORS):
         if frame is None:
             return
@@ -170,25 +170,44 @@ def step_without_draws(step: Callable[[], Any], device: torch.device) -> Any:
 # The values that an optimizer keeps beyond parameters and state, in a comparable form.
 
 
-def extra_state_of(optimizer: Optimizer) -> tuple[Any, ...] | None:
+def extra_state_of(optimizer: Optimizer, *, with_numbers: bool = True) -> tuple[Any, ...] | None:
     """Returns the values that a step may change in addition to parameters and state.
 
     These are attributes of the optimizer, options of its groups, attributes of its class, and the
     free variables and globals of its step: numbers, names and containers of these.
 
+    Args:
+        with_numbers: whether attributes and options that are numbers or names are included; of
+            options also tuples and tensors.
+
     Returns:
         ``None`` if the optimizer or its groups hold anything else.
     """
-    attributes = [value for name, value in vars(optimizer).items() if name not in _KNOWN]
+    numbers = () if with_numbers else numbers_of(optimizer)
+    own = [v for n, v in vars(optimizer).items() if n not in _KNOWN and n not in numbers]
     options = [
-        [value for name, value in group.items() if name != "params"]
-        for group in optimizer.param_groups
+        [
+            value
+            for name, value in options.items()
+            if name != "params" and (with_numbers or not isinstance(value, _OPTIONS))
+        ]
+        for options in optimizer.param_groups
     ]
     budget = [_MOST_VALUES]
-    kept = [_freeze([*vars(optimizer)], budget), _freeze((attributes, options), budget)]
+    names = [name for name in vars(optimizer) if name not in numbers]
+    kept = [_freeze(names, budget), _freeze((own, options), budget)]
     if None in kept:
         return None
     return (*kept, *(_freeze(value, budget) for value in _class_values(type(optimizer))))
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the attributes of an optimizer that are numbers or names."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, _NUMBERS) and name not in _KNOWN
+    }
 
 
 def _class_values(kind: type) -> Iterator[Any]:
@@ -255,13 +274,13 @@ def describe(optimizer: Optimizer, index_of: Callable[[Tensor], int]) -> dict[st
     return {
         "class": type(optimizer),
         "defaults": dict(optimizer.defaults),
-        "groups": options_of(optimizer),
+        "groups": hyperparameters_of(optimizer),
         "members": [[index_of(p) for p in group["params"]] for group in optimizer.param_groups],
         "own": own,
     }
 
 
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Returns the hyperparameters of each parameter group."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -404,5 +423,5 @@ def _run_steps(
             for piece, part in zip(own, gradient.tensor_split(num_pieces), strict=True):
                 piece.grad = part.to_sparse(1) if is_sparse else part.clone()
         for optimizer in optimizers:
-            raw_step(type(optimizer))(optimizer)
+            raw_step(type(optimizer).step)(optimizer)
     return [torch.cat([piece.detach() for piece in own]) for own in pieces], is_sparse

@@ -1,4 +1,4 @@
-"""With sharded state torch's classes are divided; any other class steps once and says so."""
+"""With sharded state an optimizer of any class steps by parameter, or once and says why."""
 
 import contextlib
 from typing import ClassVar
@@ -10,7 +10,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
-from tests.pairs import each_once
+from tests.pairs import each_once, pairwise
 from tests.replica.optimizers.kinds import (
     LOG,
     BufferOnSelf,
@@ -151,6 +151,30 @@ class WithoutGradients(Plain):
                 p.mul_(0.99)
 
 
+BY_PARAMETER = [
+    *(Lion, Shampoo, Lamb, CountInGroup, TensorInGroup, SetsItsRate, WithoutGradients),
+    *(CounterOnSelf, Child),
+]
+
+
+@pairwise(kind=BY_PARAMETER, n=[1, 2, 3], way=[1, 3], inside=[False, True])
+def test_a_class_that_updates_each_parameter_by_itself_is_sharded(kind, n, way, inside):
+    expected, *_ = trained(None, kind, inside, way)
+    with mirror.MirroredStrategy(["cpu"] * n, optimizer_state="sharded") as strategy:
+        found, _, held = trained(strategy, kind, inside, way)
+        assert_same(found, expected)
+    if n > 1 and expected[2]:
+        assert min(held) > 0
+
+
+@each_once(kind=[Lion, Decayed, CountInGroup], way=[1, 3])
+def test_a_closure_is_called_once_before_the_parts_of_the_step(kind, way):
+    expected, *_ = trained(None, kind, True, way, close=True)
+    with mirror.MirroredStrategy(["cpu"] * 3, optimizer_state="sharded") as strategy:
+        found, *_ = trained(strategy, kind, True, way, close=True)
+        assert_same(found, expected)
+
+
 class GlobalNorm(Plain):
     """Bounds the norm over all parameters."""
 
@@ -162,6 +186,21 @@ class GlobalNorm(Plain):
         for grad in grads:
             grad.mul_(min(1.0, self.bound / norm.item()))
         return super().step(closure)
+
+
+class RareNorm(GlobalNorm):
+    """The same, and only if the norm is very large."""
+
+    bound = 1000.0
+
+
+class LateNorm(GlobalNorm):
+    """The same, after a warm-up that is longer than a measurement."""
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["num_steps"] = group.get("num_steps", 0) + 1
+        return super().step(closure) if group["num_steps"] > 5000 else Plain.step(self, closure)
 
 
 class Noise(Plain):
@@ -179,22 +218,43 @@ class Arguments(Plain):
         return super().step(closure)
 
 
+class AllTogether(Plain):
+    """Sets an option by all parameters, and has not used it yet."""
+
+    def end(self):
+        group = self.param_groups[0]
+        group["sum"] = sum(p.grad.sum() for p in group["params"]).item()
+
+
 class Returns(Plain):
     def step(self, closure=None):
         super().step(closure)
         return {"grads": 3}
 
 
-WHOLE = [
-    *(Lion, Shampoo, Lamb, Decayed, CountInGroup, WithoutGradients, GlobalNorm, NeedsClosure),
-    *(Arguments, Returns, TensorInGroup, SetsItsRate, CounterOnSelf, Child, RareChild, ListsKept),
-    *(BufferOnSelf, FlatBuffer, NestedModule, EverySecond, ReplacesData, OtherKeys, GlobalState),
-    torch.optim.LBFGS,
-]
+WHOLE = {
+    GlobalNorm: "depends on other parameters",
+    RareNorm: "depends on other parameters",
+    LateNorm: "depends on other parameters",
+    NeedsClosure: "a step of small parameters without a closure raises TypeError",
+    Arguments: "other arguments than a closure",
+    Returns: "returns a value of its own",
+    RareChild: "changes lists, globals or other attributes",
+    ListsKept: "changes lists, globals or other attributes",
+    BufferOnSelf: "neither numbers nor names",
+    FlatBuffer: "neither numbers nor names",
+    NestedModule: "neither numbers nor names",
+    EverySecond: "neither numbers nor names",
+    ReplacesData: "replaces the storage of a parameter",
+    OtherKeys: "state that is not of a parameter",
+    GlobalState: "the global object 'LOG'",
+    AllTogether: "its options depend on all parameters",
+    torch.optim.LBFGS: "one history for all parameters",
+}
 
 
 @each_once(kind=WHOLE, way=[1, 3], inside=[False, True])
-def test_another_class_steps_once_and_says_why(kind, way, inside, caplog):
+def test_a_class_that_cannot_be_divided_steps_once_and_says_why(kind, way, inside, caplog):
     needs_closure = kind in (torch.optim.LBFGS, NeedsClosure)
     make = lbfgs if kind is torch.optim.LBFGS else kind
     expected, *_ = trained(None, make, inside, way, close=needs_closure)
@@ -204,23 +264,15 @@ def test_another_class_steps_once_and_says_why(kind, way, inside, caplog):
     assert not held[1:] or held[1] == 0
     (warning,) = caplog.messages
     assert f"the state of {kind.__name__} is not sharded, and is on replica 0 of 2" in warning
-    reason = "one history" if kind is torch.optim.LBFGS else "not one of torch.optim"
-    assert reason in warning
+    assert WHOLE[kind] in warning
 
 
-@each_once(kind=[Lion, Decayed, CountInGroup], way=[1, 3])
-def test_a_closure_is_called_once(kind, way):
-    expected, *_ = trained(None, kind, True, way, close=True)
-    with mirror.MirroredStrategy(["cpu"] * 3, optimizer_state="sharded") as strategy:
-        found, *_ = trained(strategy, kind, True, way, close=True)
-        assert_same(found, expected)
-
-
-def test_noise_is_drawn_once():
+def test_noise_is_drawn_once(caplog):
     expected, *_ = trained(None, Noise, True, 1)
     with mirror.MirroredStrategy(["cpu"] * 2, optimizer_state="sharded") as strategy:
         found, *_ = trained(strategy, Noise, True, 1)
         assert_same(found, expected)
+    assert "its step draws random numbers" in caplog.text
 
 
 def test_with_one_replica_there_is_nothing_to_divide():
@@ -230,13 +282,50 @@ def test_with_one_replica_there_is_nothing_to_divide():
         assert_same(found, expected)
 
 
+class Late(Plain):
+    """Does in its fourth step what a measurement of three steps does not show."""
+
+    how = "attribute"
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        if group["k"] == 4:
+            first = group["params"][0]
+            if self.how == "attribute":
+                self.history = [1]
+            elif self.how == "number":
+                self.size = first.numel()
+            elif self.how == "option":
+                group["lr"] = 0.1 * first.numel()
+            elif self.how == "state":
+                self.state["all"] = 1
+            else:
+                first.data = first.data.clone()
+        return loss
+
+
+@pytest.mark.parametrize("how", ["attribute", "number", "option", "state", "storage"])
+def test_what_a_later_step_changes_beyond_its_parameters_raises(how, monkeypatch):
+    monkeypatch.setattr(Late, "how", how)
+    with mirror.MirroredStrategy(["cpu"] * 2, optimizer_state="sharded") as strategy:
+        with pytest.raises(
+            mirror.StrategyError, match=r"Late has .*first steps of small par"
+        ) as late:
+            trained(strategy, Late, True, 1)
+        if how != "storage":
+            strategy.check_replicas()
+    assert any("parameters and state may be partly updated" in n for n in late.value.__notes__)
+
+
 @each_once(kind=[HookedLookahead, TwoChildren], way=[1, 3])
 def test_a_wrapper_steps_as_it_is_and_what_it_wraps_is_sharded(kind, way, caplog):
     expected, *_ = trained(None, kind, True, way)
     with mirror.MirroredStrategy(["cpu"] * 2, optimizer_state="sharded") as strategy:
         found, optimizer, _ = trained(strategy, kind, True, way)
         inner = optimizer.children[0] if kind is TwoChildren else optimizer.base
-        assert inner._mirror.sliced is not None
+        assert inner._mirror.sharded.sliced is not None
         assert_same(found, expected)
     assert "it steps other optimizers; only the state of these is sharded" in caplog.text
 
@@ -282,6 +371,18 @@ def test_what_a_class_counts_is_that_of_one_device(kind, way, monkeypatch):
     assert CountsOnClass.count + len(ListOnClass.counts) == len(SIZES)
 
 
+def test_measuring_leaves_the_optimizer_and_the_generator_alone():
+    with mirror.MirroredStrategy(["cpu"] * 2, optimizer_state="sharded") as strategy:
+        with strategy.scope():
+            model = nn.Linear(3, 2)
+            optimizer = CountInGroup(model.parameters())
+        model(torch.ones(4, 3)).sum().backward()
+        before = torch.get_rng_state()
+        optimizer.step()
+        assert torch.equal(torch.get_rng_state(), before)
+        assert optimizer.param_groups[0]["k"] == 1
+
+
 # Every class of torch.optim
 
 BY_ELEMENT = (
@@ -315,7 +416,7 @@ def test_each_class_of_torch_is_divided_as_documented(name, inside):
             for _ in range(2):
                 model(x).sum().backward()
                 optimizer.step()
-        slices = optimizer._mirror.sliced.slices
+        slices = optimizer._mirror.sharded.sliced.slices
         held = optimizer._mirror.states.bytes_of_replicas()
     is_cut = name in BY_ELEMENT and not is_sparse  # a sparse gradient cannot be cut
     assert any(one.stop - one.start < 64 for one in slices) is is_cut
