@@ -5,7 +5,7 @@
 # make mutants IN=mirror/execution   how many of 50 small faults the tests find
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 # make exhaustive-test   whole products, long soaks, every fault at every point: hours
-# make third-party  trains programs over public libraries, and writes docs/third-party.md
+# make third-party  trains programs over public libraries, and writes build/third-party.md
 # make wheel  the sdist, and of it a wheel for manylinux_2_28, checked, in dist/
 # make installed   that wheel installed outside the checkout, and used: under a minute
 # make docs   the documents and the API as a site, in build/site; what is broken is an error
