@@ -31,9 +31,9 @@ IN ?= mirror
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
-QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.py \
+QUICK := $(wildcard tests/strategy/test_*.py) tests/programs tests/test_layers.py \
     tests/project/test_public_api.py
-THREADED := tests/threads tests/execution tests/interrupts tests/training \
+THREADED := tests/threads tests/execution tests/interrupts tests/programs \
     tests/replica/modules tests/replica/optimizers tests/replica/collectives tests/replica/gradients \
     tests/train/checkpoint
 # A process for each core, with one intra-op thread: small tensors gain nothing from more.
@@ -111,7 +111,7 @@ core:
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH)-$(notdir $(PYTHON)) core-here
 
 core-here: $(VENV)/core.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/training tests/replica/optimizers \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/programs tests/replica/optimizers \
 	    tests/compiler tests/base/test_torch_private.py
 
 # Not part of make test: jax and a pre-release of torchax, whose import changes torch.

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 import mirror
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.pairs import each_once, pairwise
-from tests.training.cases import (
+from tests.programs.cases import (
     CASES,
     REPLICAS,
     WAYS,

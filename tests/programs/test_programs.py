@@ -1,0 +1,102 @@
+"""Every program leaves on replicas what it leaves on one device: see catalogue.py."""
+
+import contextlib
+import dataclasses
+import warnings
+from importlib import import_module
+
+import pytest
+
+import mirror
+from tests.conftest import step_as_on_distinct_devices
+from tests.one_memory import one_memory  # noqa: F401
+from tests.oracle import assert_same
+from tests.pairs import EXHAUSTIVE
+from tests.programs.catalogue import PROGRAMS, Place
+
+FILES = "containers double_backward functional gradients layers optimizers saving schedules"
+for name in FILES.split():
+    import_module(f"tests.programs.{name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """Replicas of a kind, and how a program uses them.
+
+    Attributes:
+        way: "loop", "run" or "compiled", as in ``Place``.
+        options: of the strategy.
+        is_central: whether parameters are on a device of their own.
+        in_scope: whether all of the program is in the scope.
+        own_steps: whether each replica steps an optimizer of its own, as on distinct devices.
+    """
+
+    way: str
+    n: int
+    options: dict = dataclasses.field(default_factory=dict)
+    is_central: bool = False
+    in_scope: bool = False
+    own_steps: bool = False
+
+    def strategy(self, options):
+        if self.is_central:
+            return mirror.CentralStorageStrategy(["cpu"] * self.n)
+        strategy = mirror.MirroredStrategy(["cpu"] * self.n, **{**options, **self.options})
+        if self.own_steps:
+            step_as_on_distinct_devices(strategy)
+        return strategy
+
+
+SHARDED = {"optimizer_state": "sharded"}
+# Quick for every program are the first two, and one of the others in turn.
+COLUMNS = {
+    "loop-x3": Column("loop", 3),
+    "run-x2-in-scope": Column("run", 2, in_scope=True),
+    "run-x3-sharded": Column("run", 3, SHARDED),
+    "loop-x2-sharded-in-scope": Column("loop", 2, SHARDED, in_scope=True),
+    "run-x3-own-steps": Column("run", 3, own_steps=True),
+    "loop-x3-staggered-in-scope": Column("loop", 3, {"schedule": "staggered"}, in_scope=True),
+    "run-x2-central": Column("run", 2, is_central=True),
+    "loop-x2-central": Column("loop", 2, is_central=True),
+    "run-x3-staggered": Column("run", 3, {"schedule": "staggered"}),
+    "run-x3-parallel": Column("run", 3, {"schedule": "parallel"}),
+    "compiled-x2": Column("compiled", 2),
+}
+IN_TURN = list(COLUMNS)[2:-1]
+
+
+def cases():
+    """Yields each program with each column of its ways, marked where it is not quick."""
+    for i, program in enumerate(PROGRAMS):
+        mine = [c for c in IN_TURN if COLUMNS[c].way in program.ways]
+        quick = {*list(COLUMNS)[:2], mine[i % len(mine)], *program.quick}
+        for name, column in COLUMNS.items():
+            is_apart = any(part in name for part in program.apart)
+            if is_apart or column.way.replace("compiled", "run") not in program.ways:
+                continue
+            marks = () if name in quick else EXHAUSTIVE
+            yield pytest.param(program, column, marks=marks, id=f"{program.name}-{name}")
+
+
+@pytest.mark.parametrize(("program", "column"), list(cases()))
+def test_a_program_leaves_what_it_leaves_on_one_device(program, column, pytestconfig):
+    options = {
+        "schedule": pytestconfig.getoption("--schedule"),
+        "optimizer_state": pytestconfig.getoption("--optimizer-state"),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", 'schedule="parallel": from now on the replicas take turns'
+        )
+        if program.ignore is not None:
+            warnings.filterwarnings("ignore", program.ignore)
+        expected = program(Place())
+        with column.strategy(options) as strategy:
+            with strategy.scope() if column.in_scope else contextlib.nullcontext():
+                found = program(Place(strategy, column.way))
+            assert_same(found, expected, "program", program.tolerance)
+
+
+def test_names_of_programs_are_unique():
+    names = [program.name for program in PROGRAMS]
+    assert sorted(set(names)) == sorted(names)
