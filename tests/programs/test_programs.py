@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import warnings
 from importlib import import_module
 
@@ -29,6 +30,7 @@ class Column:
         is_central: whether parameters are on a device of their own.
         in_scope: whether all of the program is in the scope.
         own_steps: whether each replica steps an optimizer of its own, as on distinct devices.
+        workers: the number of replicas of each worker; none: all are in this process.
     """
 
     way: str
@@ -37,8 +39,12 @@ class Column:
     is_central: bool = False
     in_scope: bool = False
     own_steps: bool = False
+    workers: tuple[int, ...] = ()
 
     def strategy(self, options):
+        if self.workers:
+            devices = ["cpu"] * self.workers[int(os.environ["RANK"])]
+            return mirror.MultiWorkerMirroredStrategy(devices, **options)
         if self.is_central:
             return mirror.CentralStorageStrategy(["cpu"] * self.n)
         strategy = mirror.MirroredStrategy(["cpu"] * self.n, **{**options, **self.options})
@@ -60,6 +66,7 @@ COLUMNS = {
     "loop-x2-central": Column("loop", 2, is_central=True),
     "run-x3-staggered": Column("run", 3, {"schedule": "staggered"}),
     "run-x3-parallel": Column("run", 3, {"schedule": "parallel"}),
+    "run-on-workers": Column("run", 3, workers=(2, 1)),
     "compiled-x2": Column("compiled", 2),
 }
 IN_TURN = list(COLUMNS)[2:-1]
@@ -68,33 +75,53 @@ IN_TURN = list(COLUMNS)[2:-1]
 def cases():
     """Yields each program with each column of its ways, marked where it is not quick."""
     for i, program in enumerate(PROGRAMS):
-        mine = [c for c in IN_TURN if COLUMNS[c].way in program.ways]
-        quick = {*list(COLUMNS)[:2], mine[i % len(mine)], *program.quick}
-        for name, column in COLUMNS.items():
-            is_apart = any(part in name for part in program.apart)
-            if is_apart or column.way.replace("compiled", "run") not in program.ways:
-                continue
+        mine = {
+            name: column
+            for name, column in COLUMNS.items()
+            if column.way.replace("compiled", "run") in program.ways
+            and not any(part in name for part in program.apart)
+        }
+        in_turn = [name for name in IN_TURN if name in mine]
+        quick = {*list(COLUMNS)[:2], in_turn[i % len(in_turn)], *program.quick}
+        for name, column in mine.items():
             marks = () if name in quick else EXHAUSTIVE
             yield pytest.param(program, column, marks=marks, id=f"{program.name}-{name}")
 
 
-@pytest.mark.parametrize(("program", "column"), list(cases()))
-def test_a_program_leaves_what_it_leaves_on_one_device(program, column, pytestconfig):
-    options = {
-        "schedule": pytestconfig.getoption("--schedule"),
-        "optimizer_state": pytestconfig.getoption("--optimizer-state"),
-    }
+def run_on_replicas(i, column, options):
+    """Returns what the program of that number leaves in a column; runs on workers as well."""
+    program = PROGRAMS[i]
+    with _ignoring(program), column.strategy(options) as strategy:
+        with strategy.scope() if column.in_scope else contextlib.nullcontext():
+            return program(Place(strategy, column.way))
+
+
+@contextlib.contextmanager
+def _ignoring(program):
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", 'schedule="parallel": from now on the replicas take turns'
         )
         if program.ignore is not None:
             warnings.filterwarnings("ignore", program.ignore)
+        yield
+
+
+@pytest.mark.parametrize(("program", "column"), list(cases()))
+def test_a_program_leaves_what_it_leaves_on_one_device(program, column, pytestconfig, worker_pool):
+    options = {
+        "schedule": pytestconfig.getoption("--schedule"),
+        "optimizer_state": pytestconfig.getoption("--optimizer-state"),
+    }
+    with _ignoring(program):
         expected = program(Place())
-        with column.strategy(options) as strategy:
-            with strategy.scope() if column.in_scope else contextlib.nullcontext():
-                found = program(Place(strategy, column.way))
-            assert_same(found, expected, "program", program.tolerance)
+    i = PROGRAMS.index(program)
+    if column.workers:
+        found = worker_pool(len(column.workers)).run(run_on_replicas, i, column, {})
+    else:
+        found = [run_on_replicas(i, column, options)]
+    for each in found:
+        assert_same(each, expected, "program", program.tolerance)
 
 
 def test_names_of_programs_are_unique():
