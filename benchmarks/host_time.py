@@ -52,7 +52,7 @@ FILES = {
         "replica/gradients/grad_reducer.py",
         "replica/collectives/autograd_nodes.py",
         "replica/gradients/grad_tracker.py",
-        "replica/collectives/reduce_ops.py",
+        "replica/collectives/reducer.py",
         "replica/gradients/grad_tracker.py",
         "base/timeline.py",
     ),

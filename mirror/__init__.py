@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mirror import amp, comm, data, metrics, nn, train
 from mirror.base.migration_hints import names_of
 from mirror.base.pictures import Trace
+from mirror.comm.reduce_ops import ReduceOp
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import (
@@ -26,8 +27,8 @@ from mirror.errors import (
     StructureError,
     WorkerLostError,
 )
+from mirror.integrations import keras_call as _keras_call  # noqa: F401  adds Keras
 from mirror.integrations.tpu_strategy import TPUStrategy
-from mirror.replica.collectives.reduce_ops import ReduceOp
 from mirror.server.roles.coordinator import ClusterCoordinator
 from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.mirrored import (

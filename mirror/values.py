@@ -1,4 +1,4 @@
-"""PerReplica, and functions that map, select from and regroup nested values."""
+"""PerReplica and its weights; functions that map, select from and regroup nested values."""
 
 from __future__ import annotations
 
@@ -209,6 +209,34 @@ for _name in (
     "divmod rdivmod float int complex bool index len iter getitem setitem contains array round"
 ).split():
     setattr(PerReplica, f"__{_name}__", _make_refusing_method(f"__{_name}__"))
+
+
+class ExampleCounts(tuple[float, ...]):
+    """Replicas' weights that are their numbers of examples, from a batch that was split."""
+
+
+class GivenWeights(tuple[float, ...]):
+    """Replicas' weights that a program has set.
+
+    Attributes:
+        counts: the replicas' numbers of examples; ``None`` if these are not known.
+    """
+
+    counts: tuple[float, ...] | None = None
+
+    @classmethod
+    def for_counts(cls, weights: Iterable[float], counts: Sequence[float] | None) -> GivenWeights:
+        """Returns weights for replicas with these numbers of examples."""
+        given = cls(weights)
+        given.counts = None if counts is None else tuple(counts)
+        return given
+
+
+def counts_of(weights: Sequence[float]) -> Sequence[float] | None:
+    """Returns the numbers of examples behind weights; ``None`` if these are not known."""
+    if isinstance(weights, GivenWeights):
+        return weights.counts
+    return weights if isinstance(weights, ExampleCounts) else None
 
 
 # Usual types of leaves, for a fast path: every step walks its arguments and results.

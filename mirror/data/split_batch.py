@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -24,6 +24,8 @@ from mirror.data.input_options import InputOptions
 from mirror.errors import BatchError, StructureError
 from mirror.values import (
     ABSENT,
+    ExampleCounts,
+    GivenWeights,
     PerReplica,
     children_of,
     is_number,
@@ -34,34 +36,6 @@ from mirror.values import (
 )
 
 Copy = Callable[[Tensor, torch.device], Tensor]
-
-
-class ExampleCounts(tuple[float, ...]):
-    """Replicas' weights that are their numbers of examples, from a batch that was split."""
-
-
-class GivenWeights(tuple[float, ...]):
-    """Replicas' weights that a program has set.
-
-    Attributes:
-        counts: the replicas' numbers of examples; ``None`` if these are not known.
-    """
-
-    counts: tuple[float, ...] | None = None
-
-    @classmethod
-    def for_counts(cls, weights: Iterable[float], counts: Sequence[float] | None) -> GivenWeights:
-        """Returns weights for replicas with these numbers of examples."""
-        given = cls(weights)
-        given.counts = None if counts is None else tuple(counts)
-        return given
-
-
-def counts_of(weights: Sequence[float]) -> Sequence[float] | None:
-    """Returns the numbers of examples behind weights; ``None`` if these are not known."""
-    if isinstance(weights, GivenWeights):
-        return weights.counts
-    return weights if isinstance(weights, ExampleCounts) else None
 
 
 def split_sizes(

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
 from mirror.base.timeline import WAITING
-from mirror.data.split_batch import ExampleCounts, GivenWeights
 from mirror.device.device_mesh import DeviceRemap
 from mirror.device.streams import ReplicaStreams, Stopwatch
 from mirror.errors import StrategyError, short_repr
@@ -44,6 +43,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.swapped_state import SwappedState
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Action, MergePoint, NullLockstep, Payloads
+from mirror.values import ExampleCounts, GivenWeights
 
 
 class SwappedOptimizer(Protocol):

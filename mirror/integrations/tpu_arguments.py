@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mirror.base.bitwise import same_bits
 from mirror.errors import StrategyError, StructureError, short_repr
-from mirror.replica.bitwise import same_bits
 from mirror.strategy.distributed_values import regroup
 from mirror.values import PerReplica, describe_structure, leaves_of, rebuild_structure, select
 

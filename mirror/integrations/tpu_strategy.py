@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mirror.base.migration_hints import attribute_error, init_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.base.torch_private import wrap_once
+from mirror.comm.reduce_ops import Op
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
@@ -30,7 +31,6 @@ from mirror.integrations.torchax_library import (
 from mirror.integrations.tpu_arguments import make_arguments
 from mirror.integrations.tpu_programs import TpuPrograms
 from mirror.integrations.tpu_refusals import WHOLE_STEPS, check_model
-from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import Model, RecordedModules
 from mirror.strategy.distributed_values import check_call, find_active
 from mirror.strategy.mirrored import MirroredStrategy

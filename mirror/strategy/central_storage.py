@@ -1,6 +1,6 @@
 """CentralStorageStrategy: parameters and optimizer state once, on a parameter device.
 
-``replica/params/central_param.py`` says how values and gradients travel.
+``replica/gradients/central_param.py`` says how values and gradients travel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CentralStorageStrategy(MirroredStrategy):
     parameters per step. In the cross-replica context ``p``, ``p.grad`` and state are on the
     parameter device; inside ``run`` a replica uses the copy on its own device. Buffers stay on
     the replicas' devices. See
-    ``mirror/replica/params/central_param.py``.
+    ``mirror/replica/gradients/central_param.py``.
 
     Simulated compute devices differ from the parameter device: their copies have their own memory,
     as on GPUs.

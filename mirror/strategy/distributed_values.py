@@ -15,17 +15,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mirror.errors import ShapeError, StructureError, short_repr
-from mirror.execution.replicas import Replicas
-from mirror.execution.runner import Runner
-from mirror.replica.collectives.autograd_nodes import exchange_parts, move_part, refuse_backward
-from mirror.replica.collectives.reduce_ops import (
+from mirror.comm.reduce_ops import (
     check_axis,
     check_reducible,
     reduce_op,
     reduce_tensors,
     weighted_mean,
 )
+from mirror.errors import ShapeError, StructureError, short_repr
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
+from mirror.replica.collectives.autograd_nodes import exchange_parts, move_part, refuse_backward
 from mirror.replica.exactness.local_losses import ReducedLosses
 from mirror.replica.gradients.parallel_backward import mark_boundaries
 from mirror.values import ABSENT, PerReplica, is_number, leaves_of, map_structure, select

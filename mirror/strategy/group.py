@@ -17,7 +17,9 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
-from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.collectives.reducer import Reducer
+from mirror.replica.exactness.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
+from mirror.replica.gradients.central_param import CentralAccess, CentralGradReducer, CentralParams
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.grad_tracker import watch_backward
@@ -31,14 +33,12 @@ from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
 from mirror.replica.optimizers.mirrored_optimizer import CentralOptimizers, OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
-from mirror.replica.params.central_param import CentralAccess, CentralGradReducer, CentralParams
 from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import (
     MirroredTensors,
     ReplicatedParams,
     assigned_part,
 )
-from mirror.replica.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
 
 _groups: WeakRegistry[Group] = WeakRegistry()

@@ -13,9 +13,9 @@ from torch import nn
 from mirror.base.argument_types import is_int, is_real
 from mirror.base.migration_hints import attribute_error, init_with_hints
 from mirror.base.process_bound import NoCopy
+from mirror.comm.reduce_ops import Op
 from mirror.errors import StrategyError, short_repr
 from mirror.execution.run import current
-from mirror.replica.collectives.reduce_ops import Op
 from mirror.server.recorded_model import RecordedModules
 from mirror.server.variable_placement import Partitioner, PlacementFunction, check_placement
 from mirror.strategy.distributed_values import check_call

@@ -11,10 +11,10 @@ import torch
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import add_hints
 from mirror.base.process_bound import NoCopy
+from mirror.comm.reduce_ops import Op
 from mirror.execution.run import Replica, Run, check_current, check_weight
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.collectives import all_gather, all_reduce
-from mirror.replica.collectives.reduce_ops import Op
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.strategy.distributed_values import check_call, check_parts, regroup
 from mirror.threads.merge_point import MergePoint

@@ -10,13 +10,13 @@ from typing import Any
 
 from mirror.errors import StrategyError
 from mirror.execution.run import Context, current, push_context, save_context
-from mirror.replica.keras.keras_call import wrap_keras
 from mirror.replica.modules.module_owner import (
     MirroredModules,
     begin_recording,
     end_recording,
     recording,
 )
+from mirror.replica.modules.module_registry import layer_libraries
 from mirror.server.recorded_model import RecordedModules
 from mirror.strategy.group import Group
 
@@ -42,7 +42,8 @@ class Scope(ContextDecorator):
             self._before.append((before, recorders))
             push_context(self._strategy, None)
             begin_recording(self._group.modules)
-            wrap_keras()
+            for library in layer_libraries:
+                library.watch()
         except BaseException:  # after an interrupt here, ``__exit__`` is not called
             current.replica, current.strategy, current.below = before
             recording.recorders = recorders

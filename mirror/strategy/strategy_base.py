@@ -16,6 +16,7 @@ from mirror.base.dynamo import disable_dynamo, limits_for
 from mirror.base.pictures import Trace
 from mirror.base.process_bound import NoCopy
 from mirror.comm.communicator import Communicator
+from mirror.comm.reduce_ops import Op
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.compiler.runtime.compiled_step import FALLBACKS, MODES, CompiledStep
 from mirror.compiler.runtime.param_sync import ParamSync
@@ -26,7 +27,6 @@ from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import CompileError, StrategyError
 from mirror.execution.run import Replica, current
 from mirror.execution.runner import close_threads
-from mirror.replica.collectives.reduce_ops import Op
 from mirror.strategy.distributed_values import (
     check_call,
     find_active,

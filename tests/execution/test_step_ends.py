@@ -6,8 +6,8 @@ from torch import nn
 
 import mirror
 from mirror.execution.lifecycle import step_ends
+from mirror.replica.exactness.replica_checks import EveryNSteps
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
-from mirror.replica.replica_checks import EveryNSteps
 from tests.oracle import train
 
 BATCH = (torch.ones(4, 2), torch.ones(4, 1))

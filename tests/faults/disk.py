@@ -12,7 +12,18 @@ from pathlib import Path
 
 from mirror.train.checkpoint import checkpoint_directory, checkpoint_file
 
-COUNTED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "listdir")
+COUNTED = (
+    "open",
+    "write",
+    "fsync",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "listdir",
+    "scandir",
+)
 
 
 class Died(BaseException):
@@ -65,11 +76,14 @@ class Disk:
 
         return call
 
-    def _open(self, path, flags, *mode):
-        file = os.open(path, flags, *mode)
-        self._paths[file] = Path(path)
+    def _path(self, name, directory=None):
+        return Path(name) if directory is None else self._paths[directory] / name
+
+    def _open(self, name, flags, *mode, dir_fd=None):
+        file = os.open(name, flags, *mode, dir_fd=dir_fd)
+        path = self._paths[file] = self._path(name, dir_fd)
         if flags & os.O_CREAT:
-            self._record(Path(path).parent, lambda: Path(path).unlink(missing_ok=True))
+            self._record(path.parent, lambda: path.unlink(missing_ok=True))
         return file
 
     def _write(self, file, data):
@@ -87,18 +101,23 @@ class Disk:
 
     def _rename(self, old, new):
         os.rename(old, new)
+        for file, path in self._paths.items():
+            if path == Path(old):
+                self._paths[file] = Path(new)
         self._record(Path(new).parent, lambda: Path(new).exists() and os.rename(new, old))
 
-    def _replace(self, old, new):
-        before = Path(new).read_bytes() if Path(new).exists() else None
-        os.replace(old, new)
-        self._record(Path(new).parent, lambda: before and Path(new).write_bytes(before))
+    def _replace(self, old, new, *, src_dir_fd, dst_dir_fd):
+        path = self._path(new, dst_dir_fd)
+        before = path.read_bytes() if path.exists() else None
+        os.replace(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        self._record(path.parent, lambda: before and path.write_bytes(before))
 
-    def _unlink(self, path):
-        content = Path(path).read_bytes()
-        os.unlink(path)
-        parent = Path(path).parent
-        self._record(parent, lambda: parent.exists() and Path(path).write_bytes(content))
+    def _unlink(self, name, dir_fd=None):
+        path = self._path(name, dir_fd)
+        content = path.read_bytes()
+        os.unlink(name, dir_fd=dir_fd)
+        parent = path.parent
+        self._record(parent, lambda: parent.exists() and path.write_bytes(content))
 
     def _rmdir(self, path):
         os.rmdir(path)

@@ -25,10 +25,10 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mirror
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives import collectives
 from mirror.replica.collectives.autograd_nodes import Arrivals
-from mirror.replica.collectives.reduce_ops import reduce_tensors
 from tests.oracle import assert_same
 from tests.toy_models import collect, replica_id
 

@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,3 +236,41 @@ raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 @needs_fork
 def test_a_forked_process_raises_when_it_uses_the_gpus_of_its_parent(script_pool):
     assert script_pool.run(GPUS).returncode == 0
+
+
+ROOT = Path(__file__).parents[2]
+WORKERS = """
+import torch, mirror
+strategy = mirror.MultiWorkerMirroredStrategy(["cpu"] * 2)
+with strategy.scope():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "del model, optimizer, strategy"])
+def test_a_program_of_workers_at_module_level_ends_in_silence(tmp_path, end):
+    (tmp_path / "program.py").write_text(f"{WORKERS}{end}\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "program.py"),
+        ],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

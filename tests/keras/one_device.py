@@ -46,7 +46,7 @@ def _difference(program, schedule):
     import numpy as np
 
     import mirror
-    from mirror.replica.keras.keras_layers import LayerWrites
+    from mirror.integrations.keras_layers import LayerWrites
     from mirror.threads import schedule as turns
 
     one = _numbers(program, contextlib.nullcontext)

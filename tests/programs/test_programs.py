@@ -91,17 +91,16 @@ def cases():
 def run_on_replicas(i, column, options):
     """Returns what the program of that number leaves in a column; runs on workers as well."""
     program = PROGRAMS[i]
-    with _ignoring(program), column.strategy(options) as strategy:
-        with strategy.scope() if column.in_scope else contextlib.nullcontext():
-            return program(Place(strategy, column.way))
+    with _ignoring(program), column.strategy(options) as strategy, contextlib.ExitStack() as scope:
+        if column.in_scope:
+            scope.enter_context(strategy.scope())
+        return program(Place(strategy, column.way))
 
 
 @contextlib.contextmanager
 def _ignoring(program):
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", 'schedule="parallel": from now on the replicas take turns'
-        )
+        warnings.filterwarnings("ignore", 'schedule="parallel": from now on')
         if program.ignore is not None:
             warnings.filterwarnings("ignore", program.ignore)
         yield

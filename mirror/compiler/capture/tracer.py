@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from mirror.comm.reduce_ops import reduce_op
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.placeholders import Placeholders
 from mirror.compiler.capture.recurrent_layers import keeping_weights
@@ -43,7 +44,6 @@ from mirror.compiler.torch_internals import compiling
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run, current, push_context, save_context
-from mirror.replica.collectives.reduce_ops import reduce_op
 from mirror.threads.merge_point import NullLockstep
 
 

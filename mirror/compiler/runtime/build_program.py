@@ -35,7 +35,7 @@ from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.device.cuda_graph import CudaGraph, has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.params.replicated_params import MirroredTensors

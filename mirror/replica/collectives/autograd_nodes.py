@@ -53,6 +53,7 @@ from mirror.base.torch_private import (
     sequence_number,
     set_sequence_number,
 )
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
@@ -61,9 +62,8 @@ from mirror.execution.run import Replica, replica_of
 from mirror.execution.runner import Runner
 from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.over_workers import Participants, weighted_sum_over_workers
-from mirror.replica.collectives.reduce_ops import reduce_tensors
-from mirror.replica.multi_worker.pass_weights import zeros_to_differentiate
 from mirror.replica.params.torch_function import make_common
+from mirror.replica.params.workers_without_examples import zeros_to_differentiate
 from mirror.values import PerReplica, describe_structure, is_number, leaves_of, rebuild_structure
 
 

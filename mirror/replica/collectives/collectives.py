@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mirror.base.timeline import CROSS, REDUCTION
+from mirror.comm.reduce_ops import check_axis, check_reducible, reduce_op, reduce_tensors
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica
 from mirror.replica.collectives.autograd_nodes import (
@@ -24,12 +25,6 @@ from mirror.replica.collectives.over_workers import (
     Participants,
     gather_over_workers,
     reduce_over_workers,
-)
-from mirror.replica.collectives.reduce_ops import (
-    check_axis,
-    check_reducible,
-    reduce_op,
-    reduce_tensors,
 )
 from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.merge_point import MergePoint

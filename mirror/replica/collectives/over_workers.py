@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from mirror.comm.communicator import Communicator
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.device.device_mesh import disabling_remap
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.threads.watchdog import WatchedCall
 
 _MOST_BYTES = 64 * 1024  # up to this size an exchange is as fast as an all-reduce

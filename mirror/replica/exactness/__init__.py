@@ -1,1 +1,1 @@
-"""Whether the losses of replicas combine into the loss of the whole batch."""
+"""Whether replicas hold equal bits, and whether their losses combine into that of the batch."""

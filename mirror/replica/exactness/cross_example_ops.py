@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.containers import leaves_in
 from mirror.base.torch_private import arriving_shape
 from mirror.replica.exactness.loss_graph import Term
 from mirror.replica.exactness.node_classes import (
@@ -56,7 +57,6 @@ from mirror.replica.exactness.node_classes import (
     shape_of,
     walk,
 )
-from mirror.replica.scatter_gather.containers import leaves_in
 from mirror.threads.user_frames import warn_user
 
 _MOST_BELOW = 96  # nodes below a term

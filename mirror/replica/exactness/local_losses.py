@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mirror.data.split_batch import GivenWeights, counts_of
 from mirror.execution.run import Run
 from mirror.replica.exactness.cross_example_ops import (
     Combined,
@@ -45,7 +44,7 @@ from mirror.replica.exactness.loss_graph import (
 from mirror.replica.exactness.loss_reduction import Mixed, NotReducible, weights_of_terms
 from mirror.replica.exactness.node_classes import UNREADABLE, reaches_parameters
 from mirror.threads.user_frames import warn_user
-from mirror.values import PerReplica, is_number
+from mirror.values import GivenWeights, PerReplica, counts_of, is_number
 
 _REDUCED = (uses_below, is_same, is_loss, is_of_chosen, mask_sums, rows_viewed)
 _FACTS = {

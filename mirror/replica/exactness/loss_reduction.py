@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.replica.collectives.reduce_ops import reduce_tensors
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.replica.exactness.cross_example_ops import (
     are_comparisons,
     are_linear,

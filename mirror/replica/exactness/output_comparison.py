@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mirror.base.containers import IMMUTABLE, contents_of, is_leaf, is_shared
 from mirror.errors import short_repr
-from mirror.replica.scatter_gather.containers import IMMUTABLE, contents_of, is_leaf, is_shared
 from mirror.values import PerReplica, is_number
 
 # Units in the last place that need no explanation, also in `mirror check`.

@@ -44,7 +44,7 @@ from mirror.device.streams import SideStream
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.grad_scatter import GradScatter, Scattering
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck

@@ -40,7 +40,7 @@ from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.buckets import Buckets
 from mirror.replica.gradients.grad_scatter import GradScatter, reduce_scattered
 from mirror.replica.gradients.grad_tracker import GradTracker, register_listener

@@ -52,10 +52,10 @@ from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
 from mirror.replica.gradients.unmirrored import check_pass, leaves_of
-from mirror.replica.multi_worker.pass_weights import start_without_examples
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import MirroredParameter, all_leaves
+from mirror.replica.params.workers_without_examples import start_without_examples
 from mirror.threads.user_frames import add_note, find_remedy
 from mirror.values import are_identical
 

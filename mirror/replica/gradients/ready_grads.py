@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import num_sharers
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.device.streams import ReplicaStreams
-from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.params.mirrored_tensor import GRAD
 from mirror.replica.params.replicated_param import (
     ReplicaParameter,

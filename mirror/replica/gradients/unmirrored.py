@@ -36,7 +36,6 @@ from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import Run, current
 from mirror.execution.runner import runner_of
 from mirror.replica.exactness.local_losses import LocalLosses
-from mirror.replica.modules.module_owner import PendingModules
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.params.replicated_params import MirroredTensors
@@ -57,11 +56,12 @@ class UnmirroredParams:
         leaves: by run, the unmirrored leaves that its replicas have trained.
         losses: the losses from which they have started backward passes.
         passes: the number of checked passes, by code, instruction and replica.
+
+    Args:
+        recorded: true while modules wait to be mirrored at the next use.
     """
 
-    def __init__(
-        self, replicas: Replicas, registry: MirroredTensors, recorded: PendingModules
-    ) -> None:
+    def __init__(self, replicas: Replicas, registry: MirroredTensors, recorded: object) -> None:
         self.replicas = replicas
         self._registry, self._recorded = registry, recorded
         self.passes: dict[tuple[CodeType, int, int], int] = {}

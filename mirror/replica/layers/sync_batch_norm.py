@@ -14,27 +14,31 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.migration_hints import keywords_with_hints
 from mirror.base.torch_private import wrap_once
+from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, current
 from mirror.replica.collectives.collectives import all_reduce
-from mirror.replica.modules.module_owner import owner_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _batch_norm_of_part = F.batch_norm  # torch's own, also if it is wrapped later
 
 
-def wrap_torch_sync_batch_norm() -> None:
-    """Makes ``torch.nn.SyncBatchNorm`` in mirrored modules compute what ours does. Idempotent."""
-    wrap_once(nn.SyncBatchNorm, "forward", _wrap_forward)
+def wrap_torch_sync_batch_norm(owner_of: Callable[[nn.Module], Replicas | None]) -> None:
+    """Makes ``torch.nn.SyncBatchNorm`` in mirrored modules compute what ours does. Idempotent.
 
+    Args:
+        owner_of: returns the replicas over which a module is mirrored.
+    """
 
-def _wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
-        owner = owner_of(self)
-        if owner is None or not owner.mirrors:
-            return original(self, input)
-        return _normalize(self, input)
+    def wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
+            owner = owner_of(self)
+            if owner is None or not owner.mirrors:
+                return original(self, input)
+            return _normalize(self, input)
 
-    return forward
+        return forward
+
+    wrap_once(nn.SyncBatchNorm, "forward", wrap_forward)
 
 
 def synchronize_all() -> None:

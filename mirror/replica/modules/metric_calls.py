@@ -39,11 +39,11 @@ from torch import Tensor, nn
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.mutex import Mutex
 from mirror.base.torch_private import wrap_once
+from mirror.comm.reduce_ops import weighted_mean
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import StrategyError
 from mirror.execution.run import Replica, Run, Unverifiable, current
 from mirror.execution.runner import runner_of
-from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.modules.module_owner import owner_of
 from mirror.threads.merge_point import MergePoint
 from mirror.values import is_number, map_structure

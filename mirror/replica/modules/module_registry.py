@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,6 @@ from mirror.execution.replica_rng import stream_of_caller
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica
 from mirror.execution.runner import Runner
-from mirror.replica.keras.keras_call import KerasCall
-from mirror.replica.keras.keras_layers import is_layer
 from mirror.replica.layers.sync_batch_norm import wrap_torch_sync_batch_norm
 from mirror.replica.layers.unsplit_layers import renormalizes, warn_of_frequencies
 from mirror.replica.modules.conversions import (
@@ -62,6 +60,7 @@ from mirror.replica.modules.module_owner import (
     WatchedDict,
     interceptor_of,
     is_uninitialized,
+    owner_of,
     watch_compile,
 )
 from mirror.replica.modules.per_replica_values import ModuleAttributes
@@ -72,6 +71,24 @@ from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
 from mirror.replica.params.torch_function import watch_functions
 from mirror.threads.merge_point import MergePoint
+
+
+class LayerLibrary(NamedTuple):
+    """A library whose layers are created and called in another way than torch's.
+
+    Attributes:
+        has_made: whether a module is a layer of the library; it does not import the library.
+        interceptor: the class of these layers' interceptors.
+        watch: makes a scope record the layers that are created inside; idempotent.
+    """
+
+    has_made: Callable[[nn.Module], bool]
+    interceptor: type[CallInterceptor]
+    watch: Callable[[], None]
+
+
+layer_libraries: list[LayerLibrary] = []
+"""The libraries that ``integrations/`` knows."""
 
 
 class ModuleRegistry:
@@ -202,7 +219,7 @@ class ModuleRegistry:
             if is_state and self._is_new(value, name):
                 self._buffers.mirror(value, f"{path}.{name}".lstrip("."), module)
         if isinstance(module, nn.SyncBatchNorm):
-            wrap_torch_sync_batch_norm()
+            wrap_torch_sync_batch_norm(owner_of)
         self._watch_dicts(module)
         self.pending.retry(module)
         self.route(module)
@@ -266,8 +283,8 @@ class ModuleRegistry:
             call = None  # of a copied __dict__
         if call is not None or is_compiled(module):
             refuse_unknown_compiler()
-        kind = KerasCall if is_layer(module) else CallInterceptor
-        module.__dict__[SPLIT_CALL] = kind(module, self, call)
+        kinds = (library.interceptor for library in layer_libraries if library.has_made(module))
+        module.__dict__[SPLIT_CALL] = next(kinds, CallInterceptor)(module, self, call)
         watch_compile()
         watch_wrappers()
         watch_attributes()

@@ -36,11 +36,11 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.mutex import Mutex
+from mirror.comm.reduce_ops import weighted_mean
 from mirror.errors import StrategyError, StructureError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.run import Replica, Run
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.scatter_gather.gather import join_outputs

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from mirror.base.containers import IMMUTABLE, leaves_in
 from mirror.base.dynamo import (
     DynamoCallback,
     call_under_dynamo,
@@ -82,7 +83,6 @@ from mirror.replica.modules.per_replica_values import PerReplicaAttribute
 from mirror.replica.modules.verified_calls import MOST_KINDS, VerifiedCall
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.replica.scatter_gather.containers import IMMUTABLE, leaves_in
 from mirror.replica.scatter_gather.gather import join_outputs
 from mirror.replica.scatter_gather.mutations import take_changes
 from mirror.replica.scatter_gather.scatter import (

@@ -15,6 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mirror.base.containers import (
+    IMMUTABLE,
+    assign,
+    contents_of,
+    empty_like,
+    is_consumed,
+    is_leaf,
+    is_object,
+    is_shared,
+)
 from mirror.base.torch_private import (
     FORWARD_HOOKS,
     read_parametrize_cache,
@@ -30,16 +40,6 @@ from mirror.replica.params.mirrored_buffer import MirroredBuffer, ReplicatedBuff
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.torch_function import MirroredParameter
-from mirror.replica.scatter_gather.containers import (
-    IMMUTABLE,
-    assign,
-    contents_of,
-    empty_like,
-    is_consumed,
-    is_leaf,
-    is_object,
-    is_shared,
-)
 from mirror.values import PerReplica, rebuild_node
 
 _TORCHS = frozenset(nn.Module().__dict__)

@@ -47,6 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.containers import leaves_in
 from mirror.devices import using
 from mirror.errors import StrategyError
 from mirror.execution.run import (
@@ -74,7 +75,6 @@ from mirror.replica.modules.trial_state import (
 )
 from mirror.replica.params.buffer_differences import BATCH_NORMS, have_equal_values
 from mirror.replica.params.replicated_param import ReplicatedParam
-from mirror.replica.scatter_gather.containers import leaves_in
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan
 from mirror.threads.merge_point import NullLockstep
 from mirror.threads.user_frames import num_warned, warn_user

@@ -1,1 +1,1 @@
-"""State that workers keep equal: gradients, first values, buffers; and its checks."""
+"""State that workers keep equal: gradients, first values, buffers."""

@@ -32,10 +32,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from mirror.base.bitwise import bytes_of
 from mirror.errors import DivergenceError
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
-from mirror.replica.bitwise import bytes_of
 from mirror.replica.params.mirrored_buffer import ReplicatedBuffer
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_buffers import Buffers

@@ -42,7 +42,7 @@ from torch import Tensor
 from mirror.comm.packing import plan_packs
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import DivergenceError
-from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.ready_grads import local_grad
 from mirror.replica.multi_worker.worker_bucket import (
     Trailer,

@@ -22,7 +22,7 @@ from mirror.execution.lifecycle import do_nothing
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run, current, replica_of
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.non_finite import NonFinite, NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
@@ -34,11 +34,12 @@ from mirror.replica.gradients.ready_grads import (
     weigh,
 )
 from mirror.replica.multi_worker.in_flight import BucketOrder, InFlight, agree
-from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights, trained_params
+from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
 from mirror.replica.multi_worker.worker_bucket import WorkerBucket, refuse_graphs
 from mirror.replica.multi_worker.worker_reduction import WorkerReduction
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import MirroredTensors, param_of
+from mirror.replica.params.workers_without_examples import trained_params
 
 
 class MultiWorkerGradients(GradReducer):

@@ -34,11 +34,12 @@ from torch import Tensor, nn
 
 from mirror.comm.host.host_backend import BufferAddresses, library
 from mirror.comm.packing import ALIGNMENT_BYTES, have_same_strides
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reduce_ops import Reducer, reduce_tensors
+from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.ready_grads import (
     ReplicaGrads,
     add_grads,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFinite
 from mirror.replica.gradients.ready_grads import (

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from mirror.base.bitwise import same_bits
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.errors import StrategyError, short_repr
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import runner_of
-from mirror.replica.bitwise import same_bits
-from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.optimizers.param_groups import find_replicas
 from mirror.replica.params.replicated_param import ReplicaParameter

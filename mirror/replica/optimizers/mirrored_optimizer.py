@@ -21,7 +21,7 @@ that, others may not: [Note: Step dispatch] in ``step_dispatch.py``. The state o
 
 ``OptimizerRegistry`` has all optimizers over one strategy's parameters, and exchanges gradients
 and values for their steps. ``CentralOptimizers`` replaces it with a parameter device:
-``params/central_param.py``.
+``gradients/central_param.py``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import Replica, Run, SwappedOptimizer, replica_of
 from mirror.execution.runner import Runner
+from mirror.replica.exactness.replica_checks import ComparePair, VisitValue
+from mirror.replica.gradients.central_param import CentralAccess, CentralParam
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.merge_call_shared import (
     Action,
@@ -64,10 +66,8 @@ from mirror.replica.optimizers.step_dispatch import (
     raw_step,
     step_without_draws,
 )
-from mirror.replica.params.central_param import CentralAccess, CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
-from mirror.replica.replica_checks import ComparePair, VisitValue
 from mirror.threads.user_frames import add_note
 
 _known: WeakReplicaMap[OptimizerRegistry] = WeakReplicaMap()

@@ -36,11 +36,11 @@ from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import SwappedOptimizer, current, replica_of
+from mirror.replica.exactness.replica_checks import ComparePair, VisitValue
 from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, state_key
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
-from mirror.replica.replica_checks import ComparePair, VisitValue
 from mirror.threads.merge_point import RunCancelled
 from mirror.values import are_identical, map_structure
 

@@ -39,8 +39,10 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import put_hooks_around
 from mirror.devices import using
 from mirror.errors import StrategyError
+from mirror.replica.exactness.replica_checks import ComparePair, VisitValue
 from mirror.replica.gradients.buckets import bucket_ends
 from mirror.replica.gradients.grad_scatter import SlicedGrads
+from mirror.replica.gradients.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.merge_call_shared import average_loss_over_workers
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, Step
 from mirror.replica.optimizers.param_groups import (
@@ -56,13 +58,11 @@ from mirror.replica.optimizers.per_param_steps import (
 )
 from mirror.replica.optimizers.piecewise_optimizers import Divisible, measure_divisible
 from mirror.replica.optimizers.sharded_states import ShardedStates
-from mirror.replica.optimizers.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
 from mirror.replica.optimizers.step_dispatch import is_torchs_own, raw_step
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.params.shared_memory import find_shared
-from mirror.replica.replica_checks import ComparePair, VisitValue
 
 _logger = logging.getLogger("mirror")
 

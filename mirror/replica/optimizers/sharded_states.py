@@ -39,18 +39,19 @@ from torch.optim import Optimizer
 from mirror.base.mutex import Mutex
 from mirror.errors import ReplicaMismatchError, StrategyError
 from mirror.execution.replicas import Replicas
+from mirror.replica.exactness.replica_checks import ComparePair, VisitValue
+from mirror.replica.gradients.slice_exchange import flat_like, view_flat
+from mirror.replica.gradients.slice_plan import find_uncovered
 from mirror.replica.optimizers.optimizer_state import (
     ReplicaStates,
     SharedState,
     num_bytes,
     state_name,
 )
-from mirror.replica.optimizers.slice_plan import find_uncovered
-from mirror.replica.optimizers.sliced_params import SlicedParams, flat_like, view_flat
+from mirror.replica.optimizers.sliced_params import SlicedParams
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
-from mirror.replica.replica_checks import ComparePair, VisitValue
 from mirror.values import leaves_of, map_structure
 
 Entry = dict[Any, Any]

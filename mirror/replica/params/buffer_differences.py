@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mirror.replica.bitwise import same_bits
+from mirror.base.bitwise import same_bits
 
 # The first runs that write a buffer are checked. Statistics of batch normalisations, which are
 # averaged, get a message of their own, one for all layers. It is a warning under `mirror run`:

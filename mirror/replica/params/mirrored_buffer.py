@@ -35,10 +35,10 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.dynamo import disable_dynamo
+from mirror.comm.reduce_ops import reduce_tensors, weighted_mean
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import replica_of
-from mirror.replica.collectives.reduce_ops import reduce_tensors, weighted_mean
 from mirror.replica.params.buffer_differences import (
     NORMS,
     averages_examples,

@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from mirror.base.bitwise import same_bits
 from mirror.base.torch_private import (
     WithoutSubclass,
     forget_hooks,
@@ -45,7 +46,6 @@ from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run
-from mirror.replica.bitwise import same_bits
 from mirror.replica.params.mirrored_tensor import derived_class, refuse_operations
 from mirror.replica.params.replicated_param import (
     GradientAccess,

@@ -29,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mirror.base.dynamo import skip_frame
 from mirror.base.torch_private import NEW_PARAMETER, WithoutSubclass, is_jit_tracing, wrap_once
+from mirror.comm.reduce_ops import reduce_tensors
 from mirror.errors import StrategyError
 from mirror.execution.run import (
     current,
@@ -38,7 +39,6 @@ from mirror.execution.run import (
     replica_of,
     save_context,
 )
-from mirror.replica.collectives.reduce_ops import reduce_tensors
 from mirror.replica.params.mirrored_tensor import (
     DATA,
     GRAD,

@@ -24,9 +24,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mirror.base.containers import (
+    IMMUTABLE,
+    assign,
+    contents_of,
+    empty_like,
+    is_consumed,
+    is_leaf,
+    is_object,
+    is_shared,
+)
+from mirror.comm.reduce_ops import weighted_mean
 from mirror.errors import StructureError
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.exactness.loss_reduction import (
     Branched,
     Divided,
@@ -38,16 +48,6 @@ from mirror.replica.exactness.loss_reduction import (
 )
 from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.layers.unsplit_layers import is_state
-from mirror.replica.scatter_gather.containers import (
-    IMMUTABLE,
-    assign,
-    contents_of,
-    empty_like,
-    is_consumed,
-    is_leaf,
-    is_object,
-    is_shared,
-)
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
 from mirror.threads.user_frames import warn_user
 from mirror.values import (

@@ -24,9 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from mirror.errors import StrategyError
-from mirror.execution.runner import Runner
-from mirror.replica.scatter_gather.containers import (
+from mirror.base.containers import (
     assign,
     contents_of,
     is_held,
@@ -34,6 +32,8 @@ from mirror.replica.scatter_gather.containers import (
     is_same,
     snapshot,
 )
+from mirror.errors import StrategyError
+from mirror.execution.runner import Runner
 from mirror.replica.scatter_gather.gather import Gatherer
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
 from mirror.values import PerReplica

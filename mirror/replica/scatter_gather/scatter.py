@@ -31,13 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from mirror.data.split_batch import split_sizes
-from mirror.device.device_mesh import DeviceMesh
-from mirror.device.streams import CopyStreams
-from mirror.errors import BatchError, StrategyError
-from mirror.execution.run import current
-from mirror.replica.params.mirrored_tensor import MirroredTensor
-from mirror.replica.scatter_gather.containers import (
+from mirror.base.containers import (
     IMMUTABLE,
     assign,
     contents_of,
@@ -48,6 +42,12 @@ from mirror.replica.scatter_gather.containers import (
     leaves_in,
     snapshot,
 )
+from mirror.data.split_batch import split_sizes
+from mirror.device.device_mesh import DeviceMesh
+from mirror.device.streams import CopyStreams
+from mirror.errors import BatchError, StrategyError
+from mirror.execution.run import current
+from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.values import ABSENT, PerReplica, are_identical, is_number, rebuild_node
 
 # Larger tensors that are not batched are shared by replicas: a change of one is refused.

@@ -73,7 +73,14 @@ def _uses_ray() -> bool:
 
 _DEATH_NOTICE_SECONDS = 1.0
 _START_SECONDS = 600.0
-_STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits for a disk"}
+# The states of proc(5).
+_STATES = {
+    "T": "is stopped (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "D": "waits for a disk",
+    "Z": "has ended",
+    "X": "has ended",
+}
 _SPAWN_KEYS = (
     "sys_path",
     "sys_argv",
@@ -215,9 +222,13 @@ class ProcessActor(SocketClient):
             return ""
         try:
             stat = Path(f"/proc/{self._child.pid}/stat").read_text()
+        except FileNotFoundError:
+            return f"; its process {self._child.pid} has ended"
         except OSError:
             return ""
         letter = stat.rpartition(")")[2].split()[0]
+        if self._child.ended.is_set():  # another process may have its number by now
+            letter = "Z"
         return f"; its process {self._child.pid} {_STATES.get(letter, 'waits or works')}"
 
     def _set_up(self, child: ForkedProcess) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import socket
 import threading
 from collections.abc import Sequence
+from time import monotonic, sleep
 
 from mirror.server.engine.channels import Channel, set_options
 from mirror.server.engine.connection import Connection, Reply, failed_reply
@@ -30,6 +32,10 @@ KEY_VARIABLE = "MIRROR_ENGINE_KEY"
 """The variable with the key in hexadecimal, for processes that no engine has started."""
 
 _MIN_KEY_BYTES = 16
+# Pauses between attempts to connect, in seconds; random parts keep clients apart.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
+_jitter = random.Random()
+
 _MIN_DISTINCT = 9  # of 16 bytes or more; random ones have 13 to 16
 
 _keys: dict[str, bytes] = {}
@@ -120,22 +126,37 @@ class SocketClient:
                 self._connection = Connection(self._open(), self)
             return self._connection
 
-    def _open(self, num_retries: int = 2) -> Channel:
+    def _open(self) -> Channel:
+        """Connects; tries again if the connection is closed before the handshake has ended.
+
+        A listener that has too many unfinished handshakes closes the oldest, see handshake.py.
+        """
+        start = monotonic()
+        seconds = ACTOR_SECONDS if self.timeout_seconds is None else self.timeout_seconds
         where = self._address["host"], self._address["port"]
-        try:
-            sock = socket.create_connection(where, timeout=ACTOR_SECONDS)
-        except OSError as error:
-            raise ActorDied(self.name, f"no process listens at {where} ({error})") from None
-        try:
-            set_options(sock)
-            return authenticate(sock, actor_credentials(self._key, self._address))
-        except (EOFError, ConnectionError) as error:
-            # A listener may close a connection in favour of others, see handshake.py.
-            if num_retries and not isinstance(error, OtherListenerError):
-                return self._open(num_retries - 1)
-            raise ActorDied(self.name, f"its process has ended ({error})") from None
-        except OSError as error:
-            raise ActorDied(self.name, f"its process has ended ({error})") from None
+        for attempt in itertools.count(1):
+            try:
+                sock = socket.create_connection(where, timeout=ACTOR_SECONDS)
+            except OSError as error:
+                raise ActorDied(self.name, f"no process listens at {where} ({error})") from None
+            try:
+                set_options(sock)
+                return authenticate(sock, actor_credentials(self._key, self._address))
+            except OtherListenerError as error:
+                raise ActorDied(self.name, f"its process has ended ({error})") from None
+            except (EOFError, ConnectionError) as error:
+                reason = error
+            except OSError as error:
+                raise ActorDied(self.name, f"its process has ended ({error})") from None
+            pause = _jitter.uniform(0.5, 1.0) * min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)
+            if monotonic() + pause - start > seconds:
+                break
+            sleep(pause)
+        raise ActorDied(
+            self.name,
+            f"{where} closed {attempt} connections within {seconds:g} s before the handshake had "
+            f"ended ({reason}); its port may be flooded with connections",
+        )
 
 
 def key_of_environment() -> bytes:

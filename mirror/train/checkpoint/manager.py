@@ -243,8 +243,10 @@ class CheckpointManager(NoCopy):
     def _write(self, path: Path, write: Callable[[], None]) -> None:
         try:
             make_directories(self.directory)
-            with locking(self.directory):
-                remove_leftovers(self.directory, _PREFIX)
+            with locking(Path(os.path.realpath(self.directory))):
+                remove_leftovers(self.directory, _NAME.pattern)
+                if path.is_symlink():  # to another run's checkpoint, which stays
+                    os.unlink(path)
                 write()
                 self._remove_old(path)
         except OSError as error:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.bitwise import bytes_of
 from mirror.base.tree_json import Malformed, decode, encode
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import CheckpointError
-from mirror.replica.bitwise import bytes_of
 from mirror.replica.params.replicated_buffers import local_buffers
 from mirror.train.checkpoint.checkpoint_directory import file_of, write_directory
 from mirror.train.checkpoint.checkpoint_file import (

@@ -44,6 +44,9 @@ _POLL_SECONDS = 0.05
 _END_SECONDS = 30.0  # how long workers may take to exit, after a signal or an error
 _LINGER_SECONDS = 2.0  # how long the agents of other machines may take to read that it has ended
 _STORE_SECONDS = 60.0
+# A stopped process is lost after this share of the timeout: silence may be load, a stop is not.
+_STOPPED_SHARE = 0.3
+_AWAKE_SECONDS = 1.0  # a longer time between two looks is a pause of this process
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -104,14 +107,26 @@ class _Slot:
 
     Attributes:
         process: None once the worker has exited and is not started again.
-        stopped_since: when an agent without a coordinator saw first that it is stopped.
+        why_killed: the reason for which the agent has killed it, or "".
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.name = ""
         self.process: WorkerProcess | None = None
-        self.stopped_since: float | None = None
+        self.why_killed = ""
+        self._stopped_seconds = self._looked_at = 0.0
+
+    def stopped_seconds(self) -> float:
+        """Returns for how long the process has been stopped by a signal while this one ran.
+
+        A system that suspends all processes of a job may continue this one first.
+        """
+        now = monotonic()
+        seconds, self._looked_at = min(now - self._looked_at, _AWAKE_SECONDS), now
+        is_stopped = self.process is not None and _is_stopped(self.process.pid)
+        self._stopped_seconds = self._stopped_seconds + seconds if is_stopped else 0.0
+        return self._stopped_seconds
 
 
 class ElasticAgent:
@@ -134,11 +149,11 @@ class ElasticAgent:
         self._is_alone = False  # the training is over, and the coordinator is gone
         if options.join is not None:
             self._address = options.join
-            self._store = MembershipStore(connect_store(options.join))
+            self._store = MembershipStore(connect_store(options.join), is_coordinator=False)
         else:
             server = _serve(options.port)
             self._address = f"127.0.0.1:{server.port}"
-            self._store = MembershipStore(server)
+            self._store = MembershipStore(server, is_coordinator=True)
             self._coordinator = MembershipCoordinator(self._store, options.membership)
         self._slots = [_Slot(number) for number in range(options.num_local)]
 
@@ -205,15 +220,20 @@ class ElasticAgent:
         for slot in self._slots:
             if slot.process is None:
                 continue
-            if self._ask(partial(self._store.is_lost, slot.name)):
-                slot.process.kill()  # a stopped process must not continue
+            stopped = slot.stopped_seconds()
+            # A stopped process must not continue.
+            if stopped > _STOPPED_SHARE * self._options.membership.timeout_seconds:
+                slot.why_killed = f"its process was stopped for {stopped:.1f} s, and was killed"
+                slot.process.kill()
+            elif self._ask(partial(self._store.is_lost, slot.name)):
+                slot.process.kill()
             code = slot.process.poll()
             if code is None:
                 continue
             if self._view().phase is Phase.ENDED:
                 return
             slot.process = None
-            why = f"its process has ended with {_describe(code)}"
+            why = slot.why_killed or f"its process has ended with {_describe(code)}"
             self._ask(partial(self._store.write_death, slot.name, why))
             if code and self._num_restarts < self._options.max_restarts:
                 self._num_restarts += 1
@@ -240,6 +260,7 @@ class ElasticAgent:
     def _start(self, slot: _Slot) -> None:
         self._num_started += 1
         slot.name = f"{self._name}.{slot.number}.{self._num_started}"
+        slot.why_killed = ""
         variables = {ADDRESS_VARIABLE: self._address, NAME_VARIABLE: slot.name}
         variables |= _share_of_gpus(slot.number, len(self._slots))
         slot.process = self._start_process(variables)
@@ -314,12 +335,7 @@ class ElasticAgent:
             except ClusterError as error:
                 _log.warning("%s; the workers of this machine may end their programs", error)
                 self._is_alone = True
-        if not _is_stopped(slot.process.pid):
-            slot.stopped_since = None
-            return False
-        if slot.stopped_since is None:
-            slot.stopped_since = monotonic()
-        return monotonic() - slot.stopped_since > self._options.membership.timeout_seconds
+        return slot.stopped_seconds() > self._options.membership.timeout_seconds
 
     def _kill(self) -> None:
         for slot in self._slots:
@@ -367,10 +383,10 @@ def _describe(code: int) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped by a signal or a debugger, where that can be read."""
+    """Returns whether a process is stopped by a signal, not a debugger, if that can be read."""
     try:
         # The name of the program, in parentheses, may contain anything.
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except OSError:
         return False
-    return status.split()[0] in ("T", "t")
+    return status.split()[0] == "T"

@@ -29,6 +29,7 @@ from mirror.train.elastic.membership import (
     MemberState,
     Phase,
     View,
+    generation_store,
 )
 
 _log = logging.getLogger("mirror")
@@ -49,7 +50,7 @@ class Member:
 
     def __init__(self, address: str, name: str) -> None:
         self.address, self.name = address, name
-        self._store = store = MembershipStore(connect_store(address))
+        self._store = store = MembershipStore(connect_store(address), is_coordinator=False)
         self._on_over: Callable[[str], None] = lambda why: None
         self._record = MemberRecord()
         self._view = View()
@@ -98,7 +99,7 @@ class Member:
 
     def store_of(self, generation: int) -> Store:
         """Returns the store for the process groups of a generation, over its own connection."""
-        return MembershipStore(connect_store(self.address)).generation_store(generation)
+        return generation_store(connect_store(self.address), generation)
 
     @property
     def is_change_due(self) -> bool:
@@ -225,6 +226,8 @@ class Member:
 
     def _take(self, view: View) -> None:
         with self._changed:
+            if self._view.is_newer_than(view):  # another process has repeated an old one
+                return
             was_over, self._view = self._is_over(self._view), view
             record = self._record
             if record.state is MemberState.WAITING and view.phase is Phase.FORMING:

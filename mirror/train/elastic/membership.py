@@ -22,6 +22,7 @@ until all have finished, because until then the others may still need its state.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -29,9 +30,15 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from mirror.errors import short_repr
+from mirror.server.engine.socket_client import KEY_VARIABLE, key_of_environment
+from mirror.train.elastic.signed_store import SignedStore
+
 ADDRESS_VARIABLE = "MIRROR_ELASTIC_ADDRESS"  # HOST:PORT of the coordinator's store
 NAME_VARIABLE = "MIRROR_ELASTIC_NAME"  # the name that an agent has given to its worker
 _PREFIX = "mirror/elastic"
+_MAX_NAME = 300  # characters
+_MAX_NEW = 1000  # registrations that are looked for at a time: anyone can count further
 
 
 class Phase(str, Enum):
@@ -101,12 +108,21 @@ class MemberRecord:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes) -> MemberRecord:
-        """Returns the record that ``to_json`` encoded."""
-        values = json.loads(text)
-        values["state"] = MemberState(values["state"])
-        values["commit"] = CommitId(*values["commit"])
-        return cls(**values)
+    def from_json(cls, text: str) -> MemberRecord:
+        """Returns the record that ``to_json`` encoded; raises ValueError for any other text."""
+        match json.loads(text):
+            case {
+                "beat": int(beat),
+                "state": str(state),
+                "generation": int(generation),
+                "rank": int(rank),
+                "commit": [int(commit_generation), int(number)],
+                "why": str(why),
+                **others,
+            } if not others:
+                commit = CommitId(commit_generation, number)
+                return cls(beat, MemberState(state), generation, rank, commit, why)
+        raise ValueError(f"{short_repr(text)} is not a record of a worker")
 
 
 @dataclass(frozen=True)
@@ -130,59 +146,99 @@ class View:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes) -> View:
-        """Returns the view that ``to_json`` encoded."""
-        values = json.loads(text)
-        return cls(
-            values["generation"], tuple(values["members"]), Phase(values["phase"]), values["why"]
+    def from_json(cls, text: str) -> View:
+        """Returns the view that ``to_json`` encoded; raises ValueError for any other text."""
+        match json.loads(text):
+            case {
+                "generation": int(generation),
+                "members": list(members),
+                "phase": str(phase),
+                "why": str(why),
+                **others,
+            } if not others and all(isinstance(name, str) for name in members):
+                return cls(generation, tuple(members), Phase(phase), why)
+        raise ValueError(f"{short_repr(text)} is not a view of the coordinator")
+
+    def is_newer_than(self, other: View) -> bool:
+        """Returns whether the coordinator has published this view after another one."""
+        return (self.generation, _ORDER.index(self.phase)) > (
+            other.generation,
+            _ORDER.index(other.phase),
         )
 
 
-class MembershipStore:
-    """The keys of the coordinator's store."""
+_ORDER = (Phase.TRAINING, Phase.CHANGING, Phase.FORMING, Phase.ENDED)  # of one generation
 
-    def __init__(self, store: Store) -> None:
-        self.root = store
+
+class MembershipStore:
+    """The keys of the coordinator's store.
+
+    Every process that reaches the port can write there. So values have the form of a record, and,
+    with a key in MIRROR_ENGINE_KEY, its signature; others are ignored.
+
+    Args:
+        is_coordinator: whether this process decides; others wait until the coordinator has begun.
+
+    Raises:
+        ClusterError: the coordinator has another key, or only one of the two has a key.
+        WireError: the value of MIRROR_ENGINE_KEY is not a key.
+    """
+
+    def __init__(self, store: Store, *, is_coordinator: bool) -> None:
         self._store = PrefixStore(_PREFIX, store)
+        key = key_of_environment() if os.environ.get(KEY_VARIABLE) else None
+        self._signed = SignedStore(self._store, key)
+        self._foreign: set[int] = set()
+        if is_coordinator:
+            self._signed.begin()
+        else:
+            self._signed.join()
 
     def write_view(self, view: View) -> None:
         """Publishes the view; only the coordinator calls it."""
-        self._store.set("view", view.to_json())
+        self._signed.write("view", view.to_json())
 
     def read_view(self) -> View | None:
         """Returns the view, or None before the coordinator has written one."""
-        return View.from_json(self._store.get("view")) if self._store.check(["view"]) else None
+        return self._signed.read("view", View.from_json)
 
     def register(self, name: str, record: MemberRecord) -> None:
         """Adds a worker to the list of all workers."""
         self.write_record(name, record)
         number = self._store.add("num_members", 1)
-        self._store.set(f"name/{number}", name)
+        self._signed.write(f"name/{number}", name)
 
     def write_record(self, name: str, record: MemberRecord) -> None:
         """Publishes a worker's record."""
-        self._store.set(f"member/{name}", record.to_json())
+        self._signed.write(f"member/{name}", record.to_json())
 
     def read_names(self, known: Collection[int]) -> dict[int, str]:
         """Returns the names of registered workers by number, without the known numbers."""
-        total = self._store.add("num_members", 0)
-        # A worker may be killed between the two writes of ``register``, so a number may be empty.
-        return {
-            number: self._store.get(f"name/{number}").decode()
-            for number in range(1, total + 1)
-            if number not in known and self._store.check([f"name/{number}"])
-        }
+        total = min(self._store.add("num_members", 0), len(known) + len(self._foreign) + _MAX_NEW)
+        found = {}
+        for number in range(1, total + 1):
+            # A worker may be killed between the writes of ``register``: a number may be empty.
+            key = f"name/{number}"
+            if number in known or number in self._foreign or not self._store.check([key]):
+                continue
+            name = self._signed.read(key, _parse_name)
+            if name is None or self.read_records([name]) == {}:
+                self._foreign.add(number)
+            else:
+                found[number] = name
+        return found
 
     def read_records(self, names: Sequence[str]) -> dict[str, MemberRecord]:
-        """Returns the records of registered workers."""
-        if not names:
-            return {}
-        texts = self._store.multi_get([f"member/{name}" for name in names])
-        return dict(zip(names, map(MemberRecord.from_json, texts), strict=True))
+        """Returns the valid records of workers."""
+        keys = {name: f"member/{name}" for name in names}
+        if not self._store.check(list(keys.values())):  # one was deleted
+            keys = {name: key for name, key in keys.items() if self._store.check([key])}
+        records = self._signed.read_all(list(keys.values()), MemberRecord.from_json)
+        return {name: record for name, record in zip(keys, records, strict=True) if record}
 
     def write_death(self, name: str, why: str) -> None:
         """Publishes that a worker's process has ended; the agent that started it calls it."""
-        self._store.set(f"death/{name}", why)
+        self._signed.write(f"death/{name}", why)
         self._store.add("num_deaths", 1)
 
     def num_deaths(self) -> int:
@@ -191,17 +247,23 @@ class MembershipStore:
 
     def read_death(self, name: str) -> str | None:
         """Returns how a worker's process has ended, or None."""
-        key = f"death/{name}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._signed.read(f"death/{name}", str)
 
     def write_lost(self, name: str) -> None:
         """Publishes that a worker counts as lost; its agent must end its process."""
-        self._store.set(f"lost/{name}", "")
+        self._signed.write(f"lost/{name}", "lost")
 
     def is_lost(self, name: str) -> bool:
         """Returns whether ``write_lost`` was called."""
-        return self._store.check([f"lost/{name}"])
+        return self._signed.read(f"lost/{name}", str) is not None
 
-    def generation_store(self, generation: int) -> Store:
-        """Returns the part of the store for the process groups of a generation."""
-        return PrefixStore(f"{_PREFIX}/generation/{generation}", self.root)
+
+def generation_store(store: Store, generation: int) -> Store:
+    """Returns the part of a coordinator's store for the process groups of a generation."""
+    return PrefixStore(f"{_PREFIX}/generation/{generation}", store)
+
+
+def _parse_name(text: str) -> str:
+    if not 0 < len(text) <= _MAX_NAME or not text.isprintable():
+        raise ValueError(f"{short_repr(text)} is not a worker's name")
+    return text

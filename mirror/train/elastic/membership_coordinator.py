@@ -26,6 +26,7 @@ _SUSPECT_SECONDS = 3.0
 _PAUSE_SECONDS = 1.0
 # How long the first generation waits for more than the fewest workers; torchrun has the same.
 _LAST_CALL_SECONDS = 30.0
+_REPEAT_SECONDS = 1.0  # until a view that another process has overwritten is written again
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,7 @@ class MembershipCoordinator:
         self._num_deaths = 0
         self._has_suspects = False
         self._forming_since = self._read_at = clock()
-        self.view = View(why="the training starts")
-        store.write_view(self.view)
+        self._publish(View(why="the training starts"))
 
     @property
     def has_live_members(self) -> bool:
@@ -94,6 +94,8 @@ class MembershipCoordinator:
     def step(self) -> View:
         """Reads what has happened, and publishes the next view if it differs; returns the view."""
         self._read()
+        if self._clock() - self._published_at > _REPEAT_SECONDS:
+            self._publish(self.view)
         if self.view.phase in (Phase.TRAINING, Phase.CHANGING):
             self._check_generation()
         if self.view.phase is Phase.FORMING:
@@ -113,12 +115,12 @@ class MembershipCoordinator:
                 member.heard += pause
         known = {member.order for member in self._members.values()}
         for number, name in self._store.read_names(known).items():
-            self._members[name] = _Member(number, MemberRecord(beat=-1), now)
+            self._members.setdefault(name, _Member(number, MemberRecord(beat=-1), now))
         num_deaths = self._store.num_deaths()
         live = [name for name, member in self._members.items() if member.is_live]
         for name, record in self._store.read_records(live).items():
             member = self._members[name]
-            if record.beat != member.record.beat:
+            if record.beat > member.record.beat:  # an older one may be repeated by others
                 member.record, member.heard = record, now
             silent = now - member.heard
             if silent > self._limit(name):
@@ -201,5 +203,5 @@ class MembershipCoordinator:
         return (-generation, -number, record.rank < 0, record.rank, member.order)
 
     def _publish(self, view: View) -> None:
-        self.view = view
+        self.view, self._published_at = view, self._clock()
         self._store.write_view(view)

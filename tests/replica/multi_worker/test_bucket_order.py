@@ -10,7 +10,7 @@ from torch import nn
 import mirror
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import DivergenceError
-from mirror.replica.collectives.reduce_ops import Reducer
+from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.multi_worker.in_flight import BucketOrder, agree
 from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
 from mirror.replica.params.replicated_params import param_of

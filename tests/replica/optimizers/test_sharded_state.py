@@ -12,12 +12,12 @@ from torch import nn
 
 import mirror
 from mirror.comm.host.naive_backend import NaiveCommunicator
-from mirror.replica.optimizers.slice_plan import ParamSlice
+from mirror.replica.gradients.slice_plan import ParamSlice
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.pairs import each_once, pairwise
+from tests.replica.gradients.test_slice_plan import gpt2, resnet50
 from tests.replica.optimizers.kinds import Plain
 from tests.replica.optimizers.test_optim_db import NO_CLOSURE, pair_of_optimizers, problem
-from tests.replica.optimizers.test_slice_plan import gpt2, resnet50
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is experimental:UserWarning")
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils import _pytree
 
 import mirror
+from mirror.base.containers import is_shared
 from mirror.device.device_mesh import DeviceMesh
 from mirror.replica.modules.metric_calls import Join
-from mirror.replica.scatter_gather.containers import is_shared
 from tests.oracle import assert_same
 from tests.pairs import each_once
 

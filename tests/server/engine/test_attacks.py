@@ -225,6 +225,50 @@ def test_whatever_reading_a_frame_raises_ends_that_connection_only(capsys):
     assert "closed a connection: unforeseen" in capsys.readouterr().err
 
 
+@pytest.fixture
+def closing():
+    """Gives ``closing(n)``: the address of an actor that closes its first ``n`` connections."""
+    socks, threads = [], []
+
+    def start(number):
+        sock = bind("127.0.0.1", 0)
+        listen(sock)
+        host, port = sock.getsockname()
+        address = {"engine": "process", "id": "flooded", "name": "server 0", "tls": False}
+        address |= {"host": host, "port": port}
+        connecting.register_key("flooded", KEY)
+
+        def close_connections():
+            with contextlib.suppress(OSError):  # the test is over
+                for _ in range(number):
+                    sock.accept()[0].close()
+            own = handshake.actor_credentials(KEY, address)
+            with contextlib.suppress(OSError):  # the test is over
+                handshake.accept(sock.accept()[0], own).close()
+
+        socks.append(sock)
+        threads.append(threading.Thread(target=close_connections, daemon=True))
+        threads[-1].start()
+        return address
+
+    yield start
+    for sock in socks:
+        sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
+    for thread in threads:
+        thread.join(30)
+
+
+def test_a_client_connects_again_until_its_timeout(closing):
+    client = connect(closing(9), 60.0)
+    client._connect().end(ActorDied("server 0"))  # the tenth connection was accepted
+    late = connect(closing(10**6), 0.2)
+    begun = time.monotonic()
+    with pytest.raises(ActorDied, match=r"connections within 0\.2 s .* may be flooded"):
+        late.call("nothing").result(60)
+    assert time.monotonic() - begun < 30
+
+
 class Exhausted:
     """A listening socket in a process that runs out of descriptors at the first connection."""
 

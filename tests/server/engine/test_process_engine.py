@@ -244,3 +244,20 @@ print(fork_server().pid, *pids, flush=True)
     pids = [int(pid) for one in done for pid in one.stdout.split()]
     assert len(pids) == 3 * len(ends)
     until(lambda: not any(lives(pid) for pid in pids))
+
+
+def test_the_state_of_a_process_is_named_until_it_has_ended(process_engine):
+    actor = process_engine.start("named", ECHO, {})
+    pid = actor.pid
+    assert actor.state().startswith(f"; its process {pid} waits or works")
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: actor.state() == f"; its process {pid} is stopped (SIGSTOP)")
+    os.kill(pid, signal.SIGKILL)
+    states = set()
+    until(lambda: states.add(actor.state()) or not actor.alive)
+    assert actor.state() == f"; its process {pid} has ended"
+    assert states <= {
+        f"; its process {pid} is stopped (SIGSTOP)",
+        f"; its process {pid} waits or works",
+        f"; its process {pid} has ended",
+    }

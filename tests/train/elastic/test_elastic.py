@@ -1,8 +1,10 @@
 """Elastic training: killed workers cost no example and no bits."""
 
+import contextlib
 import functools
 import random
 import signal
+import threading
 from collections import Counter
 
 import pytest
@@ -14,7 +16,7 @@ import mirror
 from mirror.train import elastic
 from mirror.train.elastic.membership import Phase
 from tests.pairs import each_once, every, quick_of
-from tests.train.elastic.elastic_workers import POINTS, Kill, plan, train
+from tests.train.elastic.elastic_workers import POINTS, Kill, Trained, agent_of, plan, train
 
 NUM_EXAMPLES, BATCH, NUM_EPOCHS, COMMIT_EVERY = 22, 4, 3, 3
 X = torch.arange(NUM_EXAMPLES * 3.0).reshape(NUM_EXAMPLES, 3).sin()
@@ -118,11 +120,45 @@ def test_all_but_one_are_lost_at_once_and_new_ones_join(undisturbed):
     assert members[1][0].endswith(".0.1")  # the survivor is worker 0: it has the commit
 
 
-def test_a_stopped_worker_is_replaced_after_the_timeout(undisturbed):
+def test_a_stopped_worker_is_replaced_before_the_timeout(undisturbed):
     kills = [[Kill("a sum starts", 9, signal.SIGSTOP)]]
     trained = train(elastic_training, kills=kills, timeout_seconds=2.5)
     check(trained, undisturbed())
     assert len(trained.workers) >= 3
+    assert any("its process was stopped for 0.8 s" in view.why for view in trained.views)
+
+
+@pytest.mark.slow
+def test_a_worker_at_a_tenth_of_the_speed_is_not_lost(undisturbed):
+    has_ended = threading.Event()
+
+    def slow_down(workers):
+        while not has_ended.wait(0.02):
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError):
+                    workers[0].send_signal(number)
+                if number == signal.SIGSTOP:
+                    has_ended.wait(0.18)
+
+    with agent_of(elastic_training, 0.2, timeout_seconds=2.5) as (agent, workers, views):
+        start = agent._start_process
+        thread = threading.Thread(target=slow_down, args=(workers,))
+
+        def start_slow(variables):
+            process = start(variables)
+            if len(workers) == 1:
+                thread.start()
+            return process
+
+        agent._start_process = start_slow
+        try:
+            code = agent.run()
+        finally:
+            has_ended.set()
+            thread.join()
+        results = [worker.outcome[0] for worker in workers if worker.wait() == 0]
+    check(Trained(code, results, views, workers), undisturbed())
+    assert max(view.generation for view in views) == 1
 
 
 @pytest.mark.parametrize("least", quick_of([1, 2], [1]))

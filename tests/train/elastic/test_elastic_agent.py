@@ -75,7 +75,7 @@ def test_lost_workers_are_started_again_as_often_as_allowed():
 
 def coordinates(port, number):
     """Coordinates a training of one worker; once it trains, this process sends itself a signal."""
-    store = MembershipStore(elastic_agent._serve(port))
+    store = MembershipStore(elastic_agent._serve(port), is_coordinator=True)
     coordinator = MembershipCoordinator(store, MembershipOptions(1, 1))
     while coordinator.step().phase is not Phase.TRAINING or number is None:
         threading.Event().wait(0.01)

@@ -22,7 +22,7 @@ class Cluster:
     """A coordinator and workers without processes."""
 
     def __init__(self, least=1, most=2, **options):
-        self.store, self.time = MembershipStore(HashStore()), 0.0
+        self.store, self.time = MembershipStore(HashStore(), is_coordinator=True), 0.0
         self.records = {}
         rules = MembershipOptions(least, most, **options)
         self.coordinator = MembershipCoordinator(self.store, rules, lambda: self.time)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mirror.replica.gradients.buckets import bucket_ends
-from mirror.replica.optimizers.slice_plan import (
+from mirror.replica.gradients.slice_plan import (
     ParamSlice,
     chunk_ends,
     find_uncovered,

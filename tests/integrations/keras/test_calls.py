@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.replica.keras.programs import outcomes
+from tests.integrations.keras.programs import outcomes
 
 pytestmark = pytest.mark.slow
 

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import wrap_once
+from mirror.comm.reduce_ops import weighted_mean
 from mirror.errors import StrategyError
 from mirror.execution.run import current
-from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.modules.metric_calls import Join, merge_call_joined
 from mirror.values import leaves_of
 

@@ -29,18 +29,20 @@ from mirror.errors import StrategyError
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import Runner, runner_of
-from mirror.replica.gradients.grad_tracker import current_lane
-from mirror.replica.keras.keras_layers import (
+from mirror.integrations.keras_layers import (
     KerasThreadState,
     LayerWrites,
     assign_merged,
     find_keras,
+    is_layer,
     is_stateless,
     keras_device,
     library,
     wrap_metrics,
 )
+from mirror.replica.gradients.grad_tracker import current_lane
 from mirror.replica.modules.module_owner import recording
+from mirror.replica.modules.module_registry import LayerLibrary, layer_libraries
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.threads.merge_point import MergePoint
 from mirror.values import leaves_of, map_structure
@@ -329,3 +331,6 @@ def _refuse_layer_init(original: Callable[..., None]) -> Callable[..., None]:
 
     vars(__init__)["__signature__"] = inspect.signature(original)
     return __init__
+
+
+layer_libraries.append(LayerLibrary(is_layer, KerasCall, wrap_keras))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.replica import bitwise
-from mirror.replica.bitwise import same_bits, same_values, sum_of_bits
+from mirror.base import bitwise
+from mirror.base.bitwise import same_bits, same_values, sum_of_bits
 from mirror.replica.params.mirrored_tensor import path_of
 
 DTYPES = [

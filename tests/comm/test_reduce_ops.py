@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.replica.collectives.reduce_ops import reduce_op
+from mirror.comm.reduce_ops import reduce_op
 
 
 class TensorFlowOp(enum.Enum):

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mirror.base.bitwise import bytes_of, same_bits, same_values, sum_of_bits
 from mirror.errors import ReplicaMismatchError
 from mirror.execution.runner import Runner
-from mirror.replica.bitwise import bytes_of, same_bits, same_values, sum_of_bits
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.threads.user_frames import add_note
 from mirror.values import leaves_of
