@@ -437,7 +437,7 @@ class MirroredOptimizer:
     # One step for all
 
     def _step_first(self, optimizer: Optimizer, leader: int) -> None:
-        """Steps the first replica and copies the result to all. See [Note: One device...]."""
+        """Steps the first replica and copies the result to all."""
         self._optimizers.gather(self.loan.parameters, leader)
         try:
             self.loan.swap_in(0)
