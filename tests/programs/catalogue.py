@@ -23,6 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
+# Reasons for programs to be ``apart`` from a column
+ON_HOST = {"gpus": "it uses tensors of the host beside those of the model"}
+
 # For three replicas: 3 + 3 + 2, 3 + 2 + 2, 2 + 2 + 1, two with one example, one with one.
 SIZES = (8, 7, 5, 2, 1)
 

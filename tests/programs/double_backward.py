@@ -6,10 +6,19 @@ import torch.utils.checkpoint
 from torch import nn
 
 import mirror
-from tests.programs.catalogue import SIZES, Net, adam, cross_entropy, features, program, sgd
+from tests.programs.catalogue import (
+    ON_HOST,
+    SIZES,
+    Net,
+    adam,
+    cross_entropy,
+    features,
+    program,
+    sgd,
+)
 
 
-@program(ways=["run"])
+@program(apart=ON_HOST, ways=["run"])
 def autograd_grad_inside_run_gives_the_replicas_own_gradient(place):
     model = place.put(Net())
 

@@ -6,10 +6,10 @@ import torch.utils.checkpoint
 from torch import nn
 
 from tests.oracle import assert_same
-from tests.programs.catalogue import Net, cross_entropy, features, program, sgd
+from tests.programs.catalogue import ON_HOST, Net, cross_entropy, features, program, sgd
 
 
-@program(apart={"workers": "gradients of tensors that are not mirrored are each worker's own"})
+@program(apart={**ON_HOST, "workers": "gradients of plain tensors are each worker's own"})
 def functional_call_with_other_parameters(place):
     """The given tensors get the gradients; the model keeps its own parameters."""
 
@@ -68,7 +68,7 @@ def gradients_of_torch_func(place):
     return seen, place.train(model, sgd(model)), model
 
 
-@program(ways=["run"])
+@program(apart={"gpus": "the simulated GPUs do not know tensors of vmap"}, ways=["run"])
 def per_example_gradients_inside_run(place):
     model = place.put(Net())
 
@@ -86,7 +86,7 @@ def per_example_gradients_inside_run(place):
     return [place.step(step, *batch) for batch in features()]
 
 
-@program
+@program(apart=ON_HOST)
 def summaries_of_the_model_read_as_of_a_plain_one(place):
     model = place.put(Net())
     place.train(model, sgd(model), sizes=(5,))

@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import mirror
-from tests.programs.catalogue import Net, adam, cross_entropy, features, program, sgd
+from tests.programs.catalogue import ON_HOST, Net, adam, cross_entropy, features, program, sgd
 
 
 @program
@@ -73,7 +73,7 @@ def global_module_hooks_act(place):
         handle.remove()
 
 
-@program(where=["before mirroring", "after mirroring"])
+@program(apart=ON_HOST, where=["before mirroring", "after mirroring"])
 def gradient_hooks_of_parameters_scale_and_mask(place, where):
     """Linear hooks: the same on every part of the gradient as on the whole."""
 

@@ -246,7 +246,7 @@ def weights_are_tied_and_untied_after_mirroring(place):
     return losses, place.train(model, optimizer), model, optimizer
 
 
-@program
+@program(apart={"gpus": "a GPU draws other numbers"})
 def layers_are_initialised_again_after_mirroring(place):
     model = place.put(Net())
     model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)

@@ -11,7 +11,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import finishes
-from tests.programs.catalogue import Net, Place, adam, features, program, sgd
+from tests.programs.catalogue import ON_HOST, Net, Place, adam, features, program, sgd
 
 
 def _through_file(value, **options):
@@ -21,7 +21,7 @@ def _through_file(value, **options):
     return torch.load(file, **options)
 
 
-@program
+@program(apart=ON_HOST)
 def state_goes_to_a_plain_model_and_back_in_mid_training(place):
     model = place.put(Net())
     optimizer = adam(model)
@@ -55,7 +55,7 @@ def training_goes_back_to_an_earlier_state(place):
     return losses, place.train(model, optimizer), model, optimizer
 
 
-@program(how=["pickle", "torch.save", "deepcopy"])
+@program(apart=ON_HOST, how=["pickle", "torch.save", "deepcopy"])
 def a_model_and_its_optimizer_are_copied_in_mid_training(place, how):
     """One copy of both: the copied optimizer steps the copied parameters."""
 

@@ -7,7 +7,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
-from tests.programs.catalogue import Net, adam, cross_entropy, features, program, sgd
+from tests.programs.catalogue import ON_HOST, Net, adam, cross_entropy, features, program, sgd
 
 
 @program
@@ -105,7 +105,7 @@ def an_averaged_model(place, scoped, kind):
     return losses, out, average, model, optimizer, scheduler
 
 
-@program(how=["lerp", "data", "foreach", "state_dict"])
+@program(apart=ON_HOST, how=["lerp", "data", "foreach", "state_dict"])
 def an_ema_by_deepcopy(place, how):
     """The average is updated, evaluated, and its weights put into the model and out again."""
 

@@ -10,6 +10,7 @@ import pytest
 
 import mirror
 from tests.conftest import step_as_on_distinct_devices
+from tests.gpu.fake import FakeGpus
 from tests.one_memory import one_memory  # noqa: F401
 from tests.oracle import assert_same
 from tests.pairs import EXHAUSTIVE
@@ -31,6 +32,7 @@ class Column:
         in_scope: whether all of the program is in the scope.
         own_steps: whether each replica steps an optimizer of its own, as on distinct devices.
         workers: the number of replicas of each worker; none: all are in this process.
+        on_gpus: whether the devices are simulated GPUs.
     """
 
     way: str
@@ -40,6 +42,7 @@ class Column:
     in_scope: bool = False
     own_steps: bool = False
     workers: tuple[int, ...] = ()
+    on_gpus: bool = False
 
     def strategy(self, options):
         if self.workers:
@@ -47,7 +50,8 @@ class Column:
             return mirror.MultiWorkerMirroredStrategy(devices, **options)
         if self.is_central:
             return mirror.CentralStorageStrategy(["cpu"] * self.n)
-        strategy = mirror.MirroredStrategy(["cpu"] * self.n, **{**options, **self.options})
+        devices = [f"cuda:{i}" if self.on_gpus else "cpu" for i in range(self.n)]
+        strategy = mirror.MirroredStrategy(devices, **{**options, **self.options})
         if self.own_steps:
             step_as_on_distinct_devices(strategy)
         return strategy
@@ -66,6 +70,7 @@ COLUMNS = {
     "loop-x2-central": Column("loop", 2, is_central=True),
     "run-x3-staggered": Column("run", 3, {"schedule": "staggered"}),
     "run-x3-parallel": Column("run", 3, {"schedule": "parallel"}),
+    "run-on-gpus-in-scope": Column("run", 2, {"backend": "naive"}, in_scope=True, on_gpus=True),
     "run-on-workers": Column("run", 3, workers=(2, 1)),
     "compiled-x2": Column("compiled", 2),
 }
@@ -91,9 +96,12 @@ def cases():
 def run_on_replicas(i, column, options):
     """Returns what the program of that number leaves in a column; runs on workers as well."""
     program = PROGRAMS[i]
-    with _ignoring(program), column.strategy(options) as strategy, contextlib.ExitStack() as scope:
+    with _ignoring(program), contextlib.ExitStack() as stack:
+        if column.on_gpus:
+            stack.enter_context(FakeGpus(column.n))
+        strategy = stack.enter_context(column.strategy(options))
         if column.in_scope:
-            scope.enter_context(strategy.scope())
+            stack.enter_context(strategy.scope())
         return program(Place(strategy, column.way))
 
 
