@@ -6,8 +6,8 @@
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 # make exhaustive-test   whole products, long soaks, every fault at every point: hours
 # make third-party  trains programs over public libraries, and writes build/third-party.md
-# make wheel  the sdist, and of it a wheel for manylinux_2_28, checked, in dist/
-# make installed   that wheel installed outside the checkout, and used: under a minute
+# make wheel  the sdist, of it a wheel for manylinux_2_28, checked, and that of extras/tpu, in dist/
+# make installed   these wheels installed outside the checkout, and used: under a minute
 # make docs   the documents and the API as a site, in build/site; what is broken is an error
 # make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
 # make tpu    the tests of mirror.TPUStrategy on simulated devices of jax, in .venv-tpu
@@ -84,6 +84,7 @@ wheel: $(VENV)/test.stamp
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat $(PLATFORM) \
 	    --wheel-dir dist dist/unchecked/*.whl
 	mv dist/unchecked/*.tar.gz dist
+	$(BIN)/python -m build --wheel --outdir dist extras/tpu
 
 # The same for another architecture; its compiler is Debian's g++-aarch64-linux-gnu. Of other
 # architectures auditwheel finds the platform, and takes none by name.
@@ -93,7 +94,9 @@ wheel-aarch64:
 	ls dist/*manylinux_2_2[0-8]_aarch64*.whl
 
 installed: wheel
-	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/installed.py dist/*.whl
+	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/installed.py \
+	    dist/mirror_strategy-*.whl dist/mirror_strategy_tpu-*.whl
+
 docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs/site . build/site
 	@echo "build/site/README.html"
@@ -120,7 +123,7 @@ tpu:
 
 tpu-here: $(VENV)/tpu.stamp
 	$(PIP) pytest
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/integrations/tpu
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tpu
 
 # Not part of make test: gigabytes of torch for that interpreter. Its safetensors is a pre-release,
 # and libraries that do not declare themselves would turn the GIL on: triton, which optimizers import.
@@ -141,6 +144,11 @@ $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard csrc/* c
 	$(PIP) 'torch==$(TORCH)' --editable '.[$*]'
 	touch $@
 
+# The extra tpu is a distribution of its own, in the same repository.
+$(VENV)/tpu.stamp: $(VENV)/torch.stamp pyproject.toml extras/tpu/pyproject.toml setup.py $(wildcard csrc/* csrc/host/*)
+	$(PIP) 'torch==$(TORCH)' --editable '.[tpu]' --editable extras/tpu
+	touch $@
+
 .venv-third-party/third-party.stamp: tests/scripts/third_party/requirements.txt
 	$(MAKE) --no-print-directory VENV=.venv-third-party .venv-third-party/smoke.stamp
 	.venv-third-party/bin/python -m pip --disable-pip-version-check install --quiet \
@@ -149,13 +157,13 @@ $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard csrc/* c
 
 # Without what pyproject.toml says of torch, so that other versions can be tried.
 $(VENV)/smoke.stamp: $(VENV)/torch.stamp setup.py $(wildcard csrc/* csrc/host/*)
-	$(PIP) numpy '$(SAFETENSORS)'
+	$(PIP) numpy
 	$(PIP) --no-deps --editable .
 	touch $@
 
 # What those tests need beside it; torch stays as it is.
 $(VENV)/core.stamp: $(VENV)/smoke.stamp
-	$(PIP) pytest hypothesis expecttest
+	$(PIP) pytest hypothesis expecttest '$(SAFETENSORS)'
 	touch $@
 
 $(VENV)/torch.stamp: | $(BIN)/python

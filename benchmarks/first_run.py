@@ -110,8 +110,8 @@ def machine() -> Machine:
         gpu=no_gpu,
         two_gpus=alone,
         libraries=libraries,
-        cupy=cuda_kernels.missing_reason([]),
-        nccl=libnccl.missing_reason(),
+        cupy=cuda_kernels.kernels_missing_reason([]),
+        nccl=libnccl.nccl_missing_reason(),
         peers=alone
         or (f"these GPUs do not reach each other's memory: {', '.join(apart)}" if apart else None),
         sanitizer=None

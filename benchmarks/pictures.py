@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 import mirror
-from mirror.devices import are_distinct, describe, is_simulated
+from mirror.devices import are_distinct, is_simulated, model_name
 
 KIB = 2**10
 
 
 def caption_of(devices: Sequence[torch.device]) -> str:
     """Returns the devices (or "simulated"), the machine, the versions and the date."""
-    names = Counter(describe(device) for device in dict.fromkeys(devices) if device.type != "cpu")
+    names = Counter(
+        model_name(device) for device in dict.fromkeys(devices) if device.type != "cpu"
+    )
     gpus = ", ".join(f"{count} x {name}" for name, count in names.items())
     where = gpus or "the CPU"
     if is_simulated(devices) or not are_distinct(devices):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mirror import amp, comm, data, metrics, nn, train
+from mirror import comm, data
 from mirror.base.migration_hints import names_of
 from mirror.base.pictures import Trace
 from mirror.comm.reduce_ops import ReduceOp
@@ -28,8 +28,6 @@ from mirror.errors import (
     WorkerLostError,
 )
 from mirror.integrations import keras_call as _keras_call  # noqa: F401  adds Keras
-from mirror.integrations.tpu_strategy import TPUStrategy
-from mirror.server.roles.coordinator import ClusterCoordinator
 from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.mirrored import (
     MirroredStrategy,
@@ -42,14 +40,42 @@ from mirror.strategy.mirrored import (
     set_aggregation,
 )
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
-from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
-from mirror.tools.planning.plan import plan
-from mirror.train.checkpoint.checkpoint import Checkpoint
-from mirror.train.checkpoint.manager import CheckpointManager
-from mirror.train.checkpoint.preemption import PreemptionCheckpointHandler
 from mirror.values import PerReplica
+
+if TYPE_CHECKING:
+    from mirror import amp, cluster, metrics, nn, testing, train
+    from mirror import server as server
+    from mirror.integrations.tpu import TPUStrategy
+    from mirror.server.roles.coordinator import ClusterCoordinator
+    from mirror.strategy.parameter_server import ParameterServerStrategy
+    from mirror.tools.planning.plan import plan
+    from mirror.train.checkpoint.checkpoint import Checkpoint
+    from mirror.train.checkpoint.manager import CheckpointManager
+    from mirror.train.checkpoint.preemption import PreemptionCheckpointHandler
+else:  # hidden from type checkers, which must report unknown names
+    __getattr__ = names_of(
+        "mirror",
+        lazy={
+            "Checkpoint": "mirror.train.checkpoint.checkpoint",
+            "CheckpointManager": "mirror.train.checkpoint.manager",
+            "ClusterCoordinator": "mirror.server.roles.coordinator",
+            "ParameterServerStrategy": "mirror.strategy.parameter_server",
+            "PreemptionCheckpointHandler": "mirror.train.checkpoint.preemption",
+            "TPUStrategy": "mirror.integrations.tpu",
+            "amp": "mirror.amp",
+            "cluster": "mirror.cluster",
+            "keras": "mirror.keras",
+            "lightning": "mirror.lightning",
+            "metrics": "mirror.metrics",
+            "nn": "mirror.nn",
+            "plan": "mirror.tools.planning.plan",
+            "server": "mirror.server",
+            "testing": "mirror.testing",
+            "train": "mirror.train",
+        },
+    )
 
 __version__ = "0.1.0"
 
@@ -108,7 +134,6 @@ __all__ = [
     "train",
 ]
 
-if TYPE_CHECKING:
-    from mirror import cluster, testing
-else:  # imported on demand; hidden from type checkers, which must report unknown names
-    __getattr__ = names_of("mirror", lazy={"cluster", "keras", "lightning", "testing"})
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -387,7 +388,11 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    name, _ = _BENCHMARKS[args.benchmark]
+    script = _find_benchmark(_BENCHMARKS[args.benchmark][0])
+    return subprocess.run([sys.executable, script, *args.options]).returncode
+
+
+def _find_benchmark(name: str) -> str:
     package = Path(__file__).resolve().parent
     folders = (package / "benchmarks", package.parent / "benchmarks")  # of a wheel, of a checkout
     script = next((folder / name for folder in folders if (folder / name).exists()), None)
@@ -395,7 +400,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise MirrorError(
             f"benchmarks/{name} is missing in this installation; install mirror again"
         )
-    return subprocess.run([sys.executable, str(script), *args.options]).returncode
+    return str(script)
 
 
 def _add_checkpoint(commands: Any) -> None:
@@ -554,10 +559,15 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mirror.tools.planning.published_figures import make_plan, table_of_checks, table_of_links
+    from mirror.tools.planning.all_reduce_cost import table_of_links
+    from mirror.tools.planning.plan import make_plan
 
+    published = {}
+    if args.check or args.case is not None:
+        published = runpy.run_path(_find_benchmark("published_figures.py"))
     if args.links or args.check:
-        tables = [table_of_links()] * args.links + [table_of_checks()] * args.check
+        tables = [table_of_links()] * args.links
+        tables += [published["table_of_checks"]()] if args.check else []
         print("\n\n".join(tables))
         return 0
     if args.case is None and None in (args.step_ms, args.parameters):
@@ -566,7 +576,8 @@ def _plan(args: argparse.Namespace) -> int:
     for name in ("step", "host", "update"):
         milliseconds = getattr(args, f"{name}_ms")
         given[f"{name}_seconds"] = None if milliseconds is None else milliseconds / 1e3
-    found = make_plan(given, args.case)
+    case = {} if args.case is None else published["arguments_of_case"](args.case)
+    found = make_plan(given, case)
     if args.plot:
         found.plot(args.plot)
     print(found.to_json() if args.json else found)

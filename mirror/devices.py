@@ -148,7 +148,7 @@ def are_distinct(devices: Sequence[torch.device]) -> bool:
     return len(set(devices)) == len(devices)
 
 
-def describe(device: torch.device) -> str:
+def model_name(device: torch.device) -> str:
     """Returns the model name of a GPU, or ``"cpu"``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
@@ -176,10 +176,10 @@ def backward_in_calling_thread(devices: Sequence[torch.device]) -> AbstractConte
 
 def random_state(device: torch.device) -> torch.Tensor:
     """Returns the state of the device's default random generator."""
-    return state_of(_generator(device))
+    return generator_state(_generator(device))
 
 
-def state_of(generator: torch.Generator) -> torch.Tensor:
+def generator_state(generator: torch.Generator) -> torch.Tensor:
     """Returns the state of a generator; several threads may call this at once.
 
     torch creates the tensor while it holds the generator's mutex. A garbage collection at that
@@ -238,7 +238,7 @@ def parse(devices: Iterable[object]) -> tuple[torch.device, ...]:
     """Returns the named devices, without a check that they exist.
 
     Raises:
-        DeviceError: an entry is no name of a device.
+        DeviceError: an entry is not the name of a device.
     """
     return tuple(_parse_one(device, num_cuda_devices())[1] for device in devices)
 

@@ -239,6 +239,11 @@ def short_repr(value: object) -> str:
     return _kind(value)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text."""
+    return str(error).strip().partition("\n")[0]
+
+
 def _kind(value: object) -> str:
     name = type(value).__name__
     return f"{_article(name)} {name}"

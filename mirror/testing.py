@@ -91,7 +91,7 @@ def assert_equal_to_one_device(
     Raises:
         AssertionError: the result of ``mirror check``: the first step, quantity and module that
             differ, the likely cause and the remedy; or why the program cannot be compared.
-        ValueError: a number of replicas or steps is below 1, or the tolerance is no number.
+        ValueError: a number of replicas or steps is below 1, or the tolerance is not a number.
         Exception: what the program raises on one device.
     """
     several = isinstance(replicas, Iterable) and not isinstance(replicas, _SCALARS)
@@ -118,7 +118,7 @@ def compare_with_one_device(
     The arguments are those of ``assert_equal_to_one_device``.
 
     Raises:
-        ValueError: the number of replicas or steps is below 1, or the tolerance is no number.
+        ValueError: the number of replicas or steps is below 1, or the tolerance is not a number.
         Exception: what the program raises on one device.
     """
     options = _options([replicas], steps, tolerance, no_dropout, double)

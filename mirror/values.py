@@ -137,8 +137,8 @@ class PerReplica(Generic[T]):
         remedy = ""
         if what == "__iter__":  # def repackage(h): h.detach() if isinstance(h, Tensor) else ...
             remedy = (
-                "; it is no torch.Tensor, so where isinstance(h, torch.Tensor) chooses between a "
-                "tensor and a tuple, write isinstance(h, (torch.Tensor, mirror.PerReplica))"
+                "; it is not a torch.Tensor, so where isinstance(h, torch.Tensor) chooses between "
+                "a tensor and a tuple, write isinstance(h, (torch.Tensor, mirror.PerReplica))"
             )
         raise TypeError(
             f"a PerReplica holds one value per replica and has no {what} of its own in the "

@@ -145,7 +145,7 @@ def test_replicas_on_one_device_are_not_distinct():
 
 
 def test_the_cpu_is_called_cpu_and_needs_no_synchronization():
-    assert devices.describe(CPU) == "cpu"
+    assert devices.model_name(CPU) == "cpu"
     with devices.using(CPU):
         devices.synchronize(CPU)
 
@@ -156,7 +156,7 @@ def test_using_a_gpu_makes_it_current():
     with devices.using(last):
         assert torch.cuda.current_device() == last.index
         devices.synchronize(last)
-    assert devices.describe(last) == torch.cuda.get_device_name(last)
+    assert devices.model_name(last) == torch.cuda.get_device_name(last)
 
 
 def test_backward_stays_in_the_calling_thread_on_gpus_only():
@@ -272,7 +272,7 @@ def test_lists_that_are_no_places_are_refused(rows, what, visible):
 
 STATES_IN_THREADS = """
 import gc, os, sys, threading, torch
-from mirror.devices import state_of
+from mirror.devices import generator_state
 generator = torch.default_generator
 base = torch.ones(3, requires_grad=True)
 gc.set_threshold(5)
@@ -284,18 +284,18 @@ def work():
             cycle.append(cycle)
         del cycle
         gc.enable()
-        generator.set_state(state_of(generator))
+        generator.set_state(generator_state(generator))
 threads = [threading.Thread(target=work) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert gc.isenabled()
 gc.disable()
-state_of(generator)
+generator_state(generator)
 assert not gc.isenabled()
 """
 
 
 def test_threads_read_the_state_of_a_generator_while_garbage_is_collected(script_pool):
-    """torch's own reading stops the whole process there: see ``state_of``."""
+    """torch's own reading stops the whole process there: see ``generator_state``."""
     done = script_pool.run(STATES_IN_THREADS)
     assert (done.returncode, done.stderr) == (0, "")

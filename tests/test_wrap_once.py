@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from mirror.base.torch_private import wrap_once
+from mirror.base.torch_private import wrap_once, wrapping
 
 
 class Base:
@@ -141,3 +141,15 @@ def test_threads_wrap_once_together(kind):
 def test_what_is_not_there_cannot_be_wrapped(kind):
     with pytest.raises(AttributeError):
         wrap_once(kind, "missing", _count_calls)
+
+
+@pytest.mark.parametrize("name", ["make", "add", "call"])
+def test_a_wrapper_of_a_block_is_taken_out_after_it(kind, name):
+    wrap_once(kind, name, _also_noted)
+    before = vars(kind)[name]
+    with pytest.raises(KeyError), wrapping(kind, name, _count_calls):
+        getattr(kind(), name)(*[1] * (2 if name == "add" else 1))
+        assert not wrap_once(kind, name, _also_noted)
+        raise KeyError
+    assert calls == [name, name]
+    assert vars(kind)[name] is before

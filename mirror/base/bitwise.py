@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout is not torch.strided:
         return all(map(same_bits, _parts(a), _parts(b)))
-    a, b = (t.detach().cpu().resolve_conj().resolve_neg().contiguous() for t in (a, b))
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
@@ -53,8 +56,35 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return total
 
 
+def have_equal_numbers(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, on any devices, have equal shapes and numbers; NaN equals nothing."""
+    if a.shape != b.shape:
+        return False
+    if a.layout is torch.strided and b.layout is torch.strided:
+        return torch.equal(a.to(b.device), b)
+    return same_bits(a, b)
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal: tensors and arrays by their bits, others by type and ``==``.
+
+    NaN equals NaN. Objects that cannot be compared are different.
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same_bits(a, b)
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
+    try:
+        return type(a) is type(b) and (a is b or bool(a == b) or bool(a != a and b != b))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
 def same_values(a: Any, b: Any) -> bool:
-    """Whether two nested values hold tensors with equal bits and equal numbers and strings."""
+    """Whether two nested values hold tensors with equal bits and equal numbers and strings.
+
+    Other objects in them are not compared.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return same_bits(a, b)
     if type(a) is not type(b):

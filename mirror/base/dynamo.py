@@ -139,7 +139,7 @@ def forget_compiled() -> None:
         torch._dynamo.reset_code_caches()
 
 
-def is_compiled(module: nn.Module) -> bool:
+def is_compiled_module(module: nn.Module) -> bool:
     """Whether a module is the result of ``torch.compile(module)``."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)

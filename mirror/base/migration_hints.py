@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 ClassT = TypeVar("ClassT", bound=type)
@@ -118,16 +118,21 @@ def keywords_with_hints(place: str) -> Callable[[FunctionT], FunctionT]:
     return decorate
 
 
-def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleType]:
+def names_of(module: str, lazy: Mapping[str, str] = MappingProxyType({})) -> Callable[[str], Any]:
     """Returns a module's ``__getattr__``, which raises hints for foreign names.
 
     Args:
-        lazy: submodules that are imported at their first use.
+        lazy: names that are imported at their first use, and the module that defines each; that
+            of a submodule is the submodule.
     """
 
-    def __getattr__(name: str) -> ModuleType:
+    def __getattr__(name: str) -> Any:
         if name in lazy:
-            return import_module(f"{module}.{name}")
+            value: Any = import_module(lazy[name])
+            if lazy[name] != f"{module}.{name}":
+                value = getattr(value, name)
+            setattr(sys.modules[module], name, value)  # not asked for again
+            return value
         hint = find([module], name)
         if hint is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -260,7 +260,7 @@ def _check_writable(path: str | os.PathLike[str]) -> Path:
     target = Path(path).resolve()  # the program may change its directory before the end
     try:
         if target.exists() and not target.is_file():
-            raise OSError(errno.EISDIR, "it is no regular file")
+            raise OSError(errno.EISDIR, "it is not a regular file")
         with suppress(_EnoughError), replace_atomically(target):
             raise _EnoughError
     except OSError as error:

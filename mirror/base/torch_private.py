@@ -21,8 +21,8 @@ import operator
 import platform
 import threading
 from ast import literal_eval
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,16 +93,36 @@ def wrap_once(owner: Any, name: str, wrapper: Callable[[Function], Function]) ->
 
 def _wrap_once(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> bool:
     key = (owner, name, f"{wrapper.__module__}.{wrapper.__qualname__}")
-    kind, original = _kind_and_function(owner, name)
-    known = getattr(original, _WRAPS, ())
+    known = getattr(_kind_and_function(owner, name)[1], _WRAPS, ())
     if key in known:
         return False
+    _wrap(owner, name, wrapper, {_WRAPS: (*known, key)})
+    return True
+
+
+@contextmanager
+def wrapping(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> Iterator[None]:
+    """Replaces an attribute as ``wrap_once`` does, but only while the block runs.
+
+    The owner's own attribute is put back afterwards, without what others have put around it since.
+    """
+    original = vars(owner)[name]
+    _wrap(owner, name, wrapper, {})
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _wrap(
+    owner: Any, name: str, wrapper: Callable[[Function], Function], marks: dict[str, Any]
+) -> None:
+    kind, original = _kind_and_function(owner, name)
     function = wrapper(original)
     own = dict(vars(function))
     functools.update_wrapper(function, original)
-    vars(function).update(own, **{_WRAPS: (*known, key)})
+    vars(function).update(own, **marks)
     setattr(owner, name, function if kind is None else kind(function))
-    return True
 
 
 def plain_apply() -> Function:

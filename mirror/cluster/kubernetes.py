@@ -107,27 +107,11 @@ class KubernetesResolver(ClusterResolver):
             hosts = [f"{own_job}-{i}.{subdomain}" for i in range(rendezvous.world_size)]
         return ClusterSpec({"worker": [h and f"{h}:{rendezvous.master_port}" for h in hosts]})
 
-    @property
-    def task_type(self) -> str | None:
-        """``"worker"``; with a client, None until it is set."""
-        if self._task_type is None and self._client is None:
-            return "worker"
-        return self._task_type
+    def _read_task_type(self) -> str | None:
+        return "worker" if self._client is None else None
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The rank of this worker; with a client, None until it is set."""
-        if self._task_id is None and self._client is None:
-            return self._check_environment().rank
-        return self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _read_task_id(self) -> int | None:
+        return self._check_environment().rank if self._client is None else None
 
     def rendezvous(self) -> Rendezvous:
         """Returns the rendezvous of the environment; with a client, that of the listed pods."""

@@ -42,29 +42,11 @@ class TorchrunResolver(ClusterResolver):
         first = f"{rendezvous.master_address}:{rendezvous.master_port}"
         return ClusterSpec({"worker": [first, *[""] * (rendezvous.world_size - 1)]})
 
-    @property
-    def task_type(self) -> str | None:
-        """``"worker"``, or None if there is only this process."""
-        return (
-            "worker"
-            if self._task_type is None and self._is_started_by_torchrun
-            else self._task_type
-        )
+    def _read_task_type(self) -> str | None:
+        return "worker" if self._is_started_by_torchrun else None
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """RANK, or None if there is only this process."""
-        if self._task_id is None and self._is_started_by_torchrun:
-            return self._check_environment().rank
-        return self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _read_task_id(self) -> int | None:
+        return self._check_environment().rank if self._is_started_by_torchrun else None
 
     def rendezvous(self) -> Rendezvous:
         """Returns what the variables describe; ClusterError if one is missing or wrong."""

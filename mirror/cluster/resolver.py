@@ -24,8 +24,9 @@ class ClusterResolver(ABC):
     """Returns the cluster and the task of this process, as ``tf.distribute.cluster_resolver``.
 
     Each call reads the source again. ``task_type`` (the job), ``task_id`` (the index in it) and
-    ``rpc_layer`` (the protocol in ``master()``) can be set; then they replace the values that were
-    found. A subclass must implement ``cluster_spec()``.
+    ``rpc_layer`` (the protocol in ``master()``) can be set; then they replace the values of the
+    source. A subclass must implement ``cluster_spec()``; it returns the values of its source in
+    ``_read_task_type``, ``_read_task_id`` and ``_read_rpc_layer``.
     """
 
     _task_type: str | None = None
@@ -39,7 +40,7 @@ class ClusterResolver(ABC):
     @property
     def task_type(self) -> str | None:
         """The job of this process; None if it is unknown."""
-        return self._task_type
+        return self._read_task_type() if self._task_type is None else str(self._task_type)
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -48,7 +49,7 @@ class ClusterResolver(ABC):
     @property
     def task_id(self) -> int | None:
         """The index of this process in its job; None if it is unknown."""
-        return self._task_id
+        return self._read_task_id() if self._task_id is None else int(self._task_id)
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -57,11 +58,20 @@ class ClusterResolver(ABC):
     @property
     def rpc_layer(self) -> str | None:
         """The protocol in front of the address in ``master()``; torch.distributed uses none."""
-        return self._rpc_layer
+        return self._read_rpc_layer() if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
+
+    def _read_task_type(self) -> str | None:
+        return None
+
+    def _read_task_id(self) -> int | None:
+        return None
+
+    def _read_rpc_layer(self) -> str | None:
+        return None
 
     @property
     def environment(self) -> str | None:
@@ -235,7 +245,7 @@ class UnionResolver(ClusterResolver):
                     f"a UnionResolver is made of ClusterResolvers; got {short_repr(resolver)}"
                 )
         self._resolvers = resolvers
-        self._rpc_layer = rpc_layer
+        self._rpc_layer = rpc_layer or None
         self._task_type = task_type
         self._task_id = task_id
 
@@ -259,32 +269,14 @@ class UnionResolver(ClusterResolver):
                 merged[job] = _merge_by_index(job, named)
         return ClusterSpec(merged)
 
-    @property
-    def task_type(self) -> str | None:
-        """The argument, or the first resolver's value."""
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
+    def _read_task_type(self) -> str | None:
+        return self._resolvers[0].task_type
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
+    def _read_task_id(self) -> int | None:
+        return self._resolvers[0].task_id
 
-    @property
-    def task_id(self) -> int | None:
-        """The argument, or the first resolver's value."""
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The argument, or the first resolver's value."""
-        return self._rpc_layer or self._resolvers[0].rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _read_rpc_layer(self) -> str | None:
+        return self._resolvers[0].rpc_layer
 
     @property
     def environment(self) -> str | None:

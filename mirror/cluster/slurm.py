@@ -92,23 +92,11 @@ class SlurmResolver(ClusterResolver):
         tasks = [f"{nodes[node]}:{self._port_base + i}" for node, i in self._step.placement]
         return ClusterSpec({job: tasks[begin:end] for job, (begin, end) in self._jobs.items()})
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process, from SLURM_PROCID."""
-        return self._own_task[0] if self._task_type is None else self._task_type
+    def _read_task_type(self) -> str | None:
+        return self._task_of_process()[0]
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job."""
-        return self._own_task[1] if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _read_task_id(self) -> int | None:
+        return self._task_of_process()[1]
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Returns ``task_type`` and ``task_id``."""
@@ -120,8 +108,7 @@ class SlurmResolver(ClusterResolver):
         """Returns the number of GPUs of a task; it is the same for all tasks."""
         return {"GPU": self._gpus_per_task}
 
-    @property
-    def _own_task(self) -> tuple[str, int]:
+    def _task_of_process(self) -> tuple[str, int]:
         rank = self._step.rank
         return next((j, rank - b) for j, (b, e) in self._jobs.items() if b <= rank < e)
 
@@ -346,7 +333,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     hosts: list[str] = []
     for part in _parts(hostlist) if hostlist else ():
         if not _HOST.fullmatch(part):
-            raise _hostlist_error(hostlist, f"{short_repr(part)} is no host")
+            raise _hostlist_error(hostlist, f"{short_repr(part)} is not a host")
         choices = [
             [literal] if literal else _numbers(hostlist, ranges)
             for ranges, literal in _PIECE.findall(part)
@@ -398,7 +385,7 @@ def _numbers(hostlist: str, ranges: str) -> list[str]:
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not 0 <= last - first < MAX_HOSTS:
-            raise _hostlist_error(hostlist, f"{short_repr(part)} is no range of numbers")
+            raise _hostlist_error(hostlist, f"{short_repr(part)} is not a range of numbers")
         width = len(match[1]) if match else 0
         texts.append([str(number).zfill(width) for number in range(first, last + 1)])
     return list(chain.from_iterable(texts))

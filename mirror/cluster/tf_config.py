@@ -64,11 +64,7 @@ class TFConfigResolver(ClusterResolver):
             )
         return spec
 
-    @property
-    def task_type(self) -> str | None:
-        """The argument, or ``type`` in ``task``."""
-        if self._task_type is not None:
-            return str(self._task_type)
+    def _read_task_type(self) -> str | None:
         task = self._entry("task", dict) or {}
         if "type" not in task:
             return None
@@ -77,30 +73,13 @@ class TFConfigResolver(ClusterResolver):
             raise _type_error("task, type", "the name of a job", job)
         return str(job)
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The argument, or ``index`` in ``task``, which may be a number or a string of digits."""
-        if self._task_id is not None:
-            return int(self._task_id)
+    def _read_task_id(self) -> int | None:
         task = self._entry("task", dict) or {}
         return _index(task["index"]) if "index" in task else None
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The argument, or the value of ``rpc_layer``."""
-        return self._entry("rpc_layer", str) if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _read_rpc_layer(self) -> str | None:
+        rpc_layer: str | None = self._entry("rpc_layer", str)
+        return rpc_layer
 
     @property
     def environment(self) -> str | None:

@@ -137,7 +137,7 @@ class Communicator(NoCopy, ABC):
             ShapeError: the tensors differ in number, shape or dtype, share memory, or are not
                 contiguous.
             DeviceError: a tensor is not on its replica's device.
-            TypeError: the dtype is not supported (bool), or ``scale`` is no number, or is given
+            TypeError: the dtype is not supported (bool), or ``scale`` is not a number, or is given
                 for integers.
             ValueError: the op is unknown.
             BackendError: the communicator is closed.
@@ -148,7 +148,7 @@ class Communicator(NoCopy, ABC):
         """Copies the tensor of replica ``root`` into all other tensors.
 
         Raises:
-            TypeError: ``root`` is no integer.
+            TypeError: ``root`` is not an integer.
             ValueError: ``root`` is not a replica. The rest as for ``all_reduce``.
         """
 
@@ -187,7 +187,7 @@ class Communicator(NoCopy, ABC):
         Raises:
             ShapeError: the lists differ in length, or their tensors in shape or dtype, or two
                 tensors share memory.
-            TypeError: ``bytes_per_pack`` is no integer.
+            TypeError: ``bytes_per_pack`` is not an integer.
             ValueError: ``bytes_per_pack`` is negative. The rest as for ``all_reduce``.
         """
         if not is_int(bytes_per_pack):

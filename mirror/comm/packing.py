@@ -56,6 +56,12 @@ def plan_packs(
     return tuple(packs)
 
 
+def chunk_ends(size: int, num_chunks: int) -> list[int]:
+    """Returns the ends of the chunks into which ``torch.tensor_split`` cuts a flat tensor."""
+    small, num_larger = divmod(size, num_chunks)
+    return [small * (i + 1) + min(i + 1, num_larger) for i in range(num_chunks)]
+
+
 def view_in_memory_order(columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
     """Replaces tensors that are not contiguous by flat views, if no replica needs a copy.
 

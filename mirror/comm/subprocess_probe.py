@@ -79,7 +79,7 @@ def _reason(
     kind: type[Communicator], devices: tuple[torch.device, ...], retry: bool
 ) -> str | None:
     facts = _facts(kind, devices)
-    verdict = None if retry else load(facts)
+    verdict = None if retry else load_verdict(facts)
     if verdict is not None:
         if verdict.reason is None:
             return None
@@ -228,7 +228,7 @@ class Verdict:
     reason: str | None
 
 
-def load(facts: Mapping[str, object]) -> Verdict | None:
+def load_verdict(facts: Mapping[str, object]) -> Verdict | None:
     """Returns the stored result for exactly these facts, or ``None``.
 
     A failure is valid for a day. A damaged or unreadable file counts as missing, and so does

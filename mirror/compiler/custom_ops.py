@@ -27,7 +27,7 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 
 @functools.cache
-def define() -> None:
+def define_ops() -> None:
     """Defines ``torch.ops.mirror``; once."""
     library = torch.library.Library("mirror", "FRAGMENT")
     library.define("collective(Tensor[] tensors, int number) -> Tensor[]")
@@ -36,7 +36,7 @@ def define() -> None:
     library.define("draw(SymInt[] size, Tensor seed, int number, str mode) -> Tensor")
     library.impl("draw", _draw, "CompositeExplicitAutograd")
     library.impl("draw", _make_fake_draw, "Meta")
-    fused_lstm.define(library)
+    fused_lstm.define_lstm(library)
     _kept.append(library)
 
 

@@ -121,7 +121,7 @@ class FreeVariables:
                 break
 
     def scan(self) -> list[Any]:
-        """Returns the values of now, ready to be compared."""
+        """Returns the current values, ready to be compared."""
         found = [make_comparable(entry.value()) for entry in self.entries]
         found += [len(container) for _, container in self.sizes]
         return found

@@ -30,7 +30,7 @@ _numbers = itertools.count(1)
 _mutex = Mutex()
 
 
-def define(library: torch.library.Library) -> None:
+def define_lstm(library: torch.library.Library) -> None:
     """Defines the operations."""
     layer = "Tensor values, Tensor[] weights, Tensor hx, Tensor cx, bool reverse"
     library.define(f"lstm({layer}, bool train) -> (Tensor, Tensor, Tensor, Tensor)")

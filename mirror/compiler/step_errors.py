@@ -68,7 +68,7 @@ def is_called_by(*files: str) -> bool:
     return False
 
 
-def line_of(error: BaseException) -> str:
+def quoted_line_of(error: BaseException) -> str:
     """Returns the innermost line of the user's code that an error came through."""
     places: list[Place] = []
     step: TracebackType | None = error.__traceback__
@@ -80,13 +80,8 @@ def line_of(error: BaseException) -> str:
     return quote(next(iter(users + others), None))
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text."""
-    return str(error).partition("\n")[0]
-
-
 def is_users(path: str) -> bool:
-    """Whether a file is no library's, torch's or ours."""
+    """Whether a file is not a library's, torch's or ours."""
     return not path.startswith(_PASSED_OVER)
 
 

@@ -31,7 +31,7 @@ class InputKind(Enum):
     BUFFER = "buffer"
     PART = "part of the batch"
     WEIGHT = "weight"
-    PLACE = "which replica it is"
+    REPLICA_INDEX = "which replica it is"
     SEED = "seed"
 
     @property
@@ -46,7 +46,7 @@ _OWN = {
     InputKind.OWN_NUMBER,
     InputKind.PART,
     InputKind.WEIGHT,
-    InputKind.PLACE,
+    InputKind.REPLICA_INDEX,
     InputKind.SEED,
 }
 

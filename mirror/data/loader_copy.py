@@ -38,8 +38,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from mirror.base.bitwise import same_values
 from mirror.data.from_arrays import Arrays
-from mirror.data.rng_state import capture_rng, restore_rng, same_rng
+from mirror.data.rng_state import capture_rng, restore_rng
 from mirror.data.worker_sharding import Window, batch_hash
 from mirror.values import leaves_of
 
@@ -201,7 +202,7 @@ class WindowDataset(Dataset[Any]):
         if not self._reads_all:
             before = capture_rng() if compares else None
             own = [self._dataset[index] for index in indices[begin:end]]
-            if before is None or same_rng(before, capture_rng()):
+            if before is None or same_values(before, capture_rng()):
                 return _WindowExamples(own, len(indices), key)
             restore_rng(before)
             self._reads_all = True
@@ -213,7 +214,7 @@ class WindowDataset(Dataset[Any]):
             return _key_of(indices)
         before = capture_rng()
         example: Any = self._dataset[indices[0]]
-        if same_rng(before, capture_rng()):
+        if same_values(before, capture_rng()):
             return _key_of([indices, leaves_of(example)])
         restore_rng(before)  # a random example differs between workers: leave it out
         return _key_of(indices)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from mirror.data.rng_state import replaying_rng
-from mirror.devices import state_of
+from mirror.devices import generator_state
 from mirror.errors import short_repr
 
 SHARDED = (
@@ -42,7 +42,7 @@ def capture_order(loader: DataLoader[Any]) -> dict[str, Any]:
     """Returns the state that decides the order of a pass that begins now."""
     samplers, generators = samplers_of(loader)
     return {
-        "generators": list(map(state_of, generators)),
+        "generators": list(map(generator_state, generators)),
         "samplers": [_sampler_state(sampler) for sampler in samplers],
         "batch_size": _batch_size_of(loader),
     }

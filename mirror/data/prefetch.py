@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from mirror.base.bitwise import same_values
 from mirror.data.distributed_steps import DistributedStep, DistributedSteps
-from mirror.data.rng_state import TorchDraws, capture_rng, same_rng
+from mirror.data.rng_state import TorchDraws, capture_rng
 
 # The time that a consumer that stops waits for a loader in the middle of a batch, in seconds.
 DRAIN_SECONDS = 5.0
@@ -215,7 +216,7 @@ class Prefetcher:
         except BaseException as error:
             return error
         finally:
-            if before is not None and not same_rng(before, capture_rng()):
+            if before is not None and not same_values(before, capture_rng()):
                 self._has_drawn = True
             self._reads_ahead = not self._has_drawn and not self.steps.must_wait
 

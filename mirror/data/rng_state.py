@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mirror.devices import random_state, set_random_state
@@ -72,13 +71,6 @@ def restore_rng(streams: Mapping[str, Any]) -> None:
         numpy = streams["numpy"]
         key = numpy["key"].numpy().astype(np.uint32)
         np.random.set_state(("MT19937", key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
-
-
-def same_rng(a: Any, b: Any) -> bool:
-    """Returns whether two captured states are equal."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_rng(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
 @contextmanager

@@ -240,7 +240,7 @@ def place_parts(
     weights: Sequence[float] = ExampleCounts(sizes)
     if weight_of is not None:
         given = [
-            check_weight(weight_of(select(parts, r)), r) if size else 0.0
+            check_batch_weight(weight_of(select(parts, r)), r) if size else 0.0
             for r, size in enumerate(sizes)
         ]
         weights = GivenWeights.for_counts(given, sizes)
@@ -257,7 +257,7 @@ def place_parts(
     return map_structure(move, parts)
 
 
-def check_weight(value: Any, replica_id: int) -> float:
+def check_batch_weight(value: Any, replica_id: int) -> float:
     """Returns the result of ``weight_of`` as a number.
 
     Raises:

@@ -263,10 +263,10 @@ class AgreedBatches(_WrappedReader):
         Raises:
             StopIteration: no worker has another step.
         """
-        mine = _UNKNOWN if own is None else own.num_examples()
+        num_examples = _UNKNOWN if own is None else own.num_examples()
         replies = self._workers.exchange(
             "the next batch of a distributed dataset",
-            payload=lambda: _PLAN.pack(mine, self._empty is None),
+            payload=lambda: _PLAN.pack(num_examples, self._empty is None),
         )
         answers = [_PLAN.unpack(one) for one in replies]
         if all(count == _UNKNOWN for count, _ in answers):

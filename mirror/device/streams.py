@@ -242,9 +242,9 @@ class ReplicaStreams:
             self._have_noted.add((replica_id, gpu))
             self._ever_used.setdefault(gpu, set()).add(stream)
 
-    def are_complete(self, column: Sequence[torch.device]) -> bool:
-        """Whether all replicas have recorded their streams at this position."""
-        return self._have_noted.issuperset(enumerate(column))
+    def are_complete(self, position: Sequence[torch.device]) -> bool:
+        """Whether all replicas have recorded their streams on their devices at a position."""
+        return self._have_noted.issuperset(enumerate(position))
 
     def keep(self, read: Sequence[Sequence[Any]], made: Sequence[Sequence[Any]]) -> None:
         """Keeps the allocator from reusing tensors' memory while streams still need it.
@@ -256,14 +256,14 @@ class ReplicaStreams:
         All are on the replicas' first devices. Memory that only the current stream has ever made
         and read needs no call: the allocator gives it to that stream again.
         """
-        for device, others, mine in zip((row[0] for row in self._rows), read, made, strict=True):
+        for (device, *_), inputs, outputs in zip(self._rows, read, made, strict=True):
             stream = torch.cuda.current_stream(device)
             if self._ever_used.get(device) != {stream}:
-                for tensor in others:
+                for tensor in inputs:
                     tensor.record_stream(stream)
             for noted in self._noted.get(device, ()):
                 if noted != stream:
-                    for tensor in mine:
+                    for tensor in outputs:
                         tensor.record_stream(noted)
 
     def forget(self) -> None:
@@ -365,8 +365,8 @@ class CopyStreams:
         on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
         if not self._streams or not on_host or tensor.requires_grad or tensor.is_pinned():
             return tensor
-        # Pinned memory has the strides of the original, and cannot be written to where it lies
-        # over itself, as expand has it.
+        # Pinned memory has the strides of the original, and cannot be written to where its
+        # elements overlap, as after expand.
         return (tensor.contiguous() if 0 in tensor.stride() else tensor).pin_memory()
 
     def deliver(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -422,7 +422,8 @@ class CopyStreams:
                 tensor.record_stream(consumers[tensor.device])
 
 
-_LOOK_SECONDS = 0.1  # how often a waiting thread checks that the executor's thread is alive
+_POLL_SECONDS = 0.1  # how often a waiting thread checks that the executor's thread is alive
+_GONE = "mirror's side thread is gone"
 
 
 class _Job:
@@ -449,7 +450,7 @@ class SerialExecutor:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._fate: list[BaseException] = []
+        self._thread_error: list[BaseException] = []
         weakref.finalize(self, self._jobs.put, None)
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -457,20 +458,20 @@ class SerialExecutor:
         thread = self._thread
         if thread is None or not thread.is_alive():  # interrupted, or lost in a fork
             self._jobs.put(None)  # after an interrupt, is_alive() may be wrong: end that thread
-            self._jobs, self._fate = SimpleQueue(), []
+            self._jobs, self._thread_error = SimpleQueue(), []
             weakref.finalize(self, self._jobs.put, None)
             thread = threading.Thread(
-                target=_do, args=(self._jobs, self._fate), name="mirror side", daemon=True
+                target=_do, args=(self._jobs, self._thread_error), name="mirror side", daemon=True
             )
             self._thread = thread
             thread.start()
-        job, fate = _Job(work), self._fate
+        job, thread_error = _Job(work), self._thread_error
         self._jobs.put(job)
 
         def wait() -> None:
-            while not job.done.acquire(timeout=_LOOK_SECONDS):
+            while not job.done.acquire(timeout=_POLL_SECONDS):
                 if not thread.is_alive() and not job.done.acquire(timeout=0):
-                    raise fate[0] if fate else RuntimeError("mirror's side thread is gone")
+                    raise thread_error[0] if thread_error else RuntimeError(_GONE)
             if job.error is not None:
                 raise job.error
 
@@ -484,8 +485,8 @@ class SerialExecutor:
             thread.join()
 
 
-def _do(jobs: SimpleQueue[_Job | None], fate: list[BaseException]) -> None:
-    """Runs all jobs; stores an exception that hits this thread between jobs in ``fate``."""
+def _do(jobs: SimpleQueue[_Job | None], thread_error: list[BaseException]) -> None:
+    """Runs all jobs; ``thread_error`` gets an exception that hits this thread between jobs."""
     try:
         while (job := jobs.get()) is not None:
             try:
@@ -496,4 +497,4 @@ def _do(jobs: SimpleQueue[_Job | None], fate: list[BaseException]) -> None:
                 job.done.release()
                 del job  # so that its references end before the next job comes
     except BaseException as error:
-        fate.append(error)
+        thread_error.append(error)

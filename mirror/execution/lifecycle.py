@@ -202,10 +202,13 @@ class StepEnds:
     """Notifies listeners of the ends of steps. See [Note: Ends of steps].
 
     Attributes:
+        before_optimizer: called with an optimizer before its step, unless the step is part of
+            another one's; inside ``run`` by each replica.
         listeners: called after each step of any strategy; they may raise, also SystemExit.
     """
 
     def __init__(self) -> None:
+        self.before_optimizer: list[Callable[[Any], None]] = []
         self.listeners: list[Callable[[], None]] = []
 
     @disable_dynamo

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mirror.base.dynamo import num_compiled_frames
-from mirror.devices import state_of
+from mirror.devices import generator_state
 from mirror.errors import StrategyError
 from mirror.execution.replica_rng import shared_generators
 from mirror.execution.replicas import Replicas, WeakReplicaMap
@@ -163,7 +163,7 @@ def is_gil_enabled() -> bool:
 
 
 def _state_bytes(generator: torch.Generator) -> object:
-    return state_of(generator).numpy().tobytes()
+    return generator_state(generator).numpy().tobytes()
 
 
 def _numpy_state() -> object:

@@ -40,7 +40,7 @@ from mirror.base.torch_private import (
     write_flags,
     write_parametrize_cache,
 )
-from mirror.devices import generators_of, seed_functions, state_of
+from mirror.devices import generator_state, generators_of, seed_functions
 from mirror.execution.parallel_runs import keep_own, keep_turns, may_overlap, take_turns
 from mirror.execution.run import Replica, current
 from mirror.execution.serial_graphs import serial_graphs
@@ -126,7 +126,10 @@ def _own_generators(replica: Replica) -> None:
     for replica_id in replica.run.active:
         for generator in generators_of(places[replica_id]):
             swapped.add(
-                generator, partial(state_of, generator), generator.set_state, owner=replica_id
+                generator,
+                partial(generator_state, generator),
+                generator.set_state,
+                owner=replica_id,
             )
 
 

@@ -42,7 +42,7 @@ from mirror.execution.swapped_state import Slot, SwappedState
 T = TypeVar("T")
 
 _generator, _CPU = torch.default_generator, torch.device("cpu")
-# As ``devices.state_of``, one call less in every run.
+# As ``devices.generator_state``, one call less in every run.
 _get_state = partial(call_without_collection, _generator.get_state)
 
 

@@ -37,7 +37,7 @@ from mirror.integrations.keras_layers import (
     is_layer,
     is_stateless,
     keras_device,
-    library,
+    keras_library,
     wrap_metrics,
 )
 from mirror.replica.gradients.grad_tracker import current_lane
@@ -57,7 +57,7 @@ _thread = _StepState()
 
 def wrap_optimizers() -> None:
     """Makes ``apply`` end a step, and run once for all replicas inside ``run``. Idempotent."""
-    base = library().optimizers.Optimizer
+    base = keras_library().optimizers.Optimizer
     wrap_once(base, "apply", _call_once_for_all)
     kinds = [base]
     while kinds:  # an optimizer that wraps another calls the inner apply inside its own
@@ -208,7 +208,7 @@ def _set_masks(tree: Any, masks: dict[int, Any]) -> None:
 def _as_tensor(leaf: Any) -> Any:
     """Returns an array as a tensor, as Keras would make it, so that it is split."""
     is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0 and leaf.dtype.kind in "biuf"
-    return library().ops.convert_to_tensor(leaf) if is_array else leaf
+    return keras_library().ops.convert_to_tensor(leaf) if is_array else leaf
 
 
 class _Calls:
@@ -266,7 +266,9 @@ class _Calls:
         written = [self._written[r] for r in active]
         assign_merged(written, [self._sizes[r] for r in active], device)
         for loss in losses:
-            library().Layer.add_loss(self._layer, loss)  # functional models override add_loss
+            keras_library().Layer.add_loss(
+                self._layer, loss
+            )  # functional models override add_loss
         return outputs
 
 
@@ -298,7 +300,7 @@ def wrap_keras() -> None:
     layer in a scope raises StrategyError if Keras computes with another library than torch: the
     layer would silently train on one device.
     """
-    keras = library()
+    keras = keras_library()
     if keras is None:
         if find_keras() is not None:
             wrap_once(find_keras().Layer, "__init__", _refuse_layer_init)

@@ -43,7 +43,7 @@ from mirror.values import leaves_of
 _TRACKER = "keras.src.backend.common.global_state"
 
 
-def library() -> Any:
+def keras_library() -> Any:
     """Returns Keras if it is completely imported and computes with torch, else ``None``."""
     keras = find_keras()
     return keras if keras is not None and keras.config.backend() == "torch" else None
@@ -58,13 +58,13 @@ def find_keras() -> Any:
 
 def is_layer(module: object) -> bool:
     """Returns whether a module is a Keras layer; False without importing Keras."""
-    keras = library()
+    keras = keras_library()
     return keras is not None and isinstance(module, keras.Layer)
 
 
 def keras_device(device: torch.device) -> AbstractContextManager[Any]:
     """Returns a context in which Keras computes on a device."""
-    context: AbstractContextManager[Any] = library().device(str(device))
+    context: AbstractContextManager[Any] = keras_library().device(str(device))
     return context
 
 
@@ -222,7 +222,7 @@ def _join(
 def _scope_class() -> Any:
     """Returns the class of a replica's scope; created on first use, when Keras is imported."""
 
-    class ReplicaScope(library().StatelessScope):  # type: ignore[misc]
+    class ReplicaScope(keras_library().StatelessScope):  # type: ignore[misc]
         """Records which variables are assigned; Keras's own scope keeps only the values."""
 
         def __init__(self, written: LayerWrites) -> None:
@@ -244,7 +244,7 @@ _METHODS = ("update_state", "result", "reset_state")
 
 def wrap_metrics() -> None:
     """Makes replicas' calls of Keras metrics happen once for all replicas. Idempotent."""
-    base = library().metrics.Metric
+    base = keras_library().metrics.Metric
     if not wrap_once(base, "__init__", _wrap_init):
         return
     kinds = [base]
@@ -258,7 +258,9 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for kind in type(self).__mro__[:-1]:
-            if issubclass(kind, library().metrics.Metric):  # a class that is newer than the wrap
+            if issubclass(
+                kind, keras_library().metrics.Metric
+            ):  # a class that is newer than the wrap
                 _wrap_kind(kind)
 
     return __init__
@@ -301,4 +303,4 @@ class KerasJoin(Join):
         return super().__call__(*parts)
 
     def reduction(self) -> str:
-        return "sum" if isinstance(self.metric, library().metrics.Sum) else ""
+        return "sum" if isinstance(self.metric, keras_library().metrics.Sum) else ""

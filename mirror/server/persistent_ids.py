@@ -74,7 +74,7 @@ def dump(thing: Any, find: Find) -> bytes:
     return file.getvalue()
 
 
-def load(data: Any, thing_of: Callable[[PersistentId], Any]) -> Any:
+def load_pickled(data: Any, thing_of: Callable[[PersistentId], Any]) -> Any:
     """Returns the pickled object; ``thing_of`` returns the object for each persistent id."""
     return _Unpickler(io.BytesIO(bytes(data)), thing_of).load()
 

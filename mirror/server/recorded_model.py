@@ -135,7 +135,7 @@ def is_table_of_rows(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
-def check_model(model: Model) -> None:
+def check_served_model(model: Model) -> None:
     """Raises StrategyError for a model that parameter servers cannot hold."""
     for module in model.modules:
         if getattr(module, "max_norm", None) is not None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mirror.base.bitwise import are_equal
 from mirror.errors import StrategyError, short_repr
 from mirror.server.variable_placement import ALIGNMENT, VariablePiece
 
@@ -88,7 +89,7 @@ def parse_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name of a dtype: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
@@ -179,18 +180,13 @@ def mean_of_updates(updates: Sequence[Update], weights: Sequence[float]) -> Upda
     return result
 
 
-def same_values(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors are equal; NaN equals NaN here."""
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
 def rows_of(gradient: Tensor, piece: VariablePiece) -> tuple[Tensor, Tensor]:
     """Returns the rows of a sparse gradient that are in a piece, with indices in the piece."""
     whole = gradient.detach().coalesce()
     if whole.sparse_dim() != 1:
         raise StrategyError(
             "parameter servers take sparse gradients with one sparse dimension, the rows; got "
-            f"{whole.sparse_dim()} sparse dimensions of {name_of(whole.dtype)}"
+            f"{whole.sparse_dim()} sparse dimensions of {dtype_name(whole.dtype)}"
         )
     rows = whole.indices()[0]
     mine = (rows >= piece.begin) & (rows < piece.end)
@@ -230,7 +226,7 @@ def encode_states(states: Mapping[int, State]) -> tuple[list[Any], list[Bytes]]:
     for piece, state in states.items():
         for name, value in state.items():
             if isinstance(value, Tensor):
-                entries.append([piece, name, [list(value.shape), name_of(value.dtype)]])
+                entries.append([piece, name, [list(value.shape), dtype_name(value.dtype)]])
                 tensors.append(value)
             elif value is None or isinstance(value, (bool, int, float, str)):
                 entries.append([piece, name, None, value])
@@ -282,7 +278,7 @@ def join_states(name: str, states: Sequence[State], shapes: Sequence[tuple[int, 
         tensors = [value for value in values if isinstance(value, Tensor)]
         if len(tensors) == len(values) and [tuple(t.shape) for t in tensors] == list(shapes):
             joined[key] = torch.cat(tensors)
-        elif all(_are_same(first, value) for value in values):
+        elif all(are_equal(first, value) for value in values):
             joined[key] = first
         else:
             raise StrategyError(
@@ -296,9 +292,3 @@ def _rows_of(value: Any, shape: tuple[int, ...], begin: int, end: int) -> Any:
     if isinstance(value, Tensor) and tuple(value.shape) == shape:
         return value[begin:end]
     return value
-
-
-def _are_same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)

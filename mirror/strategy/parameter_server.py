@@ -368,7 +368,7 @@ def _make_engine(cluster_tasks: Tasks) -> Engine:
 
 
 def _check_at_least(name: str, value: object, least: int = 1) -> int:
-    """Returns the value; raises ValueError if it is no integer, or too small."""
+    """Returns the value; raises ValueError if it is not an integer, or too small."""
     if not is_int(value) or value < least:
         raise ValueError(f"{name} must be an integer from {least} on, got {short_repr(value)}")
     return value

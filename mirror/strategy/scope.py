@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mirror.errors import StrategyError
 from mirror.execution.run import Context, current, push_context, save_context
@@ -17,8 +17,10 @@ from mirror.replica.modules.module_owner import (
     recording,
 )
 from mirror.replica.modules.module_registry import layer_libraries
-from mirror.server.recorded_model import RecordedModules
 from mirror.strategy.group import Group
+
+if TYPE_CHECKING:
+    from mirror.server.recorded_model import RecordedModules
 
 
 class Scope(ContextDecorator):

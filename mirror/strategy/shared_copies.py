@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.base.bitwise import have_equal_numbers
 from mirror.base.mutex import Mutex
 from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.execution.parallel_runs import ParallelRuns
@@ -162,7 +163,7 @@ class _Changes:
                 self._first[index] = (replica_id, tensor.detach().clone())
             else:
                 former = first
-                num_different += values is None or not _are_equal(tensor, values)
+                num_different += values is None or not have_equal_numbers(tensor, values)
         if former is None:
             return
         self._copy.comparisons += 1
@@ -179,10 +180,6 @@ class _Changes:
             "once per step, and differs from one device's. Mirror it with strategy.mirror(copy), "
             "change it in mirror.get_replica_context().merge_call(fn), or outside run"
         )
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _find_copies(

@@ -13,7 +13,7 @@ from mirror.comm.communicator import Communicator
 from mirror.comm.registry import attempt, check_name, choose, create
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import BackendError, short_repr
-from mirror.replica.collectives.over_workers import PerPositionCommunicator, TimeoutCommunicator
+from mirror.strategy.wrapped_communicators import PerPositionCommunicator, TimeoutCommunicator
 
 # Type checkers find a typo with these; check_choice finds it at run time.
 Fallback: TypeAlias = Literal["error", "eager"]

@@ -97,7 +97,7 @@ def act_directly(action: Action, payloads: Payloads) -> Payloads:
     return action(payloads)
 
 
-def describe(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> str:
+def describe_position(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> str:
     """Returns the position of a replica in words.
 
     Args:
@@ -127,7 +127,7 @@ def describe_all(
         runnable: the replicas that wait for their turn.
     """
     return "\n".join(
-        f"  {name}: {describe(waiting.get(r), frames.get(r), r in runnable)}"
+        f"  {name}: {describe_position(waiting.get(r), frames.get(r), r in runnable)}"
         for r, name in sorted(names.items())
     )
 

@@ -264,8 +264,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def _largest_difference(model: nn.Module, other: nn.Module) -> float:
-    mine, others = model.state_dict(), other.state_dict()
-    return max(float((mine[name] - others[name]).abs().max()) for name in mine)
+    state, other_state = model.state_dict(), other.state_dict()
+    return max(float((state[name] - other_state[name]).abs().max()) for name in state)
 
 
 def _table(strategy: MirroredStrategy, mirrored: Outcome, plain: Outcome) -> str:

@@ -31,10 +31,10 @@ from mirror.comm import registry, self_test, subprocess_probe
 from mirror.comm.nccl import libnccl
 from mirror.comm.registry import Choice, Facts, facts_of, pick
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
+from mirror.devices import is_simulated, model_name, num_cuda_devices, resolve
 from mirror.errors import ClusterError, DivergenceError, WorkerLostError
 from mirror.execution.parallel_runs import is_gil_enabled
-from mirror.integrations import torchax_library
+from mirror.integrations import tpu
 
 
 @dataclass(frozen=True)
@@ -441,7 +441,7 @@ class Diagnosis:
 
     def _tpu(self) -> str:
         if self.tpu_reason is None:
-            pins = ", ".join(f"{name} {pin}" for name, pin in torchax_library.PINS.items())
+            pins = ", ".join(f"{name} {pin}" for name, pin in tpu.PINS.items())
             return f"TPUStrategy, experimental and never run on a TPU, can be made: {pins}"
         return f"TPUStrategy, experimental, cannot be made: {self.tpu_reason}"
 
@@ -479,13 +479,13 @@ def diagnose(
         devices = _SIMULATED
     resolved = resolve(devices)
     facts = facts_of(resolved)
-    nccl_reason = libnccl.missing_reason()
+    nccl_reason = libnccl.nccl_missing_reason()
     cluster = examine_cluster()
     return Diagnosis(
         num_gpus=num_gpus,
         facts=facts,
-        names=tuple(map(describe, resolved)),
-        nccl=libnccl.library() if nccl_reason is None else None,
+        names=tuple(map(model_name, resolved)),
+        nccl=libnccl.nccl_library() if nccl_reason is None else None,
         nccl_reason=nccl_reason,
         backends=tuple(_report(name, resolved, tell) for name in registry.names()),
         auto=pick(facts, lambda name: registry.unavailable_reason(name, resolved)),
@@ -494,7 +494,7 @@ def diagnose(
         lacking=tuple(name for name in private_names().values() if name.is_lacking),
         cluster=cluster,
         links=_links(cluster, tell),
-        tpu_reason=torchax_library.unavailable_reason(),
+        tpu_reason=tpu.unavailable_reason(),
     )
 
 

@@ -35,5 +35,5 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mirror.train import elastic
-else:  # imported on demand; hidden from type checkers, which must report unknown names
-    __getattr__ = names_of("mirror.train", lazy={"elastic"})
+else:  # hidden from type checkers, which must report unknown names
+    __getattr__ = names_of("mirror.train", lazy={"elastic": "mirror.train.elastic"})

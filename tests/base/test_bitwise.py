@@ -2,13 +2,20 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import mirror
 from mirror.base import bitwise
-from mirror.base.bitwise import same_bits, same_values, sum_of_bits
+from mirror.base.bitwise import (
+    are_equal,
+    have_equal_numbers,
+    same_bits,
+    same_values,
+    sum_of_bits,
+)
 from mirror.replica.params.mirrored_tensor import path_of
 
 DTYPES = [
@@ -176,3 +183,28 @@ def test_a_large_tensor_is_summed_in_parts(monkeypatch):
 def test_a_sum_of_nothing_and_of_a_number():
     assert sum_of_bits(torch.empty(0, 3)) == 0
     assert sum_of_bits(torch.tensor(1, dtype=torch.int32)) == 3
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (1, 1, True),
+        (1, 1.0, False),
+        (float("nan"), float("nan"), True),
+        ("a", "b", False),
+        (np.float32(2), np.float32(2), True),
+        (np.array([1, 2]), np.array([1, 2]), True),
+        (np.array([1, 2]), np.array([1.0, 2.0]), False),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+        (torch.tensor([torch.nan]), torch.tensor([torch.nan]), True),
+        ([np.array([1, 2])], [np.array([1, 2])], False),  # == has no truth value
+    ],
+)
+def test_values_are_equal_by_bits_or_by_their_own_comparison(a, b, expected):
+    assert are_equal(a, b) is expected
+
+
+def test_equal_numbers_may_have_other_bits():
+    assert have_equal_numbers(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    assert not have_equal_numbers(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
+    assert not have_equal_numbers(torch.ones(1), torch.ones(2))

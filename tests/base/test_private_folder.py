@@ -93,7 +93,7 @@ def test_a_file_is_no_link_no_pipe_and_not_writable_by_others(tmp_path):
 def stored_verdict(folder, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     subprocess_probe.store({"a": 1}, Verdict(None))
-    return lambda: subprocess_probe.load({"a": 1}) == Verdict(None)
+    return lambda: subprocess_probe.load_verdict({"a": 1}) == Verdict(None)
 
 
 def stored_program(folder, monkeypatch):

@@ -69,7 +69,7 @@ def test_what_a_process_finds_is_what_comes_of_the_check(waits, child, report, m
 
 def test_a_verdict_that_is_forgotten_is_seen(waits, child, monkeypatch):
     child(result=None)
-    monkeypatch.setattr(subprocess_probe, "load", lambda facts: None)
+    monkeypatch.setattr(subprocess_probe, "load_verdict", lambda facts: None)
     with gpus_with_cupy(2) as gpus, pytest.raises(AssertionError, match="the first took"):
         waits.is_remembered(tuple(gpus.devices))
 

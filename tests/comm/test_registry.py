@@ -24,7 +24,9 @@ def test_the_cpu_is_served_by_all_that_simulate():
 def test_gpus_without_libraries_are_served_by_copies(monkeypatch):
     monkeypatch.setattr("mirror.devices.num_cuda_devices", lambda: 2)
     monkeypatch.setattr("mirror.comm.kernels.cuda_kernels.find_spec", lambda name: None)
-    monkeypatch.setattr("mirror.comm.nccl.libnccl.missing_reason", lambda: "there is no libnccl")
+    monkeypatch.setattr(
+        "mirror.comm.nccl.libnccl.nccl_missing_reason", lambda: "there is no libnccl"
+    )
     assert comm.available(["cuda:0"] * 2) == ("naive",)
     with pytest.raises(BackendError, match="'ring' cannot serve cuda:0: it needs CuPy"):
         comm.create("ring", ["cuda:0"])
@@ -34,8 +36,10 @@ def test_gpus_without_libraries_are_served_by_copies(monkeypatch):
 
 def test_gpus_are_served_by_what_passes_its_self_test_on_them(monkeypatch):
     monkeypatch.setattr("mirror.devices.num_cuda_devices", lambda: 2)
-    monkeypatch.setattr("mirror.comm.kernels.cuda_kernels.missing_reason", lambda pairs: None)
-    monkeypatch.setattr("mirror.comm.nccl.libnccl.missing_reason", lambda: None)
+    monkeypatch.setattr(
+        "mirror.comm.kernels.cuda_kernels.kernels_missing_reason", lambda pairs: None
+    )
+    monkeypatch.setattr("mirror.comm.nccl.libnccl.nccl_missing_reason", lambda: None)
     failures = {"direct": None, "ring": "a bit is wrong", "hierarchical": "slow", "nccl": None}
     both = torch.device("cuda", 0), torch.device("cuda", 1)
     found = {(choose.check_name(name), both): how for name, how in failures.items()}
@@ -61,7 +65,9 @@ def test_an_unknown_name_is_refused_with_the_available_ones():
 
 def test_a_backend_that_cannot_serve_gives_its_reason(monkeypatch):
     monkeypatch.setattr("mirror.devices.num_cuda_devices", lambda: 1)
-    monkeypatch.setattr("mirror.comm.nccl.libnccl.missing_reason", lambda: "there is no libnccl")
+    monkeypatch.setattr(
+        "mirror.comm.nccl.libnccl.nccl_missing_reason", lambda: "there is no libnccl"
+    )
     with pytest.raises(
         BackendError, match=r"'host' cannot serve cuda:0, cuda:0: it serves CPU .* one of naive"
     ):

@@ -21,7 +21,7 @@ from mirror.comm.subprocess_probe import (
     FOLDER_VARIABLE,
     ProbeUnavailable,
     Verdict,
-    load,
+    load_verdict,
     run_probe,
     store,
     unsafe_reason,
@@ -187,7 +187,7 @@ def test_only_the_first_strategy_of_a_machine_pays(child, monkeypatch, program, 
 
 
 def test_nothing_of_it_happens_for_one_device_the_cpu_and_backends_without_risk(monkeypatch):
-    for name in ("run_probe", "load", "_facts"):
+    for name in ("run_probe", "load_verdict", "_facts"):
         monkeypatch.setattr(subprocess_probe, name, lambda *_: pytest.fail("it costs something"))
     cpu = torch.device("cpu")
     for devices in ([cpu], [cpu] * 4, TWO[:1], TWO[:1] * 8):
@@ -340,10 +340,10 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_verdict_comes_back_for_the_same_facts_in_any_order(folder):
     for reason in (None, "it hung"):
-        assert load({**FACTS, "reason": reason}) is None
+        assert load_verdict({**FACTS, "reason": reason}) is None
         store({**FACTS, "reason": reason}, Verdict(reason))
         backwards = dict(reversed({**FACTS, "reason": reason}.items()))
-        assert load(backwards) == Verdict(reason)
+        assert load_verdict(backwards) == Verdict(reason)
     assert len(list(folder.iterdir())) == 2
 
 
@@ -355,21 +355,21 @@ def test_what_cannot_be_kept_leaves_nothing_behind(folder, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     store(FACTS, Verdict(None))
-    assert load(FACTS) is None
+    assert load_verdict(FACTS) is None
     assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("name", FACTS)
 def test_another_fact_is_another_machine(folder, name):
     store(FACTS, Verdict(None))
-    assert load({**FACTS, name: "changed"}) is None
-    assert load({**FACTS, "more": 1}) is None
+    assert load_verdict({**FACTS, name: "changed"}) is None
+    assert load_verdict({**FACTS, "more": 1}) is None
 
 
 def test_the_last_verdict_counts(folder):
     store(FACTS, Verdict("it hung"))
     store(FACTS, Verdict(None))
-    assert load(FACTS) == Verdict(None)
+    assert load_verdict(FACTS) == Verdict(None)
 
 
 @pytest.mark.parametrize(("hours", "counts"), [(1, True), (23, True), (25, False), (-1, False)])
@@ -378,8 +378,8 @@ def test_a_failure_counts_for_a_day_and_a_success_forever(folder, monkeypatch, h
     store({"passed": 1}, Verdict(None))
     store(FACTS, Verdict("it hung"))
     monkeypatch.setattr(subprocess_probe, "time", lambda: now + 3600 * hours)
-    assert (load(FACTS) is not None) == counts
-    assert load({"passed": 1}) == Verdict(None)
+    assert (load_verdict(FACTS) is not None) == counts
+    assert load_verdict({"passed": 1}) == Verdict(None)
 
 
 GOOD = json.dumps({"facts": json.loads(json.dumps(FACTS)), "reason": None, "when": 0.0})
@@ -397,11 +397,11 @@ def test_what_is_damaged_is_as_if_it_was_not_there(folder, text):
     store(FACTS, Verdict(None))
     (file,) = folder.iterdir()
     file.write_text(GOOD)
-    assert load(FACTS) == Verdict(None)
+    assert load_verdict(FACTS) == Verdict(None)
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert load(FACTS) is None
+    assert load_verdict(FACTS) is None
     store(FACTS, Verdict(None))
-    assert load(FACTS) == Verdict(None)
+    assert load_verdict(FACTS) == Verdict(None)
 
 
 def test_a_folder_that_takes_nothing_is_no_error(tmp_path, monkeypatch):
@@ -409,7 +409,7 @@ def test_a_folder_that_takes_nothing_is_no_error(tmp_path, monkeypatch):
     for place in ("", str(tmp_path / "file" / "below"), "/proc/nowhere"):
         monkeypatch.setenv(FOLDER_VARIABLE, place)
         store(FACTS, Verdict(None))
-        assert load(FACTS) is None
+        assert load_verdict(FACTS) is None
 
 
 def test_it_is_where_caches_are(tmp_path, monkeypatch):
@@ -423,7 +423,7 @@ def test_it_is_where_caches_are(tmp_path, monkeypatch):
         store(FACTS, Verdict(None))
     assert len(os.listdir(tmp_path / "home" / ".cache" / "mirror" / "trials")) == 1
     monkeypatch.setattr(subprocess_probe.Path, "home", no_home)
-    assert load(FACTS) is None
+    assert load_verdict(FACTS) is None
 
 
 def no_home():

@@ -5,13 +5,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirror.compiler import custom_ops
-from mirror.compiler.custom_ops import define
+from mirror.compiler.custom_ops import define_ops
 
 MASK = 2**64 - 1
 
 
 def draw(size, seed, number=0, mode="rand"):
-    define()
+    define_ops()
     return torch.ops.mirror.draw(size, torch.tensor(seed), number, mode)
 
 
@@ -58,7 +58,7 @@ def test_nothing_asks_the_host_for_the_seed():
             asked.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    define()
+    define_ops()
     seed = torch.tensor(1)
     with Seen():
         custom_ops._draw([5], seed, 0, "randn")

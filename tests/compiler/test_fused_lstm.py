@@ -6,7 +6,7 @@ from torch import nn
 
 import mirror
 from mirror.compiler import fused_lstm
-from mirror.compiler.custom_ops import define
+from mirror.compiler.custom_ops import define_ops
 from tests.compiler.training import usual_step
 from tests.pairs import each_once
 
@@ -150,7 +150,7 @@ def test_an_evaluation_keeps_no_workspace(counts):
 
 
 def random_layer():
-    define()
+    define_ops()
     tensors = [torch.randn(size) for size in ((7, 3, 4), (3, 5), (3, 5), (20, 4), (20, 5), 20, 20)]
     return [tensor.requires_grad_() for tensor in tensors]
 

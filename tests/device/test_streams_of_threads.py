@@ -196,7 +196,7 @@ def test_what_is_ready_or_cannot_travel_so_is_not_pinned():
 
 
 def test_rows_that_share_memory_are_pinned_separately():
-    # Memory cannot be written to where it lies over itself: pin_memory raises.
+    # Memory cannot be written to where its elements overlap: pin_memory raises.
     with FakeGpus(1) as gpus:
         (device,), streams, pin = gpus.devices, CopyStreams(gpus.devices), Tensor.pin_memory
         strides = []

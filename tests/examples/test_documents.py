@@ -144,8 +144,9 @@ def messages(source):
 @functools.cache
 def known_messages():
     texts = set()
-    for path in sorted((ROOT / "mirror").rglob("*.py")):
-        texts.update(messages(path.read_text()))
+    for folder in ("mirror", "extras"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            texts.update(messages(path.read_text()))
     texts.update(messages(inspect.getsource(torch.nn.modules.module)))
     signposts = (ROOT / "mirror" / "base" / "migration_hints.txt").read_text()
     return [*texts, re.sub(r"\s+", " ", signposts)]

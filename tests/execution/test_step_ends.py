@@ -6,6 +6,7 @@ from torch import nn
 
 import mirror
 from mirror.execution.lifecycle import step_ends
+from mirror.execution.run import current
 from mirror.replica.exactness.replica_checks import EveryNSteps
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from tests.oracle import train
@@ -14,7 +15,7 @@ BATCH = (torch.ones(4, 2), torch.ones(4, 1))
 
 
 class Ends:
-    """What each of those who hear has heard."""
+    """Counts the calls of each listener."""
 
     def __init__(self, strategy):
         self.strategy, self.listened = strategy, 0
@@ -65,6 +66,46 @@ def test_two_optimizers_in_a_run_end_one_step_and_outside_two(ends):
     assert ends.counts == [1, 1, 1]
     step()
     assert ends.counts == [3, 3, 3]
+
+
+class Twice(torch.optim.SGD):
+    """Steps once more inside its step."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.inner = torch.optim.SGD(params, lr=0.1)
+
+    def step(self, closure=None):
+        self.inner.step()
+        return super().step(closure)
+
+
+def test_a_listener_sees_the_gradients_before_each_step_that_is_not_part_of_another(
+    ends, monkeypatch
+):
+    model, _ = trained(ends.strategy)
+    (weight, bias), seen = model.parameters(), []
+    optimizer = Twice([weight, bias])
+    before = weight.detach().clone()
+
+    def see(stepped):
+        seen.append((stepped, current.replica and current.replica.replica_id))
+        assert weight.grad is not None
+        assert torch.equal(weight, before)
+
+    monkeypatch.setattr(step_ends, "before_optimizer", [see])
+    loss_fn(model, BATCH).backward()
+    optimizer.step()
+    assert seen == [(optimizer, None)]
+    before = weight.detach().clone()
+    seen.clear()
+
+    def step():
+        loss_fn(model, BATCH).backward()
+        optimizer.step()
+
+    ends.strategy.run(step)
+    assert sorted(replica_id for _, replica_id in seen) == [0, 1]
 
 
 def test_a_step_in_a_merge_or_a_run_inside_ends_with_the_whole_run(ends):

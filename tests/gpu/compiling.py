@@ -30,7 +30,7 @@ def compiling_gpus(num_devices):
         with (
             mock.patch.object(build_program, "trace_step", real(build_program.trace_step)),
             mock.patch.object(
-                build_program, "pieces_of", real(build_program.pieces_of)
+                build_program, "plan_step", real(build_program.plan_step)
             ),  # traces it again
             mock.patch.object(build_program, "_has_compiler", return_value=False),
         ):

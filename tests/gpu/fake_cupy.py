@@ -86,7 +86,7 @@ class FakeCupy:
             self._touch(name, given, [agent for agent, _ in begun], begun, launches[0].blocks)
         together = KernelArguments.from_buffer_copy(given)
         together.rows[: given.num_replicas] = range(given.num_replicas)
-        result = simulator.library().mirror_simulate(
+        result = simulator.simulator_library().mirror_simulate(
             (ctypes.c_char_p * 1)(name.encode()),
             (ctypes.c_int * 1)(DTYPES.index(dtype)),
             ctypes.byref(together),
@@ -144,7 +144,7 @@ def gpus_with_cupy(num_devices):
                 mock.patch.object(cuda_kernels, "binary", _name_of_binary),
                 mock.patch.object(cuda_kernels, "compile_all"),
                 mock.patch.object(cuda_kernels, "launch", cupy.launch),
-                mock.patch.object(launcher, "missing_reason", return_value=None),
+                mock.patch.object(launcher, "launcher_missing_reason", return_value=None),
                 mock.patch.object(
                     self_test, "unsafe_reason", return_value=None
                 ),  # no real process

@@ -192,8 +192,8 @@ def gpus_with_nccl(num_devices, polls=2):
     with FakeGpus(num_devices) as gpus:
         gpus.nccl = NcclOnGpus(gpus, polls)
         with (
-            mock.patch.object(libnccl, "missing_reason", return_value=None),
-            mock.patch.object(libnccl, "library", return_value=gpus.nccl.library),
+            mock.patch.object(libnccl, "nccl_missing_reason", return_value=None),
+            mock.patch.object(libnccl, "nccl_library", return_value=gpus.nccl.library),
             # What the host has seen orders what it enqueues: who watches must not look for it.
             mock.patch.object(clique, "_WATCH_SECONDS", 600.0),
         ):

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "deploy/": ("tests/deploy",),
     "docs/": ("tests/examples/test_documents.py",),
     "examples/": ("tests/examples",),
+    "extras/tpu/": ("tests/tpu",),
     "mirror/base/migration_hints.txt": ("tests/base/test_migration_hints.py",),
     "mirror/base/torch_names.txt": ("tests/base/test_torch_private.py",),
     "mirror/strategy/": ("tests/mistakes",),

@@ -1,6 +1,6 @@
-"""Installs a wheel outside the checkout, beside what it and pytest depend on, and uses it.
+"""Installs wheels outside the checkout, beside what mirror and pytest depend on, and uses them.
 
-    python tests/scripts/installed.py dist/mirror_strategy-*.whl
+    python tests/scripts/installed.py dist/mirror_strategy-*.whl dist/mirror_strategy_tpu-*.whl
 
 Nothing is fetched: torch and the rest are links to the packages of the Python that runs this.
 """
@@ -54,18 +54,28 @@ def test_on_three_devices(simulated_devices):
     with mirror.MirroredStrategy(simulated_devices(3)) as strategy, strategy.scope():
         train()
 """
+TPU = """
+import mirror
+try:
+    mirror.TPUStrategy()
+except ModuleNotFoundError as error:
+    print(mirror.TPUStrategy.__module__, error)
+"""
 ALL_REDUCE = "all-reduce --replicas 2 --sizes 4096 --rounds 2 --backends host naive ring"
 BENCHMARKS = ("overhead", "servers", "train")
 
 
-def main(wheel):
-    """Tries the wheel; an exception says what failed."""
+def main(wheel, wheel_of_tpu):
+    """Tries the wheels; an exception says what failed."""
     with tempfile.TemporaryDirectory(prefix="mirror-wheel-") as name:
         folder = Path(name)
         python = _install(wheel, folder)
         program = str(python.with_name("mirror"))
         _see(folder, [str(python), "-c", IMPORT], "without scikit-learn")
         _see(folder, [str(python), "-c", TRAIN], "2 equal parameters")
+        _see(folder, [str(python), "-c", TPU], "mirror.integrations.tpu ", "[tpu]")
+        _pip_install(wheel_of_tpu, python, folder)
+        _see(folder, [str(python), "-c", TPU], "mirror_tpu.strategy ", "installed: torchax, jax,")
         _see(folder, [program, "--version"], "mirror ")
         _see(folder, [program, "doctor", "--devices", "cpu,cpu"], "host", "ring")
         demo = _see(folder, [program, "demo", "--replicas", "2", "--epochs", "1"], "the same bits")
@@ -76,6 +86,9 @@ def main(wheel):
         _see(folder, [program, "check", "script.py"], "equal: 3 steps")
         _see(folder, [str(python), "-m", "pytest", "-q", "test_script.py"], "2 passed")
         _see(folder, [program, "bench", *ALL_REDUCE.split()], "| host ", "| ring ")
+        _see(
+            folder, [program, "plan", "--case", "resnet50-v100", "--max-devices", "8"], "348.5 ms"
+        )
         for benchmark in BENCHMARKS:
             _see(folder, [program, "bench", benchmark, "--help"], "usage:")
     print(f"{Path(wheel).name}: imported, trained, and its commands run outside the checkout")
@@ -87,14 +100,20 @@ def _install(wheel, folder):
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
     (site,) = home.glob("lib/python*/site-packages")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
-    _run(
-        folder, [*pip, "install", "--quiet", "--no-index", "--no-deps", str(Path(wheel).resolve())]
-    )
+    _pip_install(wheel, python, folder)
     for name in sorted(_closure("mirror-strategy", set()) | _closure("pytest", {"pytest"})):
         _link(name, site)
-    _run(folder, [*pip, "check"])
+    _run(folder, [*_pip(python), "check"])
     return python
+
+
+def _pip_install(wheel, python, folder):
+    options = "--quiet --no-index --no-deps".split()
+    _run(folder, [*_pip(python), "install", *options, str(Path(wheel).resolve())])
+
+
+def _pip(python):
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
 
 
 def _closure(name, found):
@@ -148,6 +167,6 @@ def _run(folder, command):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 3:
         sys.exit(__doc__)
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mirror.errors import StepError
-from mirror.server.persistent_ids import dump, dump_step, load, names_in
+from mirror.server.persistent_ids import dump, dump_step, load_pickled, names_in
 from mirror.server.recorded_model import (
     Model,
     PullOnReadDict,
@@ -127,7 +127,7 @@ class Trainer:
 
 def roundtrip(fn, *args):
     other = torch.nn.Linear(2, 2)
-    found, own, _ = load(dump_step(fn, args, {}, find), lambda token: other)
+    found, own, _ = load_pickled(dump_step(fn, args, {}, find), lambda token: other)
     return found, own, other
 
 
@@ -176,7 +176,7 @@ def _with(lock):
 
 
 def test_results_name_our_things_too():
-    assert load(dump([MODEL, 1], find), lambda token: token) == [("module", 0), 1]
+    assert load_pickled(dump([MODEL, 1], find), lambda token: token) == [("module", 0), 1]
 
 
 def test_names_are_those_of_the_program():

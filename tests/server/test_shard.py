@@ -15,10 +15,10 @@ from mirror.server.server_messages import (
     as_tensor,
     cut_state,
     decode_states,
+    dtype_name,
     encode_states,
     join_states,
     mean_of_updates,
-    name_of,
     pack,
     parse_dtype,
     unpack,
@@ -296,6 +296,6 @@ def test_bytes_of_any_kind_are_taken():
 
 
 def test_dtypes_have_names():
-    assert all(parse_dtype(name_of(dtype)) is dtype for dtype in DTYPES)
+    assert all(parse_dtype(dtype_name(dtype)) is dtype for dtype in DTYPES)
     with pytest.raises(ValueError, match="no dtype 'load'"):
         parse_dtype("load")

@@ -202,14 +202,14 @@ class HostLibrary:
 
 
 @cache
-def missing_reason() -> str | None:
+def host_missing_reason() -> str | None:
     """Returns why the library cannot be used; ``None`` if it can."""
     # Loading it raises AttributeError if a function is missing.
-    return unusable_reason(PATH, lambda: library() is not None)
+    return unusable_reason(PATH, lambda: host_library() is not None)
 
 
 @cache
-def library() -> HostLibrary:
+def host_library() -> HostLibrary:
     """Returns the library of this process; the first call loads it."""
     return HostLibrary(PATH)
 
@@ -220,16 +220,16 @@ def require() -> HostLibrary:
     Raises:
         BackendError: the library cannot be used.
     """
-    reason = missing_reason()
+    reason = host_missing_reason()
     if reason is not None:
         raise BackendError(f"the backend 'host' cannot be used: {reason}")
-    return library()
+    return host_library()
 
 
 def forget() -> None:
     """Clears the caches, so that the next use loads the library again."""
-    missing_reason.cache_clear()
-    library.cache_clear()
+    host_missing_reason.cache_clear()
+    host_library.cache_clear()
 
 
 def _pack(values: Sequence[int]) -> bytes:
@@ -260,7 +260,9 @@ class HostCommunicator(Communicator):
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
-        return missing_reason() if is_simulated(parse(devices)) else "it serves CPU devices only"
+        return (
+            host_missing_reason() if is_simulated(parse(devices)) else "it serves CPU devices only"
+        )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
         self.check_tensors(tensors, op, scale)

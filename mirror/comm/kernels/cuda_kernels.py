@@ -219,7 +219,7 @@ def default_limits(most: int, num_gpus: int) -> Sequence[tuple[int, int]]:
     return tuple((row[0], min(row[column], largest)) for row in _BLOCKS)
 
 
-def missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | None:
+def kernels_missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | None:
     """Returns why kernels cannot run on GPUs with these pairs of peers; ``None`` if they can."""
     if find_spec("cupy") is None:
         return "it needs CuPy on GPUs; install mirror-strategy[cu12] or [cu13]"
@@ -233,7 +233,7 @@ def missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | 
     pair = unreachable_pair(pairs)
     if pair is not None:
         return f"{pair[0]} cannot access the memory of {pair[1]}"
-    return launcher.missing_reason()
+    return launcher.launcher_missing_reason()
 
 
 @cache

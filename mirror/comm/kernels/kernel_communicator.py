@@ -150,8 +150,8 @@ class KernelCommunicator(Communicator):
         if len(devices) > MAX_REPLICAS:
             return f"it serves at most {MAX_REPLICAS} replicas"
         if is_simulated(devices):
-            return simulator.missing_reason()
-        return cuda_kernels.missing_reason(cls._linked_devices(devices))
+            return simulator.simulator_missing_reason()
+        return cuda_kernels.kernels_missing_reason(cls._linked_devices(devices))
 
     @classmethod
     def _linked_devices(

@@ -97,10 +97,10 @@ def launch(launches: Sequence[Launch], what: str) -> None:
     failed = ctypes.c_int()
     array = (Launch * len(launches))(*launches)
     result: int = launch_order.mutex.call(
-        library().mirror_launch, array, len(launches), ctypes.byref(failed)
+        launcher_library().mirror_launch, array, len(launches), ctypes.byref(failed)
     )
     if result != 0:
-        text = library().mirror_driver_error(result).decode()
+        text = launcher_library().mirror_driver_error(result).decode()
         raise BackendError(
             f"the CUDA driver refused to launch {what} on cuda:{launches[failed.value].device}: "
             f"{text} ({result})"
@@ -108,7 +108,7 @@ def launch(launches: Sequence[Launch], what: str) -> None:
 
 
 @cache
-def missing_reason() -> str | None:
+def launcher_missing_reason() -> str | None:
     """Returns why kernels cannot be launched; ``None`` if they can."""
     reason = unusable_reason(PATH, _is_current)
     if reason is not None:
@@ -118,7 +118,7 @@ def missing_reason() -> str | None:
         functions = [ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in NAMES]
     except (OSError, AttributeError):
         functions = []
-    if not functions or not library().mirror_use_driver(
+    if not functions or not launcher_library().mirror_use_driver(
         (ctypes.c_void_p * len(NAMES))(*functions)
     ):
         return f"the CUDA driver's library {DRIVER} does not load, or is older than CUDA 11.8"
@@ -126,13 +126,13 @@ def missing_reason() -> str | None:
 
 
 def _is_current() -> bool:
-    sizes = (library().mirror_launch_bytes(), library().mirror_driver_bytes())
+    sizes = (launcher_library().mirror_launch_bytes(), launcher_library().mirror_driver_bytes())
     pointer = ctypes.sizeof(ctypes.c_void_p)
     return sizes == (ctypes.sizeof(Launch), len(NAMES) * pointer)
 
 
 @cache
-def library() -> ctypes.CDLL:
+def launcher_library() -> ctypes.CDLL:
     """Returns the library of this process; the first call loads it."""
     loaded = ctypes.CDLL(str(PATH))
     loaded.mirror_launch.argtypes = [

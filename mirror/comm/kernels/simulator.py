@@ -70,7 +70,7 @@ class SimulatedGpus:
         arguments.scratch_bytes = self._scratch_bytes
         arguments.state_blocks = self.max_blocks
         arguments.rows[:num_replicas] = range(num_replicas)
-        result = library().mirror_simulate(
+        result = simulator_library().mirror_simulate(
             (ctypes.c_char_p * 1)(kernel.encode()),
             (ctypes.c_int * 1)(DTYPES.index(dtype)),
             ctypes.byref(arguments),
@@ -102,15 +102,18 @@ class SimulatedGpus:
 
 
 @cache
-def missing_reason() -> str | None:
+def simulator_missing_reason() -> str | None:
     """Returns why simulated devices cannot be used; ``None`` if they can."""
     return unusable_reason(
-        PATH, lambda: bool(library().mirror_arguments_bytes() == ctypes.sizeof(KernelArguments))
+        PATH,
+        lambda: bool(
+            simulator_library().mirror_arguments_bytes() == ctypes.sizeof(KernelArguments)
+        ),
     )
 
 
 @cache
-def library() -> ctypes.CDLL:
+def simulator_library() -> ctypes.CDLL:
     """Returns the library of this process; the first call loads it."""
     loaded = ctypes.CDLL(str(PATH))
     loaded.mirror_simulate.argtypes = [

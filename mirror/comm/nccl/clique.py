@@ -29,7 +29,7 @@ from mirror.comm.nccl.communicators import (
     Communicators,
     RankRange,
     Work,
-    failure_message,
+    nccl_error,
     timeout_message,
 )
 from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, Call, NcclLibrary, are_joint
@@ -334,7 +334,7 @@ class Clique:
             self._in_flight.popleft()
 
     def _make_failure(self, what: str, why: str) -> MirrorError:
-        return failure_message(self._library.version, what, self._devices, why)
+        return nccl_error(self._library.version, what, self._devices, why)
 
     def _time_out(self, operation: Work, state: str) -> None:
         self._abort_with(timeout_message(operation.seconds, operation.what, self._devices, state))

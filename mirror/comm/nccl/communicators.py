@@ -193,9 +193,7 @@ _SHARED_MEMORY, _ENOUGH_BYTES = "/dev/shm", 2**29
 _SHORTAGE_WORDS = ("ncclSystemError", "shared memory", "/shm", "No space left")
 
 
-def failure_message(
-    version: int, what: str, devices: Sequence[torch.device], why: str
-) -> BackendError:
+def nccl_error(version: int, what: str, devices: Sequence[torch.device], why: str) -> BackendError:
     where = ", ".join(map(str, devices))
     return BackendError(
         f"NCCL {version_name(version)} failed at {what} on {where}: {why}{_hint(why)}; {_ABORTED}"

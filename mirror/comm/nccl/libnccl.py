@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.cuda import nccl as torch_nccl
 
+from mirror.comm.packing import chunk_ends
 from mirror.errors import BackendError
 
 SUCCESS, IN_PROGRESS = 0, 7
@@ -154,7 +155,7 @@ class NcclLibrary:
         return f"{name} ({': '.join(filter(None, lines))})"
 
 
-def missing_reason() -> str | None:
+def nccl_missing_reason() -> str | None:
     """Returns why no libnccl can be used; ``None`` if one can."""
     copies = mapped_files()
     if len(copies) > 1:
@@ -188,13 +189,13 @@ def version_reason(version: int, built_for: int | None) -> str | None:
     return None
 
 
-def library() -> NcclLibrary:
+def nccl_library() -> NcclLibrary:
     """Returns the libnccl of this process.
 
     Raises:
         BackendError: no libnccl can be used.
     """
-    reason = missing_reason()
+    reason = nccl_missing_reason()
     if reason is not None:
         raise BackendError(f"the backend 'nccl' cannot be used: {reason}")
     return _load(str((*mapped_files(), packaged_file())[0]))
@@ -288,11 +289,11 @@ def reduce_scatter_calls(wires: Sequence[Tensor], op: str) -> list[Call]:
             for i, pointer in enumerate(pointers)
         ]
     calls: list[Call] = []
-    for root, (begin, count) in enumerate(_chunks(first.numel(), n)):
+    for root, (begin, end) in enumerate(pairwise([0, *chunk_ends(first.numel(), n)])):
         for i, pointer in enumerate(pointers):
             chunk = pointer + begin * size
-            if count > 0:
-                calls.append((i, "ncclReduce", (chunk, chunk, count, dtype, number, root)))
+            if end > begin:
+                calls.append((i, "ncclReduce", (chunk, chunk, end - begin, dtype, number, root)))
     return calls
 
 
@@ -328,15 +329,9 @@ def all_gather_calls(tensors: Sequence[Tensor]) -> list[Call]:
             for i, pointer in enumerate(pointers)
         ]
     calls: list[Call] = []
-    for root, (begin, count) in enumerate(_chunks(numel, n)):
+    for root, (begin, end) in enumerate(pairwise([0, *chunk_ends(numel, n)])):
         for i, pointer in enumerate(pointers):
-            chunk = pointer + begin * size
-            if count > 0:
-                calls.append((i, "ncclBroadcast", (chunk, chunk, count * size, _BYTES, root)))
+            chunk, num_bytes = pointer + begin * size, (end - begin) * size
+            if num_bytes > 0:
+                calls.append((i, "ncclBroadcast", (chunk, chunk, num_bytes, _BYTES, root)))
     return calls
-
-
-def _chunks(numel: int, n: int) -> list[tuple[int, int]]:
-    """Returns the begin and length of each chunk of ``torch.tensor_split``, in elements."""
-    counts = [numel // n + (i < numel % n) for i in range(n)]
-    return list(zip(accumulate(counts, initial=0), counts, strict=False))

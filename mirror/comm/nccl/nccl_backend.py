@@ -103,7 +103,7 @@ class NcclCommunicator(Communicator):
             reason = self.unavailable_reason(self.devices)
             if reason is not None:
                 raise BackendError(f"the backend 'nccl' cannot be used: {reason}")
-            library = libnccl.library()
+            library = libnccl.nccl_library()
         seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         if init_seconds is None:
             init_seconds = seconds_to_get_ready(seconds)
@@ -123,11 +123,11 @@ class NcclCommunicator(Communicator):
             )
         if os.environ.get("NCCL_COMM_BLOCKING") == "1":
             return "NCCL_COMM_BLOCKING=1 makes waits without a timeout; unset it"
-        reason = libnccl.missing_reason()
+        reason = libnccl.nccl_missing_reason()
         if reason is not None or are_distinct(devices):
             return reason
         return shared_gpu_reason(
-            libnccl.library().version, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE")
+            libnccl.nccl_library().version, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE")
         )
 
     @contextmanager

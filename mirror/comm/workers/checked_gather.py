@@ -106,7 +106,7 @@ class Envelope:
         return cls(key, words, length, data[begin : begin + length] if fits else None)
 
 
-def fingerprint(number: int, what: str, signature: object) -> bytes:
+def hash_operation(number: int, what: str, signature: object) -> bytes:
     """Returns the hash of an operation: its number in the group, its name, its signature."""
     return hashlib.blake2b(f"{number} {what} {signature!r}".encode(), digest_size=8).digest()
 
@@ -137,11 +137,11 @@ class CheckedGather:
         """
         self._num_exchanges += 1
         words = f"{what}{_signature_text(signature, what)} at {self._where()}"
-        mine = Envelope.from_payload(
-            fingerprint(self._num_exchanges, what, signature), words, payload
+        envelope = Envelope.from_payload(
+            hash_operation(self._num_exchanges, what, signature), words, payload
         )
-        envelopes = list(map(Envelope.from_bytes, self._gather(mine.to_bytes(), words)))
-        if any(one.key != mine.key for one in envelopes):
+        envelopes = list(map(Envelope.from_bytes, self._gather(envelope.to_bytes(), words)))
+        if any(one.key != envelope.key for one in envelopes):
             raise DivergenceError(
                 "all workers must reach the same operations in the same order, with the same "
                 "shapes; they did not:\n" + line_per_worker([one.words for one in envelopes])
@@ -156,12 +156,12 @@ class CheckedGather:
         """Broadcasts worker 0's bytes into a tensor of the same size on all workers."""
         self._run(f"{what} at {self._where()}", lambda group: group.broadcast(raw, 0))
 
-    def _gather(self, mine: bytearray, words: str) -> list[bytes]:
+    def _gather(self, raw: bytearray, words: str) -> list[bytes]:
         """Returns the bytes of all workers, which have the same number."""
-        own = torch.frombuffer(mine, dtype=torch.uint8)
+        own = torch.frombuffer(raw, dtype=torch.uint8)
         gathered = [torch.empty_like(own) for _ in range(self._size)]
         self._run(words, lambda group: group.allgather([gathered], [own]))
-        return [raw.numpy().tobytes() for raw in gathered]
+        return [each.numpy().tobytes() for each in gathered]
 
 
 def _signature_text(signature: object, what: str) -> str:

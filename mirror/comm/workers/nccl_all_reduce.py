@@ -105,7 +105,7 @@ def negotiate_nccl(
         BackendError, CollectiveTimeoutError: NCCL fails, or does not start in time.
     """
     reason = NcclCommunicator.unavailable_reason(devices)
-    library = None if reason else libnccl.library()
+    library = None if reason else libnccl.nccl_library()
     own = {
         "reason": reason,
         "version": library and library.version,

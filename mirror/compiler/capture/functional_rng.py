@@ -14,16 +14,18 @@ CompileError.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mirror.base.torch_private import wrapping
 from mirror.compiler.torch_internals import schema_of
 from mirror.devices import RANDOM_MODULES
 from mirror.errors import CompileError
@@ -91,19 +93,12 @@ class FunctionalRng:
             "set_rng_state": self._restore,
             **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), self._refuse),
         }
-        before = [
-            (module, name, vars(module)[name])
-            for module in RANDOM_MODULES
-            for name in wrappers
-            if name in vars(module)
-        ]
-        for module, name, original in before:
-            setattr(module, name, _in_trace(original, wrappers[name], is_traced))
-        try:
+        with ExitStack() as stack:
+            for module, name in product(RANDOM_MODULES, wrappers):
+                if name in vars(module):
+                    wrapper = partial(_in_trace, wrappers[name], is_traced)
+                    stack.enter_context(wrapping(module, name, wrapper))
             yield
-        finally:
-            for module, name, original in before:
-                setattr(module, name, original)
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         state: Tensor = original(*args, **kwargs)
@@ -128,11 +123,10 @@ class FunctionalRng:
 
 
 def _in_trace(
-    original: Callable[..., Any], replacement: Callable[..., Any], is_traced: Callable[[], bool]
+    replacement: Callable[..., Any], is_traced: Callable[[], bool], original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Returns a function that calls ``replacement`` if a step calls it, and torch's own if not."""
 
-    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         caller = str(sys._getframe(1).f_globals.get("__name__"))
         if is_traced() and not caller.startswith("torch._"):  # the compiler's own care

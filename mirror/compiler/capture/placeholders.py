@@ -47,7 +47,9 @@ class Placeholders:
         one = torch.ones((), dtype=torch.float64, device=device)
         self.add(InputKind.COUNT, one)
         self.add(InputKind.WEIGHT, one)
-        self.add(InputKind.PLACE, torch.zeros(num_replicas, dtype=torch.bool, device=device))
+        self.add(
+            InputKind.REPLICA_INDEX, torch.zeros(num_replicas, dtype=torch.bool, device=device)
+        )
         self.add(InputKind.SEED, torch.zeros((), dtype=torch.int64, device=device))
 
     def add(

@@ -37,6 +37,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.base.bitwise import are_equal
+from mirror.base.torch_private import wrapping
 from mirror.compiler.capture.traced_swap import OptionGuards, raw_state
 from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.compiler.step_errors import current_line, is_torchs
@@ -96,29 +98,32 @@ class SetAttributes:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records within the block; afterwards the modules have their former attributes."""
-        kind: Any = nn.Module
-        originals = kind.__init__, kind.__setattr__, kind.__delattr__
 
-        def record_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if self._is_traced():
-                self._made[id(module)] = module
-            originals[0](module, *args, **kwargs)
+        def wrap_init(init: Callable[..., None]) -> Callable[..., None]:
+            def record_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+                if self._is_traced():
+                    self._made[id(module)] = module
+                init(module, *args, **kwargs)
 
-        def record_set(module: nn.Module, name: str, value: Any) -> None:
-            if self._is_traced():
-                self._record(module, name, value, sys._getframe(1).f_code.co_filename)
-            originals[1](module, name, value)
+            return record_init
 
-        def record_delete(module: nn.Module, name: str) -> None:
-            if self._is_traced():
-                self._record(module, name, _MISSING, sys._getframe(1).f_code.co_filename)
-            originals[2](module, name)
+        def wrap_change(change: Callable[..., None]) -> Callable[..., None]:
+            def record_change(module: nn.Module, name: str, *value: Any) -> None:
+                if self._is_traced():
+                    now = value[0] if value else _MISSING
+                    self._record(module, name, now, sys._getframe(1).f_code.co_filename)
+                change(module, name, *value)
 
-        kind.__init__, kind.__setattr__, kind.__delattr__ = record_init, record_set, record_delete
+            return record_change
+
         try:
-            yield
+            with (
+                wrapping(nn.Module, "__init__", wrap_init),
+                wrapping(nn.Module, "__setattr__", wrap_change),
+                wrapping(nn.Module, "__delattr__", wrap_change),
+            ):
+                yield
         finally:
-            kind.__init__, kind.__setattr__, kind.__delattr__ = originals
             self._put_back()
             self._made.clear()
 
@@ -268,7 +273,7 @@ class SideEffects:
         """
         codes = [code for one in self._around.codes for code in _walk_code(one)]
         for generator, state in self._generators:
-            if state is not None and not _are_equal(state, _state(generator)):
+            if state is not None and not are_equal(state, _state(generator)):
                 raise CompileError(
                     f"the step cannot be compiled: {_line_about(codes, _names_of(generator))}: it "
                     "draws from Python's or numpy's random numbers, which would be the same in "
@@ -277,7 +282,7 @@ class SideEffects:
         self._refuse_kept_tensors(codes, modules)
         for entry, before in self._before:
             after = entry.value()
-            if isinstance(after, PLAIN) and not _are_equal(before, after):
+            if isinstance(after, PLAIN) and not are_equal(before, after):
                 self._report_change(codes, entry.name, entry.read_as, is_added=False)
         for name, container, content in self._contents:
             if len(container) != len(content):
@@ -343,12 +348,6 @@ def _entries(optimizer: Optimizer) -> list[dict[Any, Any]]:
 
 def _copy(container: Any) -> Any:
     return list(container) if isinstance(container, list) else dict(container)
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and bool(torch.equal(a, b))
-    return type(a) is type(b) and (a is b or bool(a == b))
 
 
 def _state(generator: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from mirror.base.torch_private import PASS, current_autograd_node
+from mirror.base.torch_private import PASS, current_autograd_node, wrapping
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.recurrent_layers import RECURRENT, call_layers
 from mirror.compiler.capture.seeded_attention import ATTENTION, call_attention
@@ -237,32 +237,29 @@ class Functions(TorchFunctionMode):
         this, activations computed again would use the parameters: the modules of a single
         replica have these themselves, and no copies.
         """
-        kind: Any = Function
-        passes: Any = torch.autograd
-        apply, run_pass = vars(kind)["apply"], getattr(passes, PASS, None)
 
-        def apply_replaced(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-            if is_traced():
-                args = tuple(map(self._replace, args))
-                kwargs = {name: self._replace(value) for name, value in kwargs.items()}
-            return apply.__get__(None, cls)(*args, **kwargs)
+        def wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
+            def apply_replaced(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+                if is_traced():
+                    args = tuple(map(self._replace, args))
+                    kwargs = {name: self._replace(value) for name, value in kwargs.items()}
+                return apply(cls, *args, **kwargs)
 
-        def run_watched(*args: Any, **kwargs: Any) -> Any:
-            assert run_pass is not None
-            if not is_traced():
-                return run_pass(*args, **kwargs)
-            with self:
-                return run_pass(*args, **kwargs)
+            return apply_replaced
 
-        kind.apply = classmethod(apply_replaced)
-        if run_pass is not None:
-            setattr(passes, PASS, run_watched)
-        try:
+        def wrap_pass(run_pass: Callable[..., Any]) -> Callable[..., Any]:
+            def run_watched(*args: Any, **kwargs: Any) -> Any:
+                with self if is_traced() else nullcontext():
+                    return run_pass(*args, **kwargs)
+
+            return run_watched
+
+        has_pass = hasattr(torch.autograd, PASS)
+        with (
+            wrapping(Function, "apply", wrap_apply),
+            wrapping(torch.autograd, PASS, wrap_pass) if has_pass else nullcontext(),
+        ):
             yield
-        finally:
-            kind.apply = apply
-            if run_pass is not None:
-                setattr(passes, PASS, run_pass)
 
     def _replace(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -502,10 +502,10 @@ def _row(value: Any, i: int) -> Any:
 
 
 def values_of(sources: Iterable[NumberSource], arguments: Mapping[int, Any]) -> list[Any]:
-    """Returns the values of the sources; ``None`` for one that is no number any more.
+    """Returns the values of the sources; ``None`` for one that is not a number any more.
 
     Args:
-        arguments: one replica's leaves that are no tensors, by their number.
+        arguments: one replica's leaves that are not tensors, by their number.
     """
     values: list[Any] = []
     for source in sources:

@@ -37,7 +37,7 @@ from mirror.compiler.capture.trace_modes import Functions, Operations, refusal
 from mirror.compiler.capture.traced_gradients import TracedGradients, zero_grad_unconditionally
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwaps
-from mirror.compiler.custom_ops import define
+from mirror.compiler.custom_ops import define_ops
 from mirror.compiler.step_errors import RunsUncompiled, StateMissing
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.compiler.torch_internals import compiling
@@ -106,7 +106,7 @@ class Tracer:
         numbers: TracedNumbers,
         rates: str = "tensors",
     ) -> None:
-        define()
+        define_ops()
         self._replicas = replicas
         self._placeholders, self._reduces_alone = placeholders, reduces_alone
         self.collectives: list[CollectivePoint] = []
@@ -196,7 +196,7 @@ class Tracer:
 
     def own_row(self, row: Tensor) -> Tensor:
         """Returns a table of zeros with one row per replica, in which ``row`` is its own."""
-        is_own = self._placeholders.get_only(InputKind.PLACE).unsqueeze(1)
+        is_own = self._placeholders.get_only(InputKind.REPLICA_INDEX).unsqueeze(1)
         return torch.where(is_own, row, torch.zeros_like(row))
 
     def set_weight(self, value: Any) -> None:

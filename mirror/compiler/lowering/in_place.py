@@ -113,14 +113,14 @@ def _have_same_layout(one: fx.Node, two: fx.Node) -> bool:
     For all batch sizes, not only for that of the trace: to compare the sizes themselves would make
     a batch of 6 beside 6 features a trace of its own.
     """
-    mine, other = one.meta.get("val"), two.meta.get("val")
+    value, other = one.meta.get("val"), two.meta.get("val")
     return (
-        isinstance(mine, Tensor)
+        isinstance(value, Tensor)
         and isinstance(other, Tensor)
-        and mine.dtype == other.dtype
-        and mine.layout is torch.strided
-        and without_guards(mine.shape) == without_guards(other.shape)
-        and without_guards(mine.stride()) == without_guards(other.stride())
+        and value.dtype == other.dtype
+        and value.layout is torch.strided
+        and without_guards(value.shape) == without_guards(other.shape)
+        and without_guards(value.stride()) == without_guards(other.stride())
     )
 
 

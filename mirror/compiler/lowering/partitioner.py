@@ -38,12 +38,12 @@ _NUMBERS = (
     InputKind.OWN_NUMBER,
     InputKind.COUNT,
     InputKind.WEIGHT,
-    InputKind.PLACE,
+    InputKind.REPLICA_INDEX,
     InputKind.SEED,
 )
 
 
-def pieces_of(
+def plan_step(
     graph: fx.GraphModule,
     inputs: list[StepInput],
     mode: Any,

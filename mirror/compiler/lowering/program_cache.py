@@ -199,7 +199,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def store_program(key: str, pieces: StepPlan, levels: Sequence[Ready], sizes: Sizes) -> bool:
+def store_program(key: str, plan: StepPlan, levels: Sequence[Ready], sizes: Sizes) -> bool:
     """Stores programs that inductor has compiled for the CPU; returns whether that was possible.
 
     A process that is killed while it writes leaves nothing that another one would load.
@@ -221,7 +221,7 @@ def store_program(key: str, pieces: StepPlan, levels: Sequence[Ready], sizes: Si
             numbers[-1].append(len(libraries))
             libraries.append(program.path)
     try:
-        _write(root / key, libraries, numbers, pieces, sizes)
+        _write(root / key, libraries, numbers, plan, sizes)
     except (OSError, pickle.PicklingError, TypeError, AttributeError) as error:
         logger.info("programs of a compiled step are not kept: %s", error)
         return False
@@ -232,7 +232,7 @@ def _write(
     folder: Path,
     libraries: Sequence[Path],
     numbers: Sequence[Sequence[int | None]],
-    pieces: StepPlan,
+    plan: StepPlan,
     sizes: Sizes,
 ) -> None:
     private_folder(folder.parent, create=True)
@@ -245,9 +245,9 @@ def _write(
             digests.append(_digest(made / f"{i}.so"))
         levels = [
             PlanLevel(_drop_graph(level.shared), _drop_graph(level.own), level.collectives)
-            for level in pieces.levels
+            for level in plan.levels
         ]
-        index = (replace(pieces, levels=levels), [*map(tuple, numbers)], digests, sizes)
+        index = (replace(plan, levels=levels), [*map(tuple, numbers)], digests, sizes)
         (made / _INDEX).write_bytes(pickle.dumps(index))
         (made / _INDEX).chmod(0o600)
         made.rename(folder)
@@ -273,7 +273,7 @@ def load_program(key: str) -> tuple[StepPlan, list[Ready], Sizes] | None:
         logger.info("programs of a compiled step are not loaded: %s", error)
         return None
     try:
-        pieces, numbers, digests, sizes = pickle.loads(read_private(folder / _INDEX))
+        plan, numbers, digests, sizes = pickle.loads(read_private(folder / _INDEX))
         if digests != [_digest(folder / f"{i}.so") for i in range(len(digests))]:
             raise OSError(f"{folder} has been damaged")
         levels = [
@@ -281,14 +281,14 @@ def load_program(key: str) -> tuple[StepPlan, list[Ready], Sizes] | None:
                 _load_callable(level.shared, of_shared, folder),
                 _load_callable(level.own, of_own, folder),
             )
-            for level, (of_shared, of_own) in zip(pieces.levels, numbers, strict=True)
+            for level, (of_shared, of_own) in zip(plan.levels, numbers, strict=True)
         ]
     except Exception as error:  # a damaged file: the step is compiled again
         logger.info("programs of a compiled step are compiled again: %s", error)
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)
         return None
-    return pieces, levels, sizes
+    return plan, levels, sizes
 
 
 def _load_callable(

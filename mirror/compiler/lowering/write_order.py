@@ -59,11 +59,11 @@ def _inputs(node: fx.Node) -> Sequence[fx.Node]:
     """Returns the values that a node is computed from; for an element of a list, only its own."""
     if node.target is torch.ops.aten.copy.default:
         return [node.args[1]]  # type: ignore[list-item]
-    several = node.args[0] if node.target is operator.getitem else node
-    assert isinstance(several, fx.Node)
-    if several is node or "_foreach_" not in str(several.target):
-        return several.all_input_nodes
+    source = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(source, fx.Node)
+    if source is node or "_foreach_" not in str(source.target):
+        return source.all_input_nodes
     found: list[Any] = []
-    for argument in several.args:
+    for argument in source.args:
         found.append(argument[node.args[1]] if isinstance(argument, list) else argument)  # type: ignore[index]
     return [one for one in dict.fromkeys(found) if isinstance(one, fx.Node)]

@@ -28,11 +28,11 @@ class Bindings:
         leaders: the first replica of each device.
     """
 
-    def __init__(self, replicas: Replicas, trace: StepTrace, pieces: StepPlan) -> None:
+    def __init__(self, replicas: Replicas, trace: StepTrace, plan: StepPlan) -> None:
         self._replicas, self._trace = replicas, trace
         inputs = trace.inputs
-        self._written_own = [i for i in pieces.written if inputs[i].kind.is_own]
-        self._written_shared = [i for i in pieces.written if not inputs[i].kind.is_own]
+        self._written_own = [i for i in plan.written if inputs[i].kind.is_own]
+        self._written_shared = [i for i in plan.written if not inputs[i].kind.is_own]
         devices = list(replicas.devices)
         self.leaders = tuple(devices.index(device) for device in dict.fromkeys(devices))
         self._leader_of = [devices.index(device) for device in devices]
@@ -68,7 +68,7 @@ class Bindings:
         one = torch.ones((), dtype=torch.float64, device="cpu")
         self._own = [
             {
-                InputKind.PLACE: torch.arange(workers.num_replicas, device=device)
+                InputKind.REPLICA_INDEX: torch.arange(workers.num_replicas, device=device)
                 == workers.replica_offset + r,
                 InputKind.COUNT: one.to(device, copy=True),
                 InputKind.WEIGHT: one.to(device, copy=True),
@@ -76,7 +76,7 @@ class Bindings:
             }
             for r, device in enumerate(replicas.devices)
         ]
-        self._spare = [ABSENT] * (pieces.num_slots - len(inputs))
+        self._spare = [ABSENT] * (plan.num_slots - len(inputs))
         self._counted: tuple[Any, ...] = ()
         self._bind()
 

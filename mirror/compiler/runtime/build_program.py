@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mirror.compiler.lowering.partitioner import pieces_of
+from mirror.compiler.lowering.partitioner import plan_step
 from mirror.compiler.lowering.program_cache import Ready, load_program, program_key, store_program
 from mirror.compiler.lowering.programs import (
     CallableProgram,
@@ -28,12 +28,11 @@ from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.step_program import StepProgram
 from mirror.compiler.runtime.step_reductions import StepReductions
 from mirror.compiler.runtime.trace_guards import TraceGuards
-from mirror.compiler.step_errors import first_line
 from mirror.compiler.step_inputs import InputKind, state_tensors
 from mirror.compiler.torch_internals import Sizes, sizes_of
 from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.device.cuda_graph import CudaGraph, has_graphs
-from mirror.errors import CompileError
+from mirror.errors import CompileError, first_line
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck
@@ -99,7 +98,7 @@ class ProgramBuilder:
             reduces_alone=self._looks_at_gradients,
         )
         try:
-            pieces, levels, sizes = self._finish(traced)
+            plan, levels, sizes = self._finish(traced)
         except CompileError:
             raise
         except Exception as error:
@@ -107,7 +106,7 @@ class ProgramBuilder:
                 f"the step cannot be compiled: the compiler failed ({type(error).__name__}: "
                 f"{str(error)[:_MAX_MESSAGE]}); pass mode='trace', or fallback='eager'"
             ) from error
-        for collective, packing in zip(traced.collectives, pieces.packings, strict=True):
+        for collective, packing in zip(traced.collectives, plan.packings, strict=True):
             collective.packing = packing
         used = [one.of for one in traced.inputs if one.kind is InputKind.PARAMETER]
         assumptions = TraceGuards(
@@ -122,12 +121,12 @@ class ProgramBuilder:
         program = StepProgram(
             self._replicas,
             traced,
-            pieces,
+            plan,
             levels,
             sizes,
             [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
             arguments.structure,
-            Bindings(self._replicas, traced, pieces),
+            Bindings(self._replicas, traced, plan),
             self._reductions,
             self._param_sync,
             self._launcher(traced),
@@ -152,16 +151,15 @@ class ProgramBuilder:
         if kept is not None:
             logger.info("the programs of a compiled step come from the disk: %s", key)
             return kept
-        pieces = pieces_of(*step, for_inductor=not is_interpreted)
+        plan = plan_step(*step, for_inductor=not is_interpreted)
         make = self._interpret if is_interpreted else self._compile
         levels = [
-            (make(level.shared, trace_step), make(level.own, trace_step))
-            for level in pieces.levels
+            (make(level.shared, trace_step), make(level.own, trace_step)) for level in plan.levels
         ]
         sizes = sizes_of(trace_step.mode, trace_step.fakes)
         if key is not None:
-            store_program(key, pieces, levels, sizes)
-        return pieces, levels, sizes
+            store_program(key, plan, levels, sizes)
+        return plan, levels, sizes
 
     def _is_interpreted(self, trace_step: StepTrace) -> bool:
         """Whether torch's own kernels run the step, without a compiler."""

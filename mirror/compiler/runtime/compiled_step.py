@@ -28,11 +28,10 @@ from mirror.compiler.step_errors import (
     ProgramFailed,
     RunsUncompiled,
     StateMissing,
-    first_line,
-    line_of,
+    quoted_line_of,
 )
 from mirror.compiler.varying_inputs import VaryingInputs
-from mirror.errors import CompileError
+from mirror.errors import CompileError, first_line
 from mirror.values import ABSENT, PerReplica, is_number, rebuild_structure
 
 logger = logging.getLogger(__name__)
@@ -369,7 +368,7 @@ def _unstable_state_error() -> CompileError:
 
 def _untraceable_error(error: Exception) -> CompileError:
     return CompileError(
-        f"the step cannot be compiled: {line_of(error)} cannot be traced "
+        f"the step cannot be compiled: {quoted_line_of(error)} cannot be traced "
         f"({type(error).__name__}: {first_line(error)}); leave that out of the step, or pass "
         f"fallback='eager'{'' if _is_of_tracing(error) else '; this call was made uncompiled'}"
     )

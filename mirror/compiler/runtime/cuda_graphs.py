@@ -36,9 +36,10 @@ from torch import Tensor
 
 from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
 from mirror.compiler.runtime.kept_gradients import KeptGradients
-from mirror.compiler.step_errors import Uncapturable, first_line
+from mirror.compiler.step_errors import Uncapturable
 from mirror.compiler.torch_internals import DispatchMode
 from mirror.device.cuda_graph import DeviceGraph
+from mirror.errors import first_line
 from mirror.values import are_identical
 
 logger = logging.getLogger(__name__)
@@ -209,9 +210,8 @@ class CapturedPieces:
         known[sizes] = captured  # insertion order is the order of last use
         captured.launch(copied)
         for r, outputs in zip(replicas, captured.outputs, strict=True):
-            mine = values[r]
             for slot, value in zip(program.gives, outputs, strict=True):
-                mine[slot] = value
+                values[r][slot] = value
         return True
 
     def _note_first(self, known: dict[Any, _CapturedGraph | None], sizes: Any) -> None:

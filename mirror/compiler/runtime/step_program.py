@@ -36,14 +36,17 @@ class StepProgram:
     """A traced step on all replicas.
 
     Args:
-        replicas: the replicas.
-        pieces: the plan of the step.
-        levels: for each level, its shared and its own program.
-        sizes: the sizes of arguments for which they are valid.
+        trace: what tracing has found: inputs, results, and collective points.
+        plan: which programs run, and in which order. A level is what runs between two collective
+            points, where all replicas must meet.
+        levels: for each level of ``plan``, ready to be called: the program that runs once on every
+            device, and the one that runs on every replica. ``None`` where a level has none.
+        sizes: the sizes of arguments for which the programs are valid.
         leaves: one replica's leaves of the arguments in the trace; its tensors have no memory.
         structure: the structure of the arguments.
         bindings: finds the tensors of the trace's inputs.
         reductions: reduces local gradients.
+        param_sync: the strategy's parameters, which a step changes as a write to replica 0 does.
         launcher: runs programs of all replicas.
 
     Attributes:
@@ -55,7 +58,7 @@ class StepProgram:
         self,
         replicas: Replicas,
         trace: StepTrace,
-        pieces: StepPlan,
+        plan: StepPlan,
         levels: Sequence[tuple[CallableProgram | None, CallableProgram | None]],
         sizes: Sizes,
         leaves: list[Any],
@@ -65,7 +68,7 @@ class StepProgram:
         param_sync: ParamSync,
         launcher: ParallelLaunch | CapturedPieces,
     ) -> None:
-        self._replicas, self.trace, self.pieces = replicas, trace, pieces
+        self._replicas, self.trace, self.plan = replicas, trace, plan
         self._sizes, self._leaves, self.structure = sizes, leaves, structure
         self._param_sync, self._launcher = param_sync, launcher
         self._levels = [
@@ -76,13 +79,13 @@ class StepProgram:
                     for n, slots, result_slots in level.collectives
                 ],
             )
-            for called, level in zip(levels, pieces.levels, strict=True)
+            for called, level in zip(levels, plan.levels, strict=True)
         ]
         self._bindings, self._reductions = bindings, reductions
-        self._results = slot_getter(pieces.results[: sum(trace.is_tensor)])
-        self._changes = _changes(trace, pieces)
+        self._results = slot_getter(plan.results[: sum(trace.is_tensor)])
+        self._changes = _changes(trace, plan)
         self._grads = slot_getter(
-            [pieces.results[at] for at in trace.grads.values() if at is not None]
+            [plan.results[at] for at in trace.grads.values() if at is not None]
         )
         self.collectives = ProgramCollectives(
             [(one.op, _names(one.places), one.packing) for one in trace.collectives]
@@ -202,7 +205,7 @@ class StepProgram:
                 for grad, other in zip(grads, first, strict=True)
             ]
         if self.trace.sets_weight:
-            slot = self.pieces.results[-1]
+            slot = self.plan.results[-1]
             self.weights = {r: check_weight(values[slot]) for r, values in own.items()}
         found = [*map(self._results, own.values())]
         kept = iter(self._launcher.keep([*chain.from_iterable(found)]))
@@ -277,9 +280,9 @@ def _names(places: Sequence[StateTensor]) -> list[str]:
     return [getattr(place.record, "name", "?") for place in places]
 
 
-def _changes(trace: StepTrace, pieces: StepPlan) -> StateChanges:
+def _changes(trace: StepTrace, plan: StepPlan) -> StateChanges:
     """Returns the changes of a step that the rest of the strategy sees."""
-    changed = [(trace.inputs[i].kind, trace.inputs[i].of) for i in pieces.written]
+    changed = [(trace.inputs[i].kind, trace.inputs[i].of) for i in plan.written]
 
     def records(wanted: InputKind) -> list[Any]:
         places = [place for kind, place in changed if kind is wanted]

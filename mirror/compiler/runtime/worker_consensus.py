@@ -93,9 +93,9 @@ class WorkerConsensus:
         if not self._workers.is_multi_process:
             return None if collectives is None else CallShares(count, local, local)
         digest = b"" if collectives is None else collectives.digest
-        mine = _MESSAGE.pack(collectives is not None, self.is_final, count, local, digest)
+        message = _MESSAGE.pack(collectives is not None, self.is_final, count, local, digest)
         messages = [
-            _MESSAGE.unpack(one) for one in self._workers.exchange(_CALL, None, lambda: mine)
+            _MESSAGE.unpack(one) for one in self._workers.exchange(_CALL, None, lambda: message)
         ]
         have, final, counts, weighed, digests = zip(*messages, strict=True)
         self.is_final = any(final)

@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from mirror.base.argument_types import is_int
-from mirror.data.tfrecord.example import FixedLenFeature, VarLenFeature, parse_example
+from mirror.data.tfrecord.example import (
+    FixedLenFeature,
+    VarLenFeature,
+    message_classes,
+    parse_example,
+)
 from mirror.data.tfrecord.record_index import (
     MAX_DAMAGE,
     Numbering,
@@ -99,7 +104,7 @@ class TFRecordDataset(Dataset[Any]):
 
         Raises:
             FileNotFoundError: a path names no file.
-            ImportError: google-crc32c is not installed.
+            ImportError: google-crc32c is not installed; or protobuf, where ``features`` are given.
             TypeError: paths, features or transform have a wrong type.
             ValueError: another argument has none of the values above, or there are no paths.
         """
@@ -117,6 +122,8 @@ class TFRecordDataset(Dataset[Any]):
                     "sorted(glob.glob(pattern))"
                 )
         self._features = _as_features(features)
+        if self._features is not None:
+            message_classes()
         if transform is not None and not callable(transform):
             raise TypeError(f"transform is a function of a record; got {transform!r}")
         self._transform = transform

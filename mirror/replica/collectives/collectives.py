@@ -26,7 +26,7 @@ from mirror.replica.collectives.over_workers import (
     gather_over_workers,
     reduce_over_workers,
 )
-from mirror.replica.params.mirrored_tensor import resolve
+from mirror.replica.params.mirrored_tensor import resolve_copies
 from mirror.threads.merge_point import MergePoint
 from mirror.values import describe_structure, is_number, leaves_of, rebuild_structure
 
@@ -53,7 +53,7 @@ def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
     reduced, state, _ = _merge(replica, name, detail, signature, tensors, reduce)
     if op in ("sum", "mean"):
         scale = 1.0 / state.participants.num_replicas if op == "mean" else 1.0
-        end = CollectiveEnd(state, replica, weighted_sum, scale=scale)
+        end = CollectiveEnd(state, replica, weighted_sum_over_replicas, scale=scale)
         reduced = _connect(end, tensors, reduced)
     elif state.participants.differentiable:
         name = f"all_reduce({op!r})"
@@ -102,11 +102,11 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
         for i, a in enumerate(axes)
         if _floats(tensors[i])
     ]
-    end = CollectiveEnd(state, replica, weighted_sum, parts=parts)
+    end = CollectiveEnd(state, replica, weighted_sum_over_replicas, parts=parts)
     return rebuild_structure(value, _connect(end, tensors, gathered))
 
 
-def weighted_sum(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+def weighted_sum_over_replicas(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
     own = replica.weight if replica.replicas.weighted else 1.0
     # Each replica multiplies by its own weight here: weights may change until the merge.
@@ -248,7 +248,7 @@ def _tensors(value: Any, device: torch.device) -> list[Tensor]:
             raise TypeError(
                 f"collectives take tensors and numbers, nested; got a {type(leaf).__name__}"
             )
-        resolved = resolve(leaf)
+        resolved = resolve_copies(leaf)
         tensors.append(
             resolved if isinstance(resolved, Tensor) else torch.as_tensor(resolved, device=device)
         )

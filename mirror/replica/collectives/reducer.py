@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mirror.comm.host.host_backend import HostCommunicator, missing_reason
+from mirror.comm.host.host_backend import HostCommunicator, host_missing_reason
 from mirror.comm.packing import move_into_flats
 from mirror.device.streams import ReplicaStreams
 from mirror.execution.replicas import Replicas
@@ -47,7 +47,7 @@ class Reducer:
         self.bytes_per_pack = bytes_per_pack
         alone = replicas.are_simulated and replicas.num_replicas == 1
         of_host = isinstance(replicas.communicator, HostCommunicator)
-        self.is_on_host = (alone or of_host) and missing_reason() is None
+        self.is_on_host = (alone or of_host) and host_missing_reason() is None
 
     def move(
         self, columns: Sequence[list[Tensor]], streams: ReplicaStreams | None

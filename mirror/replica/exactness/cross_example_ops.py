@@ -27,9 +27,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from mirror.base.bitwise import have_equal_numbers
 from mirror.base.containers import leaves_in
 from mirror.base.torch_private import arriving_shape
 from mirror.replica.exactness.loss_graph import Term
@@ -150,8 +150,7 @@ def are_comparisons(uses: Sequence[Use], counts: Sequence[float]) -> bool:
 
 
 def _are_equal(tensors: Sequence[Tensor]) -> bool:
-    first = tensors[0]
-    return all(t.shape == first.shape and torch.equal(t.to(first.device), first) for t in tensors)
+    return all(have_equal_numbers(tensor, tensors[0]) for tensor in tensors)
 
 
 def uses_below(term: Term) -> list[Use]:

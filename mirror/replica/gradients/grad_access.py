@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mirror.base.bitwise import have_equal_numbers
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass, compile_context, queue_callback
 from mirror.errors import StrategyError
@@ -403,9 +404,7 @@ def _have_equal_values(some: Tensor | None, other: Tensor | None) -> bool:
         return some is other
     if some is other or some.is_sparse or other.is_sparse:
         return True
-    if some.shape != other.shape:
-        return False
-    return torch.equal(some.nan_to_num(), other.to(some.device).nan_to_num())
+    return have_equal_numbers(other.nan_to_num(), some.nan_to_num())
 
 
 def copy_without_bucket(grad: Tensor) -> Tensor:

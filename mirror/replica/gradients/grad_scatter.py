@@ -35,11 +35,12 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.timeline import CROSS, REDUCTION
+from mirror.comm.packing import chunk_ends
 from mirror.device.streams import ReplicaStreams
 from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.ready_grads import ReplicaGrads, accumulate
 from mirror.replica.gradients.slice_exchange import SliceExchange, flat_like, view_flat
-from mirror.replica.gradients.slice_plan import ParamSlice, chunk_ends
+from mirror.replica.gradients.slice_plan import ParamSlice
 from mirror.replica.params.replicated_param import ReplicatedParam
 
 _MOST_PADDED = 1.5  # times the bytes of the gradients; an all_reduce moves twice as many

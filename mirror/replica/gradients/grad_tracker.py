@@ -51,7 +51,7 @@ from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
-from mirror.replica.gradients.unmirrored import check_pass, leaves_of
+from mirror.replica.gradients.unmirrored import check_pass, leaves_of_pass
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import MirroredParameter, all_leaves
@@ -471,7 +471,7 @@ def _refuse_during_runs(args: Any) -> None:
         tracker = reference()
         if tracker is None or not runner_of(tracker.replicas).runs_elsewhere:
             continue
-        for leaf in leaves_of(args):
+        for leaf in leaves_of_pass(args):
             variable = param_of(leaf)
             if variable is not None and variable.replicas is tracker.replicas:
                 runner_of(tracker.replicas).check_between_runs("a backward pass")

@@ -22,6 +22,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from mirror.comm.packing import chunk_ends
+
 
 class ParamSlice(NamedTuple):
     """A part of one parameter, and the replica that holds its optimizer state and updates it.
@@ -63,12 +65,6 @@ def plan_cut(
                 start = stop
             begin += size
     return slices
-
-
-def chunk_ends(size: int, num_chunks: int) -> list[int]:
-    """Returns the ends of the chunks into which ``torch.tensor_split`` cuts a flat tensor."""
-    small, num_larger = divmod(size, num_chunks)
-    return [small * (i + 1) + min(i + 1, num_larger) for i in range(num_chunks)]
 
 
 def plan_whole(

@@ -213,7 +213,7 @@ def check_pass(run: Run, replica_id: int, args: Sequence[Any]) -> None:
         return
     leaves = [
         leaf
-        for leaf in leaves_of(args)
+        for leaf in leaves_of_pass(args)
         if not isinstance(leaf, (ReplicaParameter, MirroredTensor))
     ]
     if leaves:
@@ -271,7 +271,7 @@ def _trains_parameters(optimizer: Optimizer) -> bool:
     return any(isinstance(p, nn.Parameter) and p.requires_grad for p in held)
 
 
-def leaves_of(args: Sequence[Any]) -> list[Tensor]:
+def leaves_of_pass(args: Sequence[Any]) -> list[Tensor]:
     """Returns the leaves that a backward pass accumulates into; of a huge graph, some of them.
 
     Leaves of which replicas have slices are left out: these are inputs, and each replica's slice

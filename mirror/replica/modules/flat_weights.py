@@ -26,7 +26,7 @@ from mirror.base.torch_private import WEIGHT_LISTS, WEIGHT_REFERENCES, WEIGHTS, 
 from mirror.execution.run import Tracing, current
 from mirror.replica.modules.module_owner import interceptor_of, owner_of
 from mirror.replica.modules.split_call import CallInterceptor
-from mirror.replica.params.mirrored_tensor import resolve
+from mirror.replica.params.mirrored_tensor import resolve_copies
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.params.torch_function import MirroredParameter
 
@@ -81,7 +81,7 @@ def _own_lists(module: nn.RNNBase) -> dict[str, list[Any]] | None:
     lists = call.weight_lists if traced is None else traced.setdefault(id(call), {})
     own = lists.get(replica.replica_id)
     if own is None:
-        weights = resolve(list(module.__dict__[WEIGHTS]))
+        weights = resolve_copies(list(module.__dict__[WEIGHTS]))
         references = [None if weight is None else weakref.ref(weight) for weight in weights]
         own = lists[replica.replica_id] = {WEIGHTS: weights, WEIGHT_REFERENCES: references}
     return own

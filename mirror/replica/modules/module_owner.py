@@ -27,7 +27,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 
-from mirror.base.dynamo import disable_dynamo, is_compiled
+from mirror.base.dynamo import disable_dynamo, is_compiled_module
 from mirror.base.mutex import Mutex
 from mirror.base.torch_private import SPLIT_CALL, wrap_once
 from mirror.errors import StrategyError
@@ -181,7 +181,7 @@ def _wrap_compile(original: Callable[..., None]) -> Callable[..., None]:
 
 def _record_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     route = interceptor_of(submodule)
-    if route is not None and is_compiled(module):  # torch.compile(submodule) is making it
+    if route is not None and is_compiled_module(module):  # torch.compile(submodule) is making it
         route.recorder.record(module)
 
 

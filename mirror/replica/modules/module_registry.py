@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mirror.base.dynamo import is_compiled, refuse_unknown_compiler
+from mirror.base.dynamo import is_compiled_module, refuse_unknown_compiler
 from mirror.base.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_lacking
 from mirror.device.device_mesh import disabling_remap
 from mirror.devices import is_simulated
@@ -281,7 +281,7 @@ class ModuleRegistry:
         call = module.__dict__.get(SPLIT_CALL)
         if isinstance(call, CallInterceptor):
             call = None  # of a copied __dict__
-        if call is not None or is_compiled(module):
+        if call is not None or is_compiled_module(module):
             refuse_unknown_compiler()
         kinds = (library.interceptor for library in layer_libraries if library.has_made(module))
         module.__dict__[SPLIT_CALL] = next(kinds, CallInterceptor)(module, self, call)

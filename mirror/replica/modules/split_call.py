@@ -40,7 +40,7 @@ from mirror.base.dynamo import (
     DynamoCallback,
     call_under_dynamo,
     disable_and_suspend,
-    is_compiled,
+    is_compiled_module,
     limits_for,
     resume_dynamo,
     skip_frame,
@@ -380,7 +380,7 @@ class CallInterceptor(Interceptor):
         if any(isinstance(one, LazyModuleMixin) for one in module.modules()):
             return None  # this call makes their tensors; the next one is compared
         self.verified.add(kind)
-        if self.compiled is not None or any(map(is_compiled, module.modules())):
+        if self.compiled is not None or any(map(is_compiled_module, module.modules())):
             return None  # the whole batch would be compiled as well
 
         def call(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

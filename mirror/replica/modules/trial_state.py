@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mirror.base.bitwise import have_equal_numbers
 from mirror.base.containers import (
     IMMUTABLE,
     assign,
@@ -35,7 +36,6 @@ from mirror.devices import random_state, set_random_state
 from mirror.execution.run import Run, Unverifiable
 from mirror.replica.modules.module_owner import interceptor_of
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
-from mirror.replica.params.buffer_differences import have_equal_values
 from mirror.replica.params.mirrored_buffer import MirroredBuffer, ReplicatedBuffer
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicatedParam
@@ -220,7 +220,7 @@ def keeping_parameters(
             now = variable.copies[0]
             is_changed = now._version != version or now.shape != shape
             if not is_changed and variable in run.assigned:
-                is_changed = not have_equal_values(now.detach(), variable.copies[1].detach())
+                is_changed = not have_equal_numbers(now.detach(), variable.copies[1].detach())
             if is_changed:
                 written.add(variable)
                 with torch.no_grad():

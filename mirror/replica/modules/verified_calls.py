@@ -47,6 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.bitwise import have_equal_numbers
 from mirror.base.containers import leaves_in
 from mirror.devices import using
 from mirror.errors import StrategyError
@@ -73,7 +74,7 @@ from mirror.replica.modules.trial_state import (
     telling_what_fails,
     without_caches,
 )
-from mirror.replica.params.buffer_differences import BATCH_NORMS, have_equal_values
+from mirror.replica.params.buffer_differences import BATCH_NORMS
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan
 from mirror.threads.merge_point import NullLockstep
@@ -215,7 +216,7 @@ class VerifiedCall:
         """Returns the first parameter that forward has left different on the replicas."""
         for variable in sorted(self._written, key=lambda variable: variable.name):
             first, *others = variable.copies
-            if not all(have_equal_values(copy.detach(), first.detach()) for copy in others):
+            if not all(have_equal_numbers(copy.detach(), first.detach()) for copy in others):
                 what = f"{WRITTEN}, for the replica's own examples"
                 return OutputDifference(f"parameter {variable.name!r}", what, "parameter")
         return None

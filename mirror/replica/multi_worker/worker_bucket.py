@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mirror.comm.host.host_backend import BufferAddresses, library
+from mirror.comm.host.host_backend import BufferAddresses, host_library
 from mirror.comm.packing import ALIGNMENT_BYTES, have_same_strides
 from mirror.comm.reduce_ops import reduce_tensors
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
@@ -389,7 +389,7 @@ class WorkerBucket:
             rows = [grad.contiguous() for grad in rows]
         buffer = torch.empty(self._size, dtype=self.dtype, device="cpu")
         addresses = list(map(_data_ptr, rows))
-        library().pack_sums(addresses, self._places, scale, trailer, buffer.data_ptr())
+        host_library().pack_sums(addresses, self._places, scale, trailer, buffer.data_ptr())
         return buffer
 
     def pack(

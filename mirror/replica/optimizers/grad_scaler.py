@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from mirror.base.mutex import Mutex
+from mirror.base.torch_private import wrap_once
 from mirror.errors import StrategyError
 from mirror.execution.run import Replica, Tracing, current
 from mirror.replica.optimizers.param_groups import find_replicas
@@ -226,13 +226,10 @@ class GradScaler(torch.amp.GradScaler):
 def watch_torchs_scaler() -> None:
     """Makes torch's own scaler raise StrategyError inside ``run``; call it once."""
     for name in ("unscale_", "step", "update"):
-        setattr(
-            torch.amp.GradScaler, name, _refuse_unmirrored(getattr(torch.amp.GradScaler, name))
-        )
+        wrap_once(torch.amp.GradScaler, name, _refuse_unmirrored)
 
 
 def _refuse_unmirrored(method: Any) -> Any:
-    @functools.wraps(method)
     def call(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
         is_torchs = self.is_enabled() and not isinstance(self, GradScaler)

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mirror.base.bitwise import same_bits
+from mirror.base.bitwise import are_equal
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
+from mirror.base.torch_private import wrap_once
 from mirror.comm.reduce_ops import reduce_tensors
 from mirror.errors import StrategyError, short_repr
 from mirror.execution.replicas import Replicas
@@ -156,7 +157,8 @@ def merge_call_shared(
 
     key, name = kind, what
     if serial is not None:
-        key, name = kind if _CREATED in vars(target) else f"{kind} #{serial}", "optimizer.step"
+        key = kind if _INIT_FINISHED in vars(target) else f"{kind} #{serial}"
+        name = "optimizer.step"
     point = MergePoint(name, (key,), (target, tuple(args), dict(kwargs), seen), action)
     return context.run.merge(context.replica_id, point)
 
@@ -191,9 +193,7 @@ def _join(run: Run, what: str, closures: list[_Closure], *leaves: Any) -> Any:
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):
             return _mean(run, *leaves)
-        if all(same_bits(leaf, first) for leaf in leaves):
-            return first
-    elif all(_equal(leaf, first) for leaf in leaves):
+    if all(are_equal(leaf, first) for leaf in leaves):
         return first
     raise StrategyError(
         f"{what} is done once for all replicas, which have passed it different values: "
@@ -250,32 +250,26 @@ def _is_loss(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
 
 
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
 Action = Callable[[dict[int, Any]], dict[int, Any]]
-_CREATED = "_made_in_run"  # in an optimizer's __dict__: whether its constructor has returned
+_INIT_FINISHED = "_init_finished"  # in the __dict__ of an optimizer that is created in a run
 
 
 def watch_creation() -> None:
     """Marks optimizers that are created inside ``run``; makes groups added there be added once."""
-    original = Optimizer.__init__
+    wrap_once(Optimizer, "__init__", _wrap_init)
+    wrap_in_subclasses(Optimizer, "add_param_group", lambda add: wrap_for_run(add, _add_in_run))
 
-    @functools.wraps(original)
+
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         if current.replica is None:
             original(self, *args, **kwargs)
             return
-        vars(self)[_CREATED] = False
+        vars(self)[_INIT_FINISHED] = False
         original(self, *args, **kwargs)
-        vars(self)[_CREATED] = True
+        vars(self)[_INIT_FINISHED] = True
 
-    Optimizer.__init__ = init  # type: ignore[method-assign]
-    wrap_in_subclasses(Optimizer, "add_param_group", lambda add: wrap_for_run(add, _add_in_run))
+    return init
 
 
 def step_point(
@@ -287,7 +281,7 @@ def step_point(
     count.
     """
     kind = type(optimizer).__name__
-    if optimizer is None or _CREATED not in vars(optimizer):
+    if optimizer is None or _INIT_FINISHED not in vars(optimizer):
         return MergePoint(what, (f"{kind} #{serial}",), payload, action)
 
     def act_on_one(payloads: dict[int, Any]) -> dict[int, Any]:
@@ -308,7 +302,7 @@ def _refuse_one_per_replica(kind: str) -> NoReturn:
 def _add_in_run(
     add: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
-    is_being_made = not vars(optimizer).get(_CREATED, True)
+    is_being_made = not vars(optimizer).get(_INIT_FINISHED, True)
     if is_being_made or find_replicas(optimizer) is not context.replicas:
         return add(optimizer, *args, **kwargs)
     args = tuple(map(_replace_copies, args))

@@ -26,7 +26,7 @@ from mirror.replica.optimizers.step_dispatch import raw_step
 # Attributes that ``rebuild`` sets itself, or that every optimizer creates for itself.
 _REBUILT = (
     *("state", "param_groups", "defaults", "step", "_mirror", "_mirror_step_hooks"),
-    "_made_in_run",
+    "_init_finished",
 )
 _CREATED = ("_opt", "_zero_grad", "_warned")
 _NUM_STEPS = 3

@@ -35,7 +35,7 @@ from mirror.base.dynamo import (
 )
 from mirror.base.mutex import Mutex
 from mirror.base.timeline import OPTIMIZER
-from mirror.base.torch_private import put_hooks_around, wrap_once
+from mirror.base.torch_private import wrap_once
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, current, refuse_within_another
@@ -101,14 +101,8 @@ def watch_optimizer_steps(*, are_mirrored: bool) -> None:
 def _watch_steps(are_mirrored: bool) -> None:
     if not _Installed.wrapper:
         _Installed.wrapper = True
-        put_hooks = put_hooks_around
         _Installed.hooked_code = hooked_code()
-
-        def hook_and_wrap(step: Step) -> Step:
-            # Torch puts its hooks around a step when the first optimizer of a class is made.
-            return _wrap(put_hooks(step.__wrapped__ if is_wrapper(step) else step))  # type: ignore[attr-defined]
-
-        Optimizer.profile_hook_step = staticmethod(hook_and_wrap)  # type: ignore[method-assign, assignment]
+        wrap_once(Optimizer, "profile_hook_step", _wrap_hooks)
         wrap_in_subclasses(Optimizer, "step", _wrap)
     if are_mirrored and not _Installed.mirroring:
         _Installed.mirroring = True
@@ -118,6 +112,15 @@ def _watch_steps(are_mirrored: bool) -> None:
         watch_torchs_scaler()
 
 
+def _wrap_hooks(put_hooks: Callable[[Step], Step]) -> Callable[[Step], Step]:
+    """Wraps what torch wraps a step in, with its hooks, at the first object of a class."""
+
+    def hook_and_wrap(step: Step) -> Step:
+        return _wrap(put_hooks(step.__wrapped__ if is_wrapper(step) else step))  # type: ignore[attr-defined]
+
+    return hook_and_wrap
+
+
 def _wrap(step: Step) -> Step:
     @disable_and_suspend
     @functools.wraps(step)
@@ -125,6 +128,8 @@ def _wrap(step: Step) -> Step:
         before, replica = current.stepping, current.replica
         if self in before:  # a subclass's step has called its base's
             return step(self, *args, **kwargs)
+        for listener in () if before else step_ends.before_optimizer:
+            listener(self)
         try:
             current.stepping = (*before, self)
             if replica is None or not replica.replicas.mirrors:

@@ -10,10 +10,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
-from mirror.base.bitwise import same_bits
+from mirror.base.bitwise import have_equal_numbers
 
 # The first runs that write a buffer are checked. Statistics of batch normalisations, which are
 # averaged, get a message of their own, one for all layers. It is a warning under `mirror run`:
@@ -55,16 +54,7 @@ def averages_examples(module: nn.Module) -> bool:
 
 def are_different(copies: Sequence[Tensor]) -> bool:
     """Returns whether copies of one buffer differ."""
-    return not all(have_equal_values(copy, copies[0]) for copy in copies[1:])
-
-
-def have_equal_values(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors of any layout have equal shapes and numbers."""
-    if a.shape != b.shape:
-        return False
-    if a.layout is torch.strided and b.layout is torch.strided:
-        return torch.equal(a.to(b.device), b)
-    return same_bits(a, b)
+    return not all(have_equal_numbers(copy, copies[0]) for copy in copies[1:])
 
 
 def warn_of_buffer(name: str, is_mean: bool) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.bitwise import have_equal_numbers
 from mirror.base.dynamo import disable_dynamo
 from mirror.comm.reduce_ops import reduce_tensors, weighted_mean
 from mirror.errors import StrategyError
@@ -42,13 +43,12 @@ from mirror.execution.run import replica_of
 from mirror.replica.params.buffer_differences import (
     NORMS,
     averages_examples,
-    have_equal_values,
     num_checked_runs,
 )
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
     raw_set_data,
-    resolve,
+    resolve_copies,
     share_storage,
 )
 from mirror.replica.params.replicated_param import ReplicatedParam, StorageAliases
@@ -183,7 +183,7 @@ class ReplicatedBuffer:
 
     def assign(self, replica_id: int, value: Tensor) -> None:
         """Replaces a replica's copy: ``module.buffer = value`` inside ``run``."""
-        value = resolve(value)  # conversions assign the mirrored buffer itself
+        value = resolve_copies(value)  # conversions assign the mirrored buffer itself
         if value is not self.copies[replica_id]:  # which ``self.count += 1`` assigns
             self.leave_shared()
         others = (copy for r, copy in enumerate(self.copies) if r != replica_id)
@@ -488,7 +488,7 @@ def mean_of(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
     """Returns the mean of buffers; of integer buffers the first."""
     first = values[0]
     # The mean of equal values must be that value; 3 * (x / 3) may differ from x in the last bit.
-    if all(have_equal_values(value, first) for value in values[1:]):
+    if all(have_equal_numbers(value, first) for value in values[1:]):
         return first
     if not first.is_floating_point() and not first.is_complex():
         return first

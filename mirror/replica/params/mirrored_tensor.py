@@ -78,7 +78,7 @@ class MirroredTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._set_data(resolve(value))
+        self._set_data(resolve_copies(value))
 
     @classmethod
     def __torch_function__(
@@ -95,8 +95,8 @@ class MirroredTensor(Tensor):
             args[0]._expose(None)
         if is_jit_tracing():  # torch.jit.trace
             return _call_traced(func, args, kwargs or {})
-        resolved = [resolve(arg, func) for arg in args]
-        named = {key: resolve(arg, func) for key, arg in kwargs.items()} if kwargs else {}
+        resolved = [resolve_copies(arg, func) for arg in args]
+        named = {key: resolve_copies(arg, func) for key, arg in kwargs.items()} if kwargs else {}
         result = func(*resolved, **named)
         if isinstance(result, Tensor):
             # An in-place operation returns its operand: the mirrored object, not the copy.
@@ -122,19 +122,19 @@ def _call_traced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
 
     They share the storage of the first replica's copies, but do not require gradients.
     """
-    resolve([*args, *kwargs.values()], func)  # brings buffers up to date
+    resolve_copies([*args, *kwargs.values()], func)  # brings buffers up to date
     with WithoutSubclass():
         return func(*args, **kwargs)
 
 
-def resolve(value: Any, func: object = None) -> Any:
+def resolve_copies(value: Any, func: object = None) -> Any:
     """Replaces mirrored tensors by the current copies, also inside tuples, lists and dicts."""
     if isinstance(value, MirroredTensor):
         return value._resolve(func)
     if type(value) in (list, tuple):
-        return type(value)(resolve(item, func) for item in value)
+        return type(value)(resolve_copies(item, func) for item in value)
     if type(value) is dict:
-        return {key: resolve(item, func) for key, item in value.items()}
+        return {key: resolve_copies(item, func) for key, item in value.items()}
     return value
 
 

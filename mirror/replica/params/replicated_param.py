@@ -75,7 +75,7 @@ class StorageAliases(list[Callable[[], object]]):
     def add(self, handle: Tensor | None) -> None:
         """Adds a tensor; of a view, the buffer that it is a part of, as views die at once.
 
-        ``None`` is an alias that is no tensor, which counts as dead already.
+        ``None`` is an alias that is not a tensor, which counts as dead already.
         """
         base = None if handle is None else handle._base
         if base is not None and not isinstance(base, ReplicaParameter):
@@ -100,7 +100,7 @@ class StorageAliases(list[Callable[[], object]]):
 
 
 def _dead_reference() -> None:
-    """The weak reference to an alias that is no tensor, such as a NumPy array."""
+    """The weak reference to an alias that is not a tensor, such as a NumPy array."""
 
 
 class ReplicaParameter(nn.Parameter):

@@ -47,7 +47,7 @@ from mirror.replica.params.mirrored_tensor import (
     copy_once,
     implements,
     parameter_like,
-    resolve,
+    resolve_copies,
     set_to,
 )
 from mirror.replica.params.replicated_param import (
@@ -214,8 +214,8 @@ def _backward(
     if inputs is not None:
         inputs = all_leaves(inputs)
     torch.autograd.backward(
-        resolve(tensors),
-        resolve(gradient if grad_tensors is None else grad_tensors),
+        resolve_copies(tensors),
+        resolve_copies(gradient if grad_tensors is None else grad_tensors),
         retain_graph,
         create_graph,
         grad_variables,
@@ -231,7 +231,9 @@ def all_leaves(inputs: Any) -> list[Any]:
 def _all_copies(inputs: Any) -> list[tuple[Any, ...]]:
     """Returns the copies of each input: the current replica's, or all of them outside ``run``."""
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    return [_leaves(p) if isinstance(p, MirroredParameter) else (resolve(p),) for p in inputs]
+    return [
+        _leaves(p) if isinstance(p, MirroredParameter) else (resolve_copies(p),) for p in inputs
+    ]
 
 
 def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
@@ -275,7 +277,7 @@ def _autograd_grad(
             "use one process with all devices (MirroredStrategy)"
         )
     flat: Sequence[Tensor | None] = [None for copies in spread for _ in copies]
-    outputs = resolve(outputs)
+    outputs = resolve_copies(outputs)
     starts = (outputs,) if isinstance(outputs, Tensor) else outputs
     has_graph = any(getattr(start, "requires_grad", True) for start in starts)
     if has_graph or not _is_without_examples(inputs):
@@ -401,7 +403,7 @@ def _resolve_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _resolve_leaf(value: Any) -> Any:
     # Autograd ignores tensors inside nested structures; these are resolved when they are used.
-    return resolve(value) if isinstance(value, MirroredTensor) else value
+    return resolve_copies(value) if isinstance(value, MirroredTensor) else value
 
 
 def _record_replica(node: Any) -> None:

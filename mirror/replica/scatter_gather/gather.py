@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mirror.base.bitwise import are_equal
 from mirror.base.containers import (
     IMMUTABLE,
     assign,
@@ -199,7 +200,7 @@ class Gatherer:
             tensor = self._join_tensors(parts)
             if tensor is not None:
                 return tensor
-        elif (len(parts) == 1 and not is_object(first)) or _are_equal(parts):
+        elif (len(parts) == 1 and not is_object(first)) or _are_equal_values(parts):
             return self._origin_of(parts, first)
         elif isinstance(first, torch.Size) and self._is_size_of_no_part(parts):
             return first
@@ -453,10 +454,9 @@ def _are_batched(parts: Sequence[Any], counts: Sequence[float]) -> bool:
     return True
 
 
-def _are_equal(parts: Sequence[Any]) -> bool:
-    first = parts[0]
+def _are_equal_values(parts: Sequence[Any]) -> bool:
     plain = all(is_number(part) or isinstance(part, (str, bytes)) for part in parts)
-    return plain and all(type(p) is type(first) and np.array_equal(p, first) for p in parts)
+    return plain and all(are_equal(part, parts[0]) for part in parts)
 
 
 _warned: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()

@@ -39,7 +39,7 @@ from mirror.server.engine.service_loop import (
 from mirror.server.engine.socket_client import register_key
 
 
-def run(lifeline: socket.socket, port: socket.socket) -> None:
+def run_actor(lifeline: socket.socket, port: socket.socket) -> None:
     """Runs an actor in a process that was just forked, until its lifeline closes.
 
     Args:

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from mirror.server.engine.actor_process import check_started, receive_message, send_message
-from mirror.server.engine.channels import Channel, set_options
+from mirror.server.engine.channels import Channel, set_socket_options
 from mirror.server.engine.engine_types import (
     ActorDied,
     Address,
@@ -184,7 +184,7 @@ class AgentActor(SocketClient):
         while True:
             try:
                 sock = socket.create_connection(self._agent_address, timeout=ACTOR_SECONDS)
-                set_options(sock)
+                set_socket_options(sock)
                 return authenticate(sock, agent_credentials(self._key))
             except WireError as error:
                 raise WireError(f"{self.name} at {where}: {error}") from None

@@ -110,7 +110,7 @@ def wait_for(channel: Channel, event: int, seconds: float | None) -> None:
         raise TimeoutError("the other side took too long")
 
 
-def set_options(sock: socket.socket) -> None:
+def set_socket_options(sock: socket.socket) -> None:
     """Sets the options of a TCP connection: small packets at once, and keepalive.
 
     If the other machine is unreachable, an idle connection ends within a minute. The kernel sends

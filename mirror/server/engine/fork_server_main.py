@@ -130,7 +130,7 @@ class ForkServerMain:
             os.close(descriptor)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        actor_process.run(socket.socket(fileno=lifeline), socket.socket(fileno=port))
+        actor_process.run_actor(socket.socket(fileno=lifeline), socket.socket(fileno=port))
 
     def _reap(self) -> None:
         for pid in tuple(self._pids):

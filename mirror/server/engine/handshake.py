@@ -43,7 +43,7 @@ from mirror.server.engine.channels import (
     begin_tls,
     receive,
     send,
-    set_options,
+    set_socket_options,
     wrap_in_tls,
 )
 from mirror.server.engine.engine_types import Address, WireError
@@ -196,7 +196,7 @@ def authenticate(sock: socket.socket, own: Credentials) -> Channel:
         hello = receive(channel, _HELLO.size, deadline)
         magic, version, _ = _HELLO.unpack(hello)
         if magic not in (ACTOR, AGENT):
-            raise WireError(f"the process that listens is no actor of mirror: it sent {magic!r}")
+            raise WireError(f"the process that listens is not a mirror actor: it sent {magic!r}")
         if version != VERSION:
             raise WireError(_version_error(version))
         if magic != own.role:
@@ -291,7 +291,7 @@ class Listener:
                     raise  # it does not listen any more
                 continue  # the connection is gone already
             try:
-                set_options(sock)
+                set_socket_options(sock)
                 sock.setblocking(False)
                 if self._credentials.is_tls:  # here, so that ``_shut`` finds the descriptor
                     sock = wrap_in_tls(sock, is_server=True)

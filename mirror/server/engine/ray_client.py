@@ -11,6 +11,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from mirror.errors import first_line
 from mirror.server.engine.connection import decode_error
 from mirror.server.engine.engine_types import (
     ActorDied,
@@ -207,8 +208,3 @@ class RayClient:
         if self._handle is None:
             self._handle = ray.get_actor(self._address["actor"], namespace=NAMESPACE)
         return self._handle
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error of Ray; the others are a report."""
-    return str(error).strip().partition("\n")[0]

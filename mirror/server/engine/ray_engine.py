@@ -18,7 +18,7 @@ from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
-from mirror.errors import BackendError
+from mirror.errors import BackendError, first_line
 
 try:
     import ray
@@ -40,7 +40,6 @@ from mirror.server.engine.ray_client import (
     RayClient,
     RoleActor,
     as_json,
-    first_line,
 )
 from mirror.server.engine.service_loop import resolve_role
 

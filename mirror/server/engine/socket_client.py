@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from time import monotonic, sleep
 
-from mirror.server.engine.channels import Channel, set_options
+from mirror.server.engine.channels import Channel, set_socket_options
 from mirror.server.engine.connection import Connection, Reply, failed_reply
 from mirror.server.engine.engine_types import (
     ActorClient,
@@ -46,7 +46,7 @@ def register_key(engine: str, key: bytes) -> None:
     _keys[engine] = key
 
 
-def connect(address: Address, timeout_seconds: float | None = None) -> ActorClient:
+def connect_actor(address: Address, timeout_seconds: float | None = None) -> ActorClient:
     """Returns a client of an actor, which connects at the first call.
 
     Args:
@@ -140,7 +140,7 @@ class SocketClient:
             except OSError as error:
                 raise ActorDied(self.name, f"no process listens at {where} ({error})") from None
             try:
-                set_options(sock)
+                set_socket_options(sock)
                 return authenticate(sock, actor_credentials(self._key, self._address))
             except OtherListenerError as error:
                 raise ActorDied(self.name, f"its process has ended ({error})") from None

@@ -28,7 +28,7 @@ from mirror.replica.optimizers.piecewise_optimizers import check_piecewise, desc
 from mirror.server import server_messages
 from mirror.server.cluster_tasks import Settings
 from mirror.server.persistent_ids import PersistentId, dump
-from mirror.server.recorded_model import Model, RecordedModules, check_model, watch
+from mirror.server.recorded_model import Model, RecordedModules, check_served_model, watch
 from mirror.server.roles.actor_pool import ActorPool
 from mirror.server.roles.variable_client import VariableClient
 from mirror.server.shard import PieceSpec
@@ -121,7 +121,7 @@ class ServerVariables:
         if self.model is None:
             self.client = None
             return
-        check_model(model)
+        check_served_model(model)
         settings = self._settings
         layout = place(
             model.variables,

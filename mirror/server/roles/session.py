@@ -8,7 +8,7 @@ from typing import Any
 
 from mirror.errors import StrategyError, short_repr
 from mirror.server.cluster_tasks import Settings
-from mirror.server.persistent_ids import PersistentId, dump, dump_step, load, names_in
+from mirror.server.persistent_ids import PersistentId, dump, dump_step, load_pickled, names_in
 from mirror.server.recorded_model import RecordedModules
 from mirror.server.roles.actor_pool import ActorPool
 from mirror.server.roles.closure_queue import Closure, ClosureQueue, RemoteValue
@@ -224,7 +224,7 @@ class Session:
             variables.mark_stale()
         if answer["outcome"] != "returned":
             return answer, self._load_error(result[0])
-        return answer, load(result[0], self._resolve)
+        return answer, load_pickled(result[0], self._resolve)
 
     def _resolve(self, persistent_id: PersistentId) -> Any:
         kind, index = persistent_id
@@ -234,7 +234,7 @@ class Session:
 
     def _load_error(self, data: Any) -> BaseException:
         error: BaseException
-        error, text = load(data, lambda persistent_id: None)
+        error, text = load_pickled(data, lambda persistent_id: None)
         add_note(error, f"where it was raised:\n{text}")
         return error
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mirror.base.bitwise import same_bits
 from mirror.errors import StrategyError
 from mirror.server.engine.engine_types import ActorClient, Future
 from mirror.server.server_messages import (
@@ -23,7 +24,6 @@ from mirror.server.server_messages import (
     pack,
     packed_size,
     rows_of,
-    same_values,
     unpack,
 )
 from mirror.server.servers_report import Traffic
@@ -246,7 +246,7 @@ class VariableClient:
 
     def _is_changed_buffer(self, variable: int) -> bool:
         base = self._bases.get(variable)
-        return base is not None and not same_values(base, self.tensors[variable].detach())
+        return base is not None and not same_bits(base, self.tensors[variable])
 
     def mark_synced(self) -> None:
         """Records that the servers have the same values as this process."""
@@ -330,7 +330,7 @@ class VariableClient:
     def _change(self, variable: int) -> Tensor | None:
         tensor, base = self.tensors[variable], self._bases[variable]
         now = tensor.detach()
-        if same_values(base, now):
+        if same_bits(base, now):
             return None
         return now if now.dtype == torch.bool else now - base
 

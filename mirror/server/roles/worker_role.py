@@ -17,8 +17,8 @@ from mirror.data.input_options import InputContext
 from mirror.errors import ActorDied, StepError, StrategyError, short_repr
 from mirror.replica.optimizers.piecewise_optimizers import options_of, rebuild
 from mirror.server.engine.engine_types import ActorClient
-from mirror.server.engine.socket_client import connect
-from mirror.server.persistent_ids import PersistentId, dump, load
+from mirror.server.engine.socket_client import connect_actor
+from mirror.server.persistent_ids import PersistentId, dump, load_pickled
 from mirror.server.recorded_model import Model, is_table_of_rows, watch
 from mirror.server.roles.variable_client import VariableClient
 from mirror.server.roles.worker_datasets import PerWorkerValues, WorkerIterator, num_examples
@@ -48,7 +48,7 @@ class WorkerModel:
         push: Callable[[int], None],
     ) -> None:
         tensors = [_empty_variable(*spec) for spec in specs]
-        roots = load(pickled, lambda token: tensors[token[1]])
+        roots = load_pickled(pickled, lambda token: tensors[token[1]])
         self.model = Model(roots)
         self.tensors = tensors
         self.names = [variable.name for variable in self.model.variables]
@@ -217,7 +217,7 @@ class WorkerRole:
         self._index = index
         self._context = InputContext(num_workers, index, num_workers)
         self._servers: list[ActorClient] = [
-            connect(address, timeout_seconds) for address in servers
+            connect_actor(address, timeout_seconds) for address in servers
         ]
         self._datasets: dict[int, WorkerIterator] = {}
         self._model: WorkerModel | None = None
@@ -251,7 +251,7 @@ class WorkerRole:
 
     def make_dataset(self, header: Header, buffers: Sequence[Any]) -> Answer:
         try:
-            dataset = load(buffers[0], self._resolve)
+            dataset = load_pickled(buffers[0], self._resolve)
             iterator = WorkerIterator(dataset, self._context, self._count_examples)
             self._datasets[header["index"]] = iterator
         except Exception as error:
@@ -266,7 +266,7 @@ class WorkerRole:
         if model is not None:
             model.begin(header["flags"])
         try:
-            fn, args, kwargs = load(buffers[0], self._resolve)
+            fn, args, kwargs = load_pickled(buffers[0], self._resolve)
             value = fn(*self._localize(args), **self._localize(kwargs))
             if model is not None and model.client.is_fresh and model.client.find_changed():
                 self._send(None, -1, [])  # only changes of buffers
@@ -408,7 +408,7 @@ def _dump_error(error: BaseException) -> bytes:
     for sent in (error, _PickledError(error)):
         try:
             data = dump((sent, text), lambda thing: None)
-            if str(load(data, lambda persistent_id: None)[0]) == str(error):
+            if str(load_pickled(data, lambda persistent_id: None)[0]) == str(error):
                 return data
         except Exception:
             continue
@@ -428,7 +428,7 @@ class _PickledError:
 
 def _can_pickle(value: Any) -> bool:
     try:
-        load(dump(value, lambda thing: None), lambda persistent_id: None)
+        load_pickled(dump(value, lambda thing: None), lambda persistent_id: None)
         return True
     except Exception:
         return False

@@ -92,7 +92,7 @@ class Tolerances:
         self._scales = _gradient_scales(one)
 
     def tight_distance(self, event: RecordedEvent) -> float:
-        """Returns the absolute distance that needs no explanation."""
+        """Returns the absolute distance up to which rounding needs no second run to explain it."""
         a = event.prints[0]
         if self._given is not None:
             return self._given * self._reference_norm(event)
@@ -101,10 +101,11 @@ class Tolerances:
 
     def _reference_norm(self, event: RecordedEvent) -> float:
         a = event.prints[0]
-        own = a.norm
+        norm = a.norm
         if event.kind == GRADIENT:
-            own = max(own, 0.03 * self._scales.get((event.step, event.info.get("optimizer")), 0.0))
-        return max(own, 1e-12)
+            scale = self._scales.get((event.step, event.info.get("optimizer")), 0.0)
+            norm = max(norm, 0.03 * scale)
+        return max(norm, 1e-12)
 
 
 def _gradient_scales(one: Record) -> dict[tuple[int, object], float]:
@@ -119,9 +120,9 @@ def _gradient_scales(one: Record) -> dict[tuple[int, object], float]:
 def align(
     one: Sequence[RecordedEvent], many: Sequence[RecordedEvent]
 ) -> Iterator[tuple[int, RecordedEvent | None, RecordedEvent | None]]:
-    """Yields the events that belong together, with the index of the first run's.
+    """Yields the events that belong together, with the index of the first run's event.
 
-    Of an output of several tensors one run may lack some: a strategy keeps some apart. Ends after
+    One run may lack some tensors of an output: a strategy does not join all of them. Ends after
     the first events that do not belong together.
     """
     i = j = 0
@@ -143,7 +144,7 @@ def align(
 def find_differences(
     one: Sequence[RecordedEvent], many: Sequence[RecordedEvent], tolerances: Tolerances
 ) -> Iterator[Difference]:
-    """Yields what differs by more than needs no explanation, in order.
+    """Yields the differences above the tight tolerance, in order.
 
     Ends after the first event that has no counterpart.
     """
@@ -196,9 +197,9 @@ def largest_spreads(
     for i, a, b in align(one, noisy):
         if a is None or b is None or a.key != b.key or a.kind not in (LOSS, OUTPUT):
             continue
-        some, others = a.prints[0], b.prints[0]
-        if some.is_float and len(some.values) <= _SMALL and some.shape == others.shape:
-            spread = relative_distance(some.distance(others), some.norm)
+        plain, noisy_print = a.prints[0], b.prints[0]
+        if plain.is_float and len(plain.values) <= _SMALL and plain.shape == noisy_print.shape:
+            spread = relative_distance(plain.distance(noisy_print), plain.norm)
             largest[a.key] = max(largest.get(a.key, 0.0), spread if spread < 1 else 0.0)
             spreads[i] = largest[a.key]
     return spreads
@@ -207,7 +208,7 @@ def largest_spreads(
 def is_rounding(
     difference: Difference, one: RecordedEvent, spread: RecordedEvent | None, largest: float = 0.0
 ) -> bool:
-    """Whether a difference is what rounding makes of this script.
+    """Whether rounding explains a difference in this script.
 
     Args:
         spread: the same event of the run with rounding errors added.
@@ -230,9 +231,9 @@ def find_first_deep(
     one: Record, many: Record, spread: Record | None, step: int, tolerances: Tolerances
 ) -> tuple[Difference | None, list[RecordedEvent], list[RecordedEvent]]:
     """Returns the first difference inside the modules of one step, and that step's events."""
-    some, others = deep_events(one, step), deep_events(many, step)
+    ones, manys = deep_events(one, step), deep_events(many, step)
     noisy = [] if spread is None else deep_events(spread, step)
-    for difference in find_differences(some, others, tolerances):
+    for difference in find_differences(ones, manys, tolerances):
         b = None
         if difference.index < len(noisy) and difference.one is not None:
             candidate = noisy[difference.index]
@@ -241,5 +242,5 @@ def find_first_deep(
             continue
         if difference.reason == "shape" and difference.event.depth > 0:
             continue  # the parts of a state cannot be joined here; later events decide
-        return difference, some, others
-    return None, some, others
+        return difference, ones, manys
+    return None, ones, manys

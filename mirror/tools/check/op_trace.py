@@ -1,4 +1,4 @@
-"""Notes the functions of tensors that the forward of a user's module calls, with their lines.
+"""Records the functions of tensors that the forward of a user's module calls, with their lines.
 
 Functions inside torch's own layers are left out: the layer is their name. So are those that change
 shapes alone: their results are compared where something is computed of them.
@@ -45,12 +45,12 @@ _LIBRARIES = (_TORCH, _MIRROR)
 
 
 class OpTrace(TorchFunctionMode):
-    """Notes functions on one log while it is entered.
+    """Records functions on one log while it is entered.
 
     Args:
         log: of the replica, or of code outside replicas.
-        replica: its functions are noted; another replica may run on the same thread.
-        is_on: whether functions are noted now.
+        replica: its functions are recorded; another replica may run on the same thread.
+        is_on: whether functions are recorded now.
         note: called with the log, the result, the facts of the call, and the user's line.
     """
 
@@ -67,7 +67,7 @@ class OpTrace(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls a function and notes its result."""
+        """Calls a function and records its result."""
         result = func(*args, **(kwargs or {}))
         log = self._log
         if log.is_busy or not self._is_on():

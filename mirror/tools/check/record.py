@@ -122,7 +122,6 @@ class RecordOptions:
         replicas: simulated devices; 0: one device, without a strategy.
         devices: the names of the replicas' devices, instead.
         steps: the number of optimizer steps after which the script is ended.
-        deep_steps: the number of steps in which operations inside modules are recorded.
         rounding_noise: whether to add rounding errors, to see what becomes of them.
         no_dropout, double, sync_batch_norm: as in ``mirror check``.
     """
@@ -130,7 +129,6 @@ class RecordOptions:
     replicas: int = 0
     devices: Sequence[str] | None = None
     steps: int = 20
-    deep_steps: int = 3
     rounding_noise: bool = False
     no_dropout: bool = False
     double: bool = False
@@ -173,7 +171,6 @@ class ReplicaLog:
         path: the modules that are being called, outermost first.
         events: those inside the outermost call.
         num_numbers: how many numbers their tensors have.
-        num_steps: how many optimizer steps the replica has reached, inside ``run``.
         known: the tensors that the call was given or has made, by id, while functions of tensors
             are recorded. The dict keeps them alive.
         is_busy: whether the recorder itself is computing.
@@ -182,7 +179,6 @@ class ReplicaLog:
     path: list[nn.Module] = field(default_factory=list)
     events: list[PendingEvent] = field(default_factory=list)
     num_numbers: int = 0
-    num_steps: int = 0
     known: dict[int, Tensor] | None = None
     is_busy: bool = False
 

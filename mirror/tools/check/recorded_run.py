@@ -1,9 +1,7 @@
 """One recorded run of a script, in a process of its own: ``python -m ...recorded_run``.
 
-Puts a recorder into torch: around module calls, backward passes and optimizer steps.
-
-The wrappers are in torch while a recording lasts, and are taken out afterwards. Optimizers are
-wrapped from outside, because mirror steps in another way if there are hooks of torch.
+A recorder is around module calls and backward passes of torch while a recording lasts, and listens
+to optimizer steps: see ``StepEnds``.
 """
 
 from __future__ import annotations
@@ -26,10 +24,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import Optimizer
 
+from mirror.base.torch_private import wrapping
+from mirror.execution.lifecycle import step_ends
 from mirror.replica.layers.sync_batch_norm import synchronize_all
 from mirror.replica.modules.verified_calls import recording_unequal_calls
+from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.buffer_differences import statistics_are_warnings
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.threads.user_frames import line_of
@@ -111,7 +111,6 @@ def recording(
     """
     recorder = Recorder(
         options.steps,
-        deep_steps=options.deep_steps,
         on_step=on_step,
         on_enough=on_enough,
         noise=RoundingNoise() if options.rounding_noise else None,
@@ -183,62 +182,33 @@ def seed_all() -> None:
     torch.manual_seed(SEED)
 
 
-_DROPPING = {  # functions of F, and where p is among the arguments
-    "dropout": 1,
-    "dropout1d": 1,
-    "dropout2d": 1,
-    "dropout3d": 1,
-    "alpha_dropout": 1,
-    "feature_alpha_dropout": 1,
-}
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
+_DROPPING = (  # functions, and where the probability is among their arguments
+    *((F, name, 1, "p") for name in (*_DROPOUTS, "feature_alpha_dropout")),
+    (torch, "dropout", 1, "p"),
+    (F, "scaled_dot_product_attention", 4, "dropout_p"),
+)
 _PROBABILITIES = ("dropout", "drop_prob", "drop_rate", "dropout_p", "attention_dropout")
 
 
 @contextmanager
 def patching_torch(recorder: Recorder, *, no_dropout: bool = False) -> Iterator[None]:
-    """Has a recorder note what happens inside.
+    """Passes every event in the block to a recorder.
 
     Args:
         no_dropout: whether to set all dropout probabilities to 0.
     """
-    with ExitStack() as stack:
-        if no_dropout:
-            _stop_dropout(stack)
-        _replace(stack, nn.Module, "__call__", _wrap_call(recorder, no_dropout))
-        _replace(stack, torch.autograd, "backward", _wrap_backward(recorder))
-        for kind in _kinds_of(Optimizer):
-            if getattr(kind.__dict__.get("step"), "hooked", False):  # one was made before
-                _replace(stack, kind, "step", functools.partial(_wrap_step, recorder))
-        patch = functools.partial(_wrap_profile_hook, recorder, stack)
-        _replace(stack, Optimizer, "profile_hook_step", patch)
-        yield
 
-
-def _replace(stack: ExitStack, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    original = owner.__dict__[name]
-    is_static = isinstance(original, staticmethod)
-    wrapped = wrapper(original.__func__ if is_static else original)
-    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
-    stack.callback(setattr, owner, name, original)
-
-
-def _wrap_call(recorder: Recorder, no_dropout: bool) -> Callable[[Any], Any]:
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
+    def wrap_call(original: Callable[..., Any]) -> Callable[..., Any]:
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if no_dropout:
                 _disable_dropout(self)
-            call = functools.partial(original, self)
-            return recorder.call(self, call, args, kwargs)
+            forward = functools.partial(original, self, *args, **kwargs)
+            return recorder.call(self, forward, (args, kwargs))
 
         return __call__
 
-    return wrapper
-
-
-def _wrap_backward(recorder: Recorder) -> Callable[[Any], Any]:
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
+    def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
             recorder.record_loss(roots, sys._getframe(1))
@@ -250,52 +220,19 @@ def _wrap_backward(recorder: Recorder) -> Callable[[Any], Any]:
 
         return backward
 
-    return wrapper
-
-
-def _wrap_step(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_step(self, functools.partial(original, self), args, kwargs)
-
-    return step
-
-
-def _wrap_profile_hook(
-    recorder: Recorder, stack: ExitStack, original: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Wraps what torch wraps the step of an optimizer's class in, at its first instance."""
-
-    @functools.wraps(original)
-    def profile_hook_step(func: Any) -> Any:
-        profiled = original(func)
-        wrapped = _wrap_step(recorder, profiled)
-
-        def restore() -> None:
-            for kind in _kinds_of(Optimizer):
-                if kind.__dict__.get("step") is wrapped:
-                    profiled.hooked = True
-                    kind.step = profiled  # type: ignore[method-assign]
-
-        stack.callback(restore)
-        return wrapped
-
-    return profile_hook_step
-
-
-def _kinds_of(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _kinds_of(child)
-
-
-def _stop_dropout(stack: ExitStack) -> None:
-    for name, position in _DROPPING.items():
-        if hasattr(F, name):
-            _replace(stack, F, name, functools.partial(_zero_probability, position, "p"))
-    attention = functools.partial(_zero_probability, 4, "dropout_p")
-    _replace(stack, F, "scaled_dot_product_attention", attention)
-    _replace(stack, torch, "dropout", functools.partial(_zero_probability, 1, "p"))
+    with ExitStack() as stack:
+        for owner, name, position, argument in _DROPPING if no_dropout else ():
+            if hasattr(owner, name):
+                zero = functools.partial(_zero_probability, position, argument)
+                stack.enter_context(wrapping(owner, name, zero))
+        stack.enter_context(wrapping(nn.Module, "__call__", wrap_call))
+        stack.enter_context(wrapping(torch.autograd, "backward", wrap_backward))
+        watch_optimizer_steps(are_mirrored=False)
+        step_ends.before_optimizer.append(recorder.before_optimizer)
+        stack.callback(step_ends.before_optimizer.remove, recorder.before_optimizer)
+        step_ends.listeners.append(recorder.end_step)
+        stack.callback(step_ends.listeners.remove, recorder.end_step)
+        yield
 
 
 def _zero_probability(
@@ -303,7 +240,6 @@ def _zero_probability(
 ) -> Callable[..., Any]:
     """Returns a function with a probability of 0."""
 
-    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) > position:
             args = (*args[:position], 0.0, *args[position + 1 :])

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import functions_interpreter, is_jit_tracing
 from mirror.execution.run import current
-from mirror.replica.params.mirrored_tensor import resolve
+from mirror.replica.params.mirrored_tensor import resolve_copies
 from mirror.threads.user_frames import user_line
 from mirror.tools.check.fingerprint import fingerprint, join_parts
 from mirror.tools.check.op_trace import OpTrace
@@ -120,7 +120,7 @@ def describe_module(module: nn.Module) -> dict[str, Any]:
     return info
 
 
-def is_of_torch(module: nn.Module) -> bool:
+def is_torch_module(module: nn.Module) -> bool:
     """Whether a module's class is one of torch's own."""
     return type(module).__module__.startswith("torch.")
 
@@ -144,15 +144,15 @@ def _variable_of(module: nn.Module, frame: FrameType | None) -> str:
     return ""
 
 
-_SMALL_STEP = 300_000  # numbers inside a step that is recorded deeply all the time
+_DEEP_STEPS = 3  # in which operations inside modules are recorded
+_SMALL_STEP = 300_000  # numbers inside a step whose modules are always recorded
 
 
 class Recorder:
-    """Notes the events of one run.
+    """Records the events of one run.
 
     Args:
         steps: the number of optimizer steps after which ``on_enough`` is called.
-        deep_steps: the number of steps in which operations inside modules are recorded.
         on_step: called after each step with its number.
         on_enough: called after the last step, with the record.
         noise: what adds rounding errors, if anything does.
@@ -162,7 +162,6 @@ class Recorder:
         self,
         steps: int,
         *,
-        deep_steps: int,
         on_step: Callable[[int], None],
         on_enough: Callable[[Record], None],
         noise: RoundingNoise | None = None,
@@ -171,14 +170,14 @@ class Recorder:
         self.is_on = True
         self.in_backward = 0
         self.noise = noise
-        self._steps, self._deep_steps = steps, deep_steps
+        self._steps = steps
         self._on_step, self._on_enough = on_step, on_enough
         self._thread = threading.get_ident()
         self._logs: dict[int, ReplicaLog] = {}
         self._counts: dict[int, float] = {}
         self._names = ModuleNames()
         self._optimizers: dict[int, tuple[Any, int]] = {}
-        self._stepping: set[tuple[int, int]] = set()
+        self._stepped: dict[int, torch.optim.Optimizer] = {}  # in this step, by number
         self._numbers_in_step = 0
         self._is_small = True
 
@@ -192,14 +191,14 @@ class Recorder:
     @property
     def is_deep(self) -> bool:
         """Whether what happens inside modules is recorded."""
-        return self.step <= self._deep_steps or self._is_small
+        return self.step <= _DEEP_STEPS or self._is_small
 
     def has_ops(self) -> bool:
         """Whether operations inside modules are recorded."""
-        return self.is_on and self.step <= self._deep_steps
+        return self.is_on and self.step <= _DEEP_STEPS
 
     def log(self) -> ReplicaLog | None:
-        """Returns the log of the calling code; ``None`` for what is not recorded.
+        """Returns the log of the calling code; ``None`` if it is not recorded.
 
         Tensors inside ``torch.func``'s transforms have no memory, so nothing is recorded there.
         """
@@ -223,45 +222,41 @@ class Recorder:
 
     # Modules
 
-    def call(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls a module and notes what goes in and comes out."""
+    def call(self, module: nn.Module, forward: Callable[[], Any], inputs: Any) -> Any:
+        """Calls a module and records what goes in and comes out.
+
+        Args:
+            forward: makes the call with ``inputs``.
+        """
         log = self.log()
         if log is None or torch.compiler.is_compiling() or is_jit_tracing():
-            return forward(*args, **kwargs)
+            return forward()
         is_inside = self._is_inside()
-        is_outermost = not is_inside and not log.path
-        if is_outermost:
-            return self._call_outermost(log, module, forward, args, kwargs)
+        if not is_inside and not log.path:
+            return self._call_outermost(log, module, forward, inputs)
         if is_inside and not log.path:
-            self._record_counts(args, kwargs)
+            self._record_counts(inputs)
             if self.has_ops():
-                with self._tracing(log, module, args, kwargs):
-                    return self._call_inner(log, module, forward, args, kwargs)
-        return self._call_inner(log, module, forward, args, kwargs)
+                with self._tracing(log, module, inputs):
+                    return self._call_inner(log, module, forward, inputs)
+        return self._call_inner(log, module, forward, inputs)
 
     def _call_inner(
-        self,
-        log: ReplicaLog,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        self, log: ReplicaLog, module: nn.Module, forward: Callable[[], Any], inputs: Any
     ) -> Any:
         """Calls a module inside an outermost call."""
         if not self.is_deep:
-            return self._call_in_path(log, module, forward, args, kwargs)
+            return self._call_in_path(log, module, forward)
         is_inside = self._is_inside()
-        name = self._names.name_of(module)
+        name = self._names.name_of(module, sys._getframe(3))
         depth = len(log.path) + is_inside
         info = describe_module(module)
-        where = user_line(sys._getframe(3)) if not is_of_torch(module) or depth <= 2 else ""
+        where = user_line(sys._getframe(3)) if not is_torch_module(module) or depth <= 2 else ""
         events = log.events
         is_part = is_inside and not log.path and self._is_split()
         if not is_part:
-            log.add(PendingEvent(INPUT, name, where, depth, info), (args, kwargs))
-        result = self._call_in_path(log, module, forward, args, kwargs)
+            log.add(PendingEvent(INPUT, name, where, depth, info), inputs)
+        result = self._call_in_path(log, module, forward)
         if log.events is events:
             kind = PART if is_part else OUTPUT
             log.add(PendingEvent(kind, name, where, depth, dict(info)), result)
@@ -269,15 +264,13 @@ class Recorder:
         return result
 
     @contextmanager
-    def _tracing(
-        self, log: ReplicaLog, module: nn.Module, args: Any, kwargs: Any
-    ) -> Iterator[None]:
-        """Notes the operations that modules call inside."""
+    def _tracing(self, log: ReplicaLog, module: nn.Module, inputs: Any) -> Iterator[None]:
+        """Records the operations that modules call inside."""
         log.known = {}
         buffers = list(module.buffers())  # and what a replica's code has in their place
-        log.add_known([*tensors_in((args, kwargs)), *buffers, *map(resolve, buffers)])
+        log.add_known([*tensors_in(inputs), *buffers, *map(resolve_copies, buffers)])
         try:
-            with OpTrace(log, current.replica, self._is_noting_ops, self._record_op):
+            with OpTrace(log, current.replica, self._is_recording_ops, self._record_op):
                 yield
         finally:
             log.known = None
@@ -287,17 +280,10 @@ class Recorder:
         outside = self._logs.get(OUTSIDE)
         return outside is not None and bool(outside.path)
 
-    def _call_in_path(
-        self,
-        log: ReplicaLog,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
+    def _call_in_path(self, log: ReplicaLog, module: nn.Module, forward: Callable[[], Any]) -> Any:
         log.path.append(module)
         try:
-            result = forward(*args, **kwargs)
+            result = forward()
         finally:
             log.path.pop()
         return self._add_noise(log, module, result, is_root=False)
@@ -312,27 +298,22 @@ class Recorder:
             log.is_busy = False
 
     def _call_outermost(
-        self,
-        log: ReplicaLog,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        self, log: ReplicaLog, module: nn.Module, forward: Callable[[], Any], inputs: Any
     ) -> Any:
         """Calls a module that the script itself calls."""
         self.flush()
         name = self._names.name_of(module, sys._getframe(3))
         where = user_line(sys._getframe(3))
         info = {**describe_module(module), "rng": self._rng()}
-        self._record(INPUT, name, tensors_or_parts_in((args, kwargs)), where=where, info=info)
+        self._record(INPUT, name, tensors_or_parts_in(inputs), where=where, info=info)
         if self.noise is not None:
             self.noise.change_parameters(module)
         log.path.append(module)
         try:
             with ExitStack() as stack:
                 if self.has_ops():
-                    stack.enter_context(self._tracing(log, module, args, kwargs))
-                result = forward(*args, **kwargs)
+                    stack.enter_context(self._tracing(log, module, inputs))
+                result = forward()
             result = self._add_noise(log, module, result, is_root=True)
         except BaseException:
             self._clear_logs()
@@ -347,42 +328,19 @@ class Recorder:
 
     # Operations inside modules: see op_trace.py
 
-    def _is_noting_ops(self) -> bool:
+    def _is_recording_ops(self) -> bool:
         return self.has_ops() and not self.in_backward and functions_interpreter() is None
 
     def _record_op(self, log: ReplicaLog, result: Any, info: dict[str, Any], where: str) -> None:
-        """Notes a function of tensors that a module's forward has called."""
+        """Records a function of tensors that a module's forward has called."""
         name = self._names.name_of(log.path[-1]) if log.path else "the function in run"
         depth = len(log.path) + 1
         log.add(PendingEvent(OP, name, where, depth, info), result)
 
     # Losses, optimizers
 
-    def call_step(
-        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Calls an optimizer's step, and notes gradients before and parameters after it.
-
-        A strategy may step it once more inside, for a replica; that is not noted.
-        """
-        replica = current.replica if self._is_inside() else None
-        key = id(optimizer), -1 if replica is None else replica.replica_id
-        is_within = key in self._stepping
-        if replica is None:
-            is_within = is_within or any(number == key[0] for number, _ in self._stepping)
-        if is_within or self.log() is None:
-            return step(*args, **kwargs)
-        self.before_step(optimizer)
-        self._stepping.add(key)
-        try:
-            result = step(*args, **kwargs)
-        finally:
-            self._stepping.discard(key)
-        self.after_step(optimizer)
-        return result
-
     def record_loss(self, tensors: Sequence[Any], frame: Any) -> None:
-        """Notes where a backward pass begins."""
+        """Records where a backward pass begins."""
         log = self.log()
         if log is None:
             return
@@ -393,8 +351,8 @@ class Recorder:
         self.flush()
         self._record(LOSS, "loss", tensors_in(list(tensors)), where=where)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes the gradients that an optimizer is about to use."""
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Records the gradients that an optimizer is about to use."""
         log = self.log()
         if log is None:
             return
@@ -404,34 +362,34 @@ class Recorder:
         if self.noise is not None:
             self.noise.change_gradients([p for p, _ in params])
         number = self._number_of(optimizer)
+        self._stepped[number] = optimizer
         # Inside run all replicas read the gradients, which they reduce together.
         found = [(name, p.grad) for p, name in params]
-        if self._is_inside() and not self._is_first():
-            return
+        replica = current.replica
+        if replica is not None and self._is_inside():
+            if replica.replica_id != min(replica.run.active):
+                return
+            logs = [self._logs.get(r, ReplicaLog()) for r in replica.run.active]
+            if len({len(log.events) for log in logs}) == 1:  # the read has stopped them all here
+                self.flush()
         for name, grad in found:
             if grad is not None:
                 self._record(GRADIENT, name, [grad], info={"optimizer": number})
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes the parameters and buffers after an optimizer's step."""
-        log = self.log()
-        if log is None:
-            return
-        is_inside = self._is_inside()
-        if is_inside and not self._is_last():
-            return
-        if is_inside:
-            self.flush()
-        number = self._number_of(optimizer)
-        for param, name in self._names.parameters_of(optimizer):
-            self._record(PARAMETER, name, [param], info={"optimizer": number})
-        if not is_inside:
-            for buffer, name in self._names.buffers():
-                self._record(BUFFER, name, tensors_in([buffer]))
-        self.end_step()
-
     def end_step(self) -> None:
-        """Counts a step, and ends the script after enough."""
+        """Records parameters and buffers at the end of a step, and ends the script after enough.
+
+        See [Note: Ends of steps].
+        """
+        if self.log() is None:
+            return
+        self.flush()
+        for number, optimizer in self._stepped.items():
+            for param, name in self._names.parameters_of(optimizer):
+                self._record(PARAMETER, name, [param], info={"optimizer": number})
+        self._stepped.clear()
+        for buffer, name in self._names.buffers():
+            self._record(BUFFER, name, tensors_in([buffer]))
         self.record.num_steps += 1
         self._is_small = self._is_small and self._numbers_in_step <= _SMALL_STEP
         self._numbers_in_step = 0
@@ -441,37 +399,25 @@ class Recorder:
             self.is_on = False
             self._on_enough(self.record)
 
-    def _is_first(self) -> bool:
-        replica = current.replica
-        return replica is None or replica.replica_id == min(replica.run.active)
-
-    def _is_last(self) -> bool:
-        """Whether all replicas of a run have arrived, this one as the last."""
-        replica = current.replica
-        assert replica is not None
-        logs = [self._logs.setdefault(r, ReplicaLog()) for r in replica.run.active]
-        self._logs[replica.replica_id].num_steps += 1
-        return len({log.num_steps for log in logs}) == 1
-
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
         number = len(self._optimizers) + 1
         return self._optimizers.setdefault(id(optimizer), (optimizer, number))[1]
 
-    # Joining what replicas have noted
+    # Joining what replicas have recorded
 
-    def _record_counts(self, args: Any, kwargs: Any) -> None:
-        """Notes how many examples the current replica has."""
+    def _record_counts(self, inputs: Any) -> None:
+        """Records how many examples the current replica has."""
         replica = current.replica
         assert replica is not None
         counts = replica.run.counts
-        first = next((t for t in tensors_in((args, kwargs)) if t.dim()), None)
+        first = next((t for t in tensors_in(inputs) if t.dim()), None)
         if counts is not None:
             self._counts[replica.replica_id] = counts[replica.replica_id]
         elif first is not None:
             self._counts[replica.replica_id] = first.shape[0]
 
     def flush(self) -> None:
-        """Joins what the replicas have noted since, and takes it into the record."""
+        """Joins what the replicas have recorded since, and takes it into the record."""
         for event in join_events(self._logs, self._counts, self.step):
             self._numbers_in_step += sum(int(np.prod(f.shape)) for f in event.prints[:1])
             self.record.events.append(event)
@@ -490,7 +436,7 @@ class Recorder:
         where: str = "",
         info: dict[str, Any] | None = None,
     ) -> None:
-        """Notes an event outside replicas, one for each tensor or PerReplica of tensors."""
+        """Records an event outside replicas, one for each tensor or PerReplica of tensors."""
         for k, value in enumerate(values):
             event = RecordedEvent(self.step, kind, name, where=where)
             event.info = {**(info or {}), "part": k}
@@ -510,7 +456,7 @@ class Recorder:
 
     def _rng(self) -> list[int]:
         """Returns checksums of the generators: torch's, Python's, NumPy's."""
-        if self.step > self._deep_steps:
+        if self.step > _DEEP_STEPS:
             return []
         states = (
             torch.get_rng_state().numpy().tobytes(),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mirror.replica.modules.verified_calls import WRITTEN
-from mirror.tools.check.causes import diagnose, diagnose_error
+from mirror.tools.check.causes import explain_difference, explain_error
 from mirror.tools.check.check_result import DIFFERENT, EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.differences import (
     Difference,
@@ -211,14 +211,14 @@ class RunComparison:
         if self._spread is not None:
             spread = self._largest_spread(self._spread)
             result.why = (
-                "some numbers differ by more than their last digits, and no more than rounding "
-                f"errors make of this script on one device ({spread:.0e})"
+                "some values differ by more than their last digits, but not by more than rounding "
+                f"errors change this script on one device ({spread:.0e})"
             )
             by_step = self._spread_by_step(self._spread)
             if step := next((s for s in sorted(by_step) if by_step[s] > _GROSS), 0):
                 result.why += (
-                    f"; from step {step} on these are so large that small differences do not show"
-                    ": a lower learning rate, or --double, shows more"
+                    f"; from step {step} on these errors are so large that small differences do "
+                    "not show: a lower learning rate, or --double, shows more"
                 )
         if bad_step:
             why = f"from step {bad_step} on the loss is NaN or infinite, on one device as well"
@@ -259,12 +259,12 @@ class RunComparison:
             name=many.error.get("type", ""),
         )
         result.reported = True
-        return diagnose_error(result, many.error)
+        return explain_error(result, many.error)
 
     def _report_difference(self, found: Difference) -> CheckResult:
         one, many = self._one, self._many
         step = found.event.step
-        difference, some, others = find_first_deep(one, many, self._spread, step, self._tolerances)
+        deep, ones, manys = find_first_deep(one, many, self._spread, step, self._tolerances)
         event = found.event
         result = CheckResult(
             DIFFERENT,
@@ -277,7 +277,7 @@ class RunComparison:
             name=event.name,
             reported=bool(_WARNED.search(many.output)),
         )
-        diagnose(result, found, difference, some, others, one, many)
+        explain_difference(result, found, deep, ones, manys, one, many)
         written = next((call for call in many.unequal_calls if WRITTEN in call), "")
         if event.kind == PARAMETER and written:
             result.cause = "a parameter that forward writes"
@@ -292,18 +292,18 @@ class RunComparison:
 def _distances(one: Record, other: Record) -> dict[tuple[str, int], float]:
     """Returns the relative distances of two runs, by quantity and step.
 
-    Those of all gradients, parameters and buffers together: one that is nothing but rounding has
-    no scale of its own.
+    Gradients, parameters and buffers count together: one that is nothing but rounding has no scale
+    of its own.
     """
     totals: dict[tuple[str, int], list[float]] = {}
     for _, a, b in align(shallow_events(one), shallow_events(other)):
         if a is None or b is None or a.key != b.key:
             continue
-        some, others = a.prints[0], b.prints[0]
-        if some.is_float and some.shape == others.shape:
+        print_of_one, print_of_other = a.prints[0], b.prints[0]
+        if print_of_one.is_float and print_of_one.shape == print_of_other.shape:
             is_joint = a.kind in (GRADIENT, PARAMETER, BUFFER)
             key = a.kind if is_joint else f"{a.kind} {a.name}"
             total = totals.setdefault((key, a.step), [0.0, 0.0])
-            total[0] += some.distance(others) ** 2
-            total[1] += some.norm**2
+            total[0] += print_of_one.distance(print_of_other) ** 2
+            total[1] += print_of_one.norm**2
     return {key: relative_distance(d**0.5, n**0.5) for key, (d, n) in totals.items()}

@@ -220,3 +220,17 @@ class Cluster:
         if min(n, self.devices_per_machine) > 1:
             links.append(self.link)
         return min(link.bytes_per_second for link in links)
+
+
+def table_of_links() -> str:
+    """Returns the named links, with the sources of their numbers."""
+    rows = [("link", "GB/s", "us a hop", "source")]
+    for link in (*LINKS.values(), *map(link_between_machines, NETWORKS)):
+        speed = f"{link.bytes_per_second / 1e9:g}"
+        rows.append((link.name, speed, f"{1e6 * link.hop_seconds:g}", link.source))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:3]
+    lines = [
+        f"{name:{widths[0]}}  {speed:>{widths[1]}}  {hop:>{widths[2]}}  {source}"
+        for name, speed, hop, source in rows
+    ]
+    return "\n".join([*lines, "", *(f"{name:{widths[0]}}  {NETWORKS[name]}" for name in NETWORKS)])

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mirror.errors import short_repr
+from mirror.tools.planning.all_reduce_cost import (
+    ALGORITHMS,
+    Cluster,
+    link_between_devices,
+    link_between_machines,
+)
+from mirror.tools.planning.plan_result import Plan, advice
+from mirror.tools.planning.prediction import SCALINGS, Predictor
+from mirror.tools.planning.workload import (
+    OPTIMIZER_STATES,
+    PlanError,
+    check_number,
+    check_plan_choice,
+    check_plan_count,
+    make_workload,
+    measure,
+    optimizer_state_of,
+    sizes_of_model,
+    sizes_of_numbers,
+)
 
 if TYPE_CHECKING:
     from mirror.strategy.strategy_base import Strategy
-    from mirror.tools.planning.plan_result import Plan
 
 BUCKET_BYTES = 25 * 2**20
+_WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def plan(
@@ -79,28 +100,6 @@ def plan(
     Raises:
         PlanError: a ``ValueError`` that names the argument and its value.
     """
-    # Imported here: importing mirror does not import the planner.
-    from mirror.tools.planning.all_reduce_cost import (
-        ALGORITHMS,
-        Cluster,
-        link_between_devices,
-        link_between_machines,
-    )
-    from mirror.tools.planning.plan_result import Plan, advice
-    from mirror.tools.planning.prediction import SCALINGS, Predictor
-    from mirror.tools.planning.workload import (
-        OPTIMIZER_STATES,
-        PlanError,
-        check_choice,
-        check_count,
-        check_number,
-        make_workload,
-        measure,
-        optimizer_state_of,
-        sizes_of_model,
-        sizes_of_numbers,
-    )
-
     if model is not None and (parameters is not None or tensors is not None):
         raise PlanError("model has its parameters: leave out parameters= and tensors=")
     if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
@@ -114,15 +113,15 @@ def plan(
     cluster = Cluster(
         link=link_between_devices(link),
         network=link_between_machines(network),
-        devices_per_machine=check_count("devices_per_machine", devices_per_machine),
-        algorithm=check_choice("algorithm", algorithm, ALGORITHMS),
+        devices_per_machine=check_plan_count("devices_per_machine", devices_per_machine),
+        algorithm=check_plan_choice("algorithm", algorithm, ALGORITHMS),
     )
-    check_choice("scaling", scaling, SCALINGS)
+    check_plan_choice("scaling", scaling, SCALINGS)
     if optimizer_state is None:
         optimizer_state = optimizer_state_of(measured)
-    check_choice("optimizer_state", optimizer_state, OPTIMIZER_STATES)
+    check_plan_choice("optimizer_state", optimizer_state, OPTIMIZER_STATES)
     bucket = check_number("bucket_bytes", bucket_bytes)
-    most = check_count("max_devices", max_devices)
+    most = check_plan_count("max_devices", max_devices)
     seen = measure(measured, model, step_seconds)
     workload = make_workload(
         step_seconds=seen.step_seconds,
@@ -138,3 +137,28 @@ def plan(
     rows = tuple(Predictor(workload, cluster, scaling, bucket, shards).rows(most))
     sentences = advice(rows, cluster.devices_per_machine)
     return Plan(rows, workload, cluster, scaling, sentences, optimizer_state)
+
+
+def make_plan(given: Mapping[str, Any], case: Mapping[str, Any]) -> Plan:
+    """Returns the plan for a command line.
+
+    Args:
+        given: the arguments of ``plan`` by name, ``wire_dtype`` as a string; ``None``: not given.
+        case: the arguments of a published step, for those that are not given.
+
+    Raises:
+        PlanError: ``plan`` raises it.
+    """
+    arguments = {**case, **{name: value for name, value in given.items() if value is not None}}
+    if "wire_dtype" in arguments:
+        arguments["wire_dtype"] = _WIRE_DTYPES[arguments["wire_dtype"]]
+    for option, name in (("--host-ms", "host_seconds"), ("--update-ms", "update_seconds")):
+        part, whole = arguments.get(name, 0.0), arguments.get("step_seconds", math.inf)
+        if part > whole or (
+            part == whole and name == "update_seconds"
+        ):  # the error of plan would be in seconds
+            raise PlanError(
+                f"{option} is a part of the step of {1e3 * whole:g} ms (--step-ms, or that of "
+                f"--case); got {1e3 * part:g}"
+            )
+    return plan(**arguments)

@@ -43,13 +43,13 @@ def check_not_negative(name: str, value: object) -> float:
     return check_number(name, value, "not be below 0", lambda number: number >= 0)
 
 
-def check_count(name: str, value: object) -> int:
+def check_plan_count(name: str, value: object) -> int:
     """Returns a whole number of at least 1, of any numeric type; else raises PlanError."""
     rule = "be a whole number of at least 1"
     return int(check_number(name, value, rule, lambda n: n >= 1 and n == int(n)))
 
 
-def check_choice(name: str, value: object, choices: Collection[str]) -> str:
+def check_plan_choice(name: str, value: object, choices: Collection[str]) -> str:
     """Returns a name that is one of the choices; raises PlanError for any other value."""
     if not isinstance(value, str) or value not in choices:
         raise PlanError(f"{name} must be one of {', '.join(choices)}; got {short_repr(value)}")
@@ -147,7 +147,7 @@ def make_workload(
         )
     return Workload(
         step_seconds=step,
-        batch_size=check_count("batch_size", batch_size),
+        batch_size=check_plan_count("batch_size", batch_size),
         sizes_bytes=sizes_bytes,
         forward_share=check_number(
             "forward_share",
@@ -189,8 +189,8 @@ def sizes_of_numbers(
     """
     width = float(wire_dtype.itemsize if wire_dtype else _FLOAT_BYTES)
     if isinstance(parameters, (int, float)):
-        number = check_count("parameters", parameters)
-        count = check_count("tensors", NUM_TENSORS if tensors is None else tensors)
+        number = check_plan_count("parameters", parameters)
+        count = check_plan_count("tensors", NUM_TENSORS if tensors is None else tensors)
         if count > number:
             raise PlanError(
                 f"{number} parameters cannot be in {count} tensors; "

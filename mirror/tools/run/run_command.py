@@ -43,7 +43,7 @@ _kept: list[ModuleType | None] = []  # keeps the globals of an earlier __main__
 
 
 class ScriptError(MirrorError):
-    """A script that cannot be started: it is missing, or is no Python."""
+    """A script that cannot be started: it is missing, or is not Python."""
 
     exit_code = 2  # Python's own for a missing script
 
@@ -176,7 +176,7 @@ def _load_module(name: str) -> tuple[Any, Callable[[], CodeType], str]:
     def code() -> CodeType:
         loaded = spec.loader.get_code(spec.name)
         if loaded is None:
-            raise ScriptError(f"no code object is available for {spec.name}; it is no Python")
+            raise ScriptError(f"no code object is available for {spec.name}; it is not Python")
         assert isinstance(loaded, CodeType)
         return loaded
 

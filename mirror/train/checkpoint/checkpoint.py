@@ -25,8 +25,8 @@ from mirror.train.checkpoint.snapshot import (
     Contents,
     Snapshot,
     StagingBuffers,
+    contiguous_on_host,
     copy_to_host,
-    move_to_host,
     take_snapshot,
     write_contents,
 )
@@ -122,7 +122,7 @@ class Checkpoint(NoCopy):
 
             def save() -> None:
                 if wait:
-                    whole = snapshot.with_tensors(move_to_host(snapshot.tensors))
+                    whole = snapshot.with_tensors(contiguous_on_host(snapshot.tensors))
                     write(lambda: write_contents(found, whole, step))
                     return
                 copies = snapshot.with_tensors(self._copies.copy(snapshot.tensors))

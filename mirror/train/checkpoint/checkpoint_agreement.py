@@ -74,8 +74,8 @@ class WorkerAgreement:
             return found[0]
         if len(set(self._exchange(what, digest))) == 1:
             return found[0]
-        mine = take_worker_snapshot(objects, f"worker {self.rank}/")
-        messages = self._workers.exchange_tensors(what, "own", mine.to_tensors())
+        snapshot = take_worker_snapshot(objects, f"worker {self.rank}/")
+        messages = self._workers.exchange_tensors(what, "own", snapshot.to_tensors())
         chief, *others = (Snapshot.from_tensors(message.tensors) for message in messages)
         whole = found[0] if self.is_chief else found[0].with_chief(chief)
         return whole.with_workers(others)

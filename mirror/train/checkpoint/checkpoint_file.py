@@ -11,6 +11,9 @@ dtype, shape and CRC-32 of every tensor, so the whole header follows from it. A 
 header again and compares it: every byte of the file is either fixed or covered by a checksum.
 
 A checksum finds damage; it is not a signature. So the manifest is checked like any input.
+
+The safetensors library reads these files. It is not used here: it writes the header first, without
+checksums or a sync, and reads by ``mmap``, where a file that becomes shorter kills the process.
 """
 
 from __future__ import annotations

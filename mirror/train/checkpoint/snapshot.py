@@ -89,8 +89,8 @@ class Snapshot:
 
     def with_chief(self, chief: Snapshot) -> Snapshot:
         """Returns the same with worker 0's own states in place of this worker's."""
-        mine, (own,) = self.manifest.workers[0], chief.manifest.workers
-        first = replace(own, objects=mine.objects | own.objects)
+        this_worker, (of_chief,) = self.manifest.workers[0], chief.manifest.workers
+        first = replace(of_chief, objects=this_worker.objects | of_chief.objects)
         return replace(self, manifest=replace(self.manifest, workers=[])).with_workers(
             [replace(chief, manifest=replace(chief.manifest, workers=[first]))]
         )
@@ -256,7 +256,7 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def move_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def contiguous_on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors contiguous on the host, without a copy where they are already."""
     return {name: t.to("cpu").contiguous() for name, t in tensors.items()}
 

@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.data.rng_state import capture_rng, restore_rng
-from mirror.devices import cuda_devices_in_use, random_state, set_random_state
-from mirror.devices import state_of as generator_state_of
+from mirror.devices import cuda_devices_in_use, generator_state, random_state, set_random_state
 from mirror.errors import CheckpointError, short_repr
 
 MODULE, OPTIMIZER, SCHEDULER = "module", "optimizer", "scheduler"
@@ -86,7 +85,7 @@ def state_of(name: str, kind: str, obj: Any) -> Any:
 
 def _generator_state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return generator_state_of(generator)
+        return generator_state(generator)
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):

@@ -28,7 +28,7 @@ from mirror.errors import DivergenceError, MirrorError, StrategyError, WorkerLos
 from mirror.strategy.group import all_groups
 from mirror.train.checkpoint.stateful_objects import capture_global_rng, restore_global_rng
 from mirror.train.elastic.elastic_state import WorkersChanged, set_member
-from mirror.train.elastic.member import Member, connect, is_elastic
+from mirror.train.elastic.member import Member, connect_member, is_elastic
 from mirror.train.elastic.membership import MemberState, View
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ def _connect_when_ready() -> Member:
     import_module("mirror.comm.workers.distributed_group")
     import_module("mirror.comm.workers.nccl_all_reduce")
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports torch's compiler
-    return connect()
+    return connect_member()
 
 
 def _attempt(train: Callable[[], T], member: Member, results: list[T]) -> None:

@@ -244,7 +244,7 @@ def is_elastic() -> bool:
     return bool(os.environ.get(ADDRESS_VARIABLE))
 
 
-def connect() -> Member:
+def connect_member() -> Member:
     """Returns this process as a member of the training that has started it.
 
     Raises:

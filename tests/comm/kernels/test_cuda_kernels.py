@@ -52,7 +52,7 @@ class FakeGpus:
             cuda_kernels, "compile_all", lambda *what: setattr(self, "compiled", what)
         )
         monkeypatch.setattr(cuda_kernels, "launch", self.launch)
-        monkeypatch.setattr(cuda_kernels, "missing_reason", lambda pairs: None)
+        monkeypatch.setattr(cuda_kernels, "kernels_missing_reason", lambda pairs: None)
         monkeypatch.setattr(kernel_communicator, "is_simulated", lambda devices: False)
         monkeypatch.setattr("mirror.comm.communicator.resolve", tuple)
         cuda_kernels._load.cache_clear()
@@ -372,16 +372,16 @@ def test_one_that_is_closed_waits_once(gpus):
 def test_sources_that_are_not_installed_are_a_reason(monkeypatch):
     monkeypatch.setattr(cuda_kernels, "source_folder", lambda: None)
     monkeypatch.setattr(cuda_kernels, "find_spec", lambda name: True)
-    assert "csrc/" in cuda_kernels.missing_reason([])
+    assert "csrc/" in cuda_kernels.kernels_missing_reason([])
 
 
 def test_blocking_launches_are_a_reason(monkeypatch):
-    monkeypatch.setattr(cuda_kernels.launcher, "missing_reason", lambda: "no driver")
+    monkeypatch.setattr(cuda_kernels.launcher, "launcher_missing_reason", lambda: "no driver")
     monkeypatch.setattr(cuda_kernels, "find_spec", lambda name: True)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert "unset it" in cuda_kernels.missing_reason([])
+    assert "unset it" in cuda_kernels.kernels_missing_reason([])
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
-    assert cuda_kernels.missing_reason([]) == "no driver"
+    assert cuda_kernels.kernels_missing_reason([]) == "no driver"
 
 
 # ------------------------------------------------------------------ with a GPU

@@ -31,7 +31,7 @@ def full(n, size, dtype=torch.float32):
 
 
 def test_arguments_are_the_struct_of_the_kernels():
-    assert simulator.library().mirror_arguments_bytes() == ctypes.sizeof(KernelArguments)
+    assert simulator.simulator_library().mirror_arguments_bytes() == ctypes.sizeof(KernelArguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -39,7 +39,7 @@ def test_every_half_number_widens_as_in_torch(dtype):
     is_bfloat16 = int(dtype is torch.bfloat16)
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     expected = bits.view(dtype).float()
-    widened = [simulator.library().mirror_widen(is_bfloat16, i) for i in range(2**16)]
+    widened = [simulator.simulator_library().mirror_widen(is_bfloat16, i) for i in range(2**16)]
     assert torch.equal(torch.tensor(widened).nan_to_num(), expected.nan_to_num())
     assert torch.equal(torch.tensor(widened).isnan(), expected.isnan())
 
@@ -54,7 +54,9 @@ def test_narrowing_rounds_as_in_torch(dtype):
     inf = torch.tensor(torch.inf)
     values = torch.cat([halves, middles, middles.nextafter(inf), middles.nextafter(-inf)])
     values = torch.cat([values, torch.tensor([torch.inf, -torch.inf, 65519.0, 65520.0, 3e38])])
-    narrowed = [simulator.library().mirror_narrow(is_bfloat16, x) for x in values.tolist()]
+    narrowed = [
+        simulator.simulator_library().mirror_narrow(is_bfloat16, x) for x in values.tolist()
+    ]
     got = torch.tensor(narrowed, dtype=torch.int32).to(torch.int16)
     assert torch.equal(got, values.to(dtype).view(torch.int16))
 
@@ -176,7 +178,7 @@ def test_a_negative_timeout_is_refused():
 
 def test_a_library_that_is_not_built_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(simulator, "PATH", tmp_path / "_simulate.so")
-    simulator.missing_reason.cache_clear()
+    simulator.simulator_missing_reason.cache_clear()
     try:
         for name in NAMES:
             with pytest.raises(BackendError, match="not built; install mirror"):
@@ -184,4 +186,4 @@ def test_a_library_that_is_not_built_is_a_reason(monkeypatch, tmp_path):
         assert comm.available(["cpu"]) == ("host", "naive")
     finally:
         monkeypatch.undo()
-        simulator.missing_reason.cache_clear()
+        simulator.simulator_missing_reason.cache_clear()

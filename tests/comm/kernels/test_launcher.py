@@ -54,18 +54,18 @@ def driver(libraries, monkeypatch):
     fake_path, launcher_path = libraries
     monkeypatch.setattr(launcher, "PATH", launcher_path)
     monkeypatch.setattr(launcher, "DRIVER", str(fake_path))
-    launcher.library.cache_clear()
-    launcher.missing_reason.cache_clear()
+    launcher.launcher_library.cache_clear()
+    launcher.launcher_missing_reason.cache_clear()
     fake = ctypes.CDLL(str(fake_path))
     fake.fake_seen.restype = ctypes.POINTER(Seen)
     fake.fake_current.restype = ctypes.c_void_p
     fake.fake_make_current.argtypes = [ctypes.c_void_p]
     fake.fake_reset(-1, -1)
     fake.fake_make_current(None)
-    assert launcher.missing_reason() is None
+    assert launcher.launcher_missing_reason() is None
     yield fake
-    launcher.library.cache_clear()
-    launcher.missing_reason.cache_clear()
+    launcher.launcher_library.cache_clear()
+    launcher.launcher_missing_reason.cache_clear()
 
 
 def launches(n, rows=1):
@@ -133,7 +133,7 @@ def test_no_other_collective_is_launched_meanwhile(monkeypatch):
             others.append(can_launch_elsewhere())
             return 0
 
-    monkeypatch.setattr(launcher, "library", Library)
+    monkeypatch.setattr(launcher, "launcher_library", Library)
     assert can_launch_elsewhere()
     launch(launches(2), "x")
     assert others == [False]
@@ -160,24 +160,24 @@ def test_without_a_driver_the_reason_says_so(libraries, monkeypatch):
     shutil.copy(path, copy)
     monkeypatch.setattr(launcher, "PATH", copy)
     monkeypatch.setattr(launcher, "DRIVER", "libnowhere.so.1")
-    launcher.library.cache_clear()
-    launcher.missing_reason.cache_clear()
+    launcher.launcher_library.cache_clear()
+    launcher.launcher_missing_reason.cache_clear()
     try:
-        assert "libnowhere.so.1 does not load" in launcher.missing_reason()
+        assert "libnowhere.so.1 does not load" in launcher.launcher_missing_reason()
         with pytest.raises(BackendError, match="not loaded"):
             launch(launches(1), "x")
     finally:
-        launcher.library.cache_clear()
-        launcher.missing_reason.cache_clear()
+        launcher.launcher_library.cache_clear()
+        launcher.launcher_missing_reason.cache_clear()
 
 
 def test_without_the_library_the_reason_says_how_to_build_it(monkeypatch, tmp_path):
     monkeypatch.setattr(launcher, "PATH", tmp_path / "_launch.so")
-    launcher.missing_reason.cache_clear()
+    launcher.launcher_missing_reason.cache_clear()
     try:
-        assert "build_ext --inplace" in launcher.missing_reason()
+        assert "build_ext --inplace" in launcher.launcher_missing_reason()
     finally:
-        launcher.missing_reason.cache_clear()
+        launcher.launcher_missing_reason.cache_clear()
 
 
 def test_the_structs_are_those_of_cuda(tmp_path):

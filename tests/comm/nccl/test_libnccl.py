@@ -47,9 +47,9 @@ def test_versions_that_cannot_be_used_have_a_reason(version, built_for, reason):
 def test_no_library_is_a_reason_that_says_what_to_install(monkeypatch):
     monkeypatch.setattr(libnccl, "mapped_files", lambda: ())
     monkeypatch.setattr(libnccl, "packaged_file", lambda: None)
-    assert "install nvidia-nccl-cu12 or -cu13" in libnccl.missing_reason()
+    assert "install nvidia-nccl-cu12 or -cu13" in libnccl.nccl_missing_reason()
     with pytest.raises(libnccl.BackendError, match="'nccl' cannot be used: there is no libnccl"):
-        libnccl.library()
+        libnccl.nccl_library()
 
 
 def test_a_file_that_is_no_library_is_a_reason(monkeypatch, tmp_path):
@@ -57,7 +57,9 @@ def test_a_file_that_is_no_library_is_a_reason(monkeypatch, tmp_path):
     path.write_text("no library")
     monkeypatch.setattr(libnccl, "mapped_files", lambda: ())
     monkeypatch.setattr(libnccl, "packaged_file", lambda: path)
-    assert re.search(r"libnccl\.so\.2 does not load \(.*\); use a torch", libnccl.missing_reason())
+    assert re.search(
+        r"libnccl\.so\.2 does not load \(.*\); use a torch", libnccl.nccl_missing_reason()
+    )
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -78,9 +80,9 @@ from mirror.comm.nccl import libnccl
 libnccl.packaged_file = lambda: None
 for path in sys.argv[1:]:
     ctypes.CDLL(path)
-    reason = libnccl.missing_reason()
+    reason = libnccl.nccl_missing_reason()
     if reason is None:
-        found = libnccl.library()
+        found = libnccl.nccl_library()
         print(found.path, found.version)
     else:
         print(reason)
@@ -138,8 +140,8 @@ def header(real):
 
 
 def test_the_real_version_is_that_of_its_header(real, header):
-    assert libnccl.missing_reason() is None
-    assert libnccl.library().version == real.version
+    assert libnccl.nccl_missing_reason() is None
+    assert libnccl.nccl_library().version == real.version
     assert f"#define NCCL_VERSION_CODE {real.version}\n" in header
 
 

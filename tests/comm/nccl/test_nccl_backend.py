@@ -234,14 +234,14 @@ CUDA = [torch.device("cuda", i) for i in range(2)]
     [("CUDA_LAUNCH_BLOCKING", "waits for the"), ("NCCL_COMM_BLOCKING", "unset it")],
 )
 def test_variables_that_make_it_hang_are_a_reason(monkeypatch, variable, words):
-    monkeypatch.setattr(nccl_backend.libnccl, "missing_reason", lambda: None)
+    monkeypatch.setattr(nccl_backend.libnccl, "nccl_missing_reason", lambda: None)
     assert NcclCommunicator.unavailable_reason(CUDA) is None
     monkeypatch.setenv(variable, "1")
     assert words in NcclCommunicator.unavailable_reason(CUDA)
 
 
 def test_a_missing_library_is_a_reason(monkeypatch):
-    monkeypatch.setattr(nccl_backend.libnccl, "missing_reason", lambda: "there is no libnccl")
+    monkeypatch.setattr(nccl_backend.libnccl, "nccl_missing_reason", lambda: "there is no libnccl")
     assert NcclCommunicator.unavailable_reason(CUDA) == "there is no libnccl"
 
 
@@ -253,8 +253,8 @@ def test_several_replicas_on_one_gpu_need_a_new_nccl_and_a_variable():
 
 
 def test_one_gpu_twice_asks_the_library_for_its_version(fake, monkeypatch):
-    monkeypatch.setattr(nccl_backend.libnccl, "missing_reason", lambda: None)
-    monkeypatch.setattr(nccl_backend.libnccl, "library", lambda: fake.library)
+    monkeypatch.setattr(nccl_backend.libnccl, "nccl_missing_reason", lambda: None)
+    monkeypatch.setattr(nccl_backend.libnccl, "nccl_library", lambda: fake.library)
     assert "refuses" in NcclCommunicator.unavailable_reason(CUDA[:1] * 2)
 
 

@@ -109,7 +109,7 @@ def agree(monkeypatch, counts, *, gpus=None, reason=None):
     name = gpus or (lambda device: [str(next(numbers))])
     reasons = staticmethod(lambda devices: reason)
     monkeypatch.setattr(nccl_all_reduce.NcclCommunicator, "unavailable_reason", reasons)
-    monkeypatch.setattr(nccl_all_reduce.libnccl, "library", lambda: fake.library)
+    monkeypatch.setattr(nccl_all_reduce.libnccl, "nccl_library", lambda: fake.library)
     monkeypatch.setattr(nccl_all_reduce, "facts_of_gpu", name)
 
     def work(first, count):

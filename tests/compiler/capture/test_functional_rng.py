@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.trace_modes import refusal
-from mirror.compiler.custom_ops import define
+from mirror.compiler.custom_ops import define_ops
 from mirror.errors import CompileError
 from tests.compiler.training import batches
 from tests.pairs import each_once
@@ -195,7 +195,7 @@ def test_states_of_gpus_are_followed_too(monkeypatch):
     for module in (torch.cuda, torch.cuda.random):
         monkeypatch.setattr(module, "get_rng_state", lambda device="cuda": torch.zeros(16))
         monkeypatch.setattr(module, "set_rng_state", set_rng_state)
-    define()
+    define_ops()
     draws = FunctionalRng(torch.zeros((), dtype=torch.int64), refusal)
 
     def draw():

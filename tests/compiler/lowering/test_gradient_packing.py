@@ -16,7 +16,7 @@ SHAPES = [(2, 3), (LARGE,), (4,), (LARGE, 2), ()]
 
 def point(shapes, device, dtypes=None):
     """Returns a graph that reduces gradients, and returns each."""
-    custom_ops.define()
+    custom_ops.define_ops()
     graph, mode = fx.Graph(), FakeTensorMode()
     grads = []
     with mode:

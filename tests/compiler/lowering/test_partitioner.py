@@ -13,7 +13,7 @@ from tests.pairs import quick_of
 def levels_of(beside):
     beside.train(batches([8, 8]))
     (_, program, _) = beside.compiled._programs[0]
-    return program.pieces.levels
+    return program.plan.levels
 
 
 def test_the_usual_step_is_one_program_before_the_reduction_and_one_behind():

@@ -57,7 +57,7 @@ def test_the_second_time_nothing_is_compiled_or_taken_apart(folder, compiles, mo
         raise AssertionError("it is known")
 
     with monkeypatch.context() as patch:
-        patch.setattr(build_program, "pieces_of", must_not)
+        patch.setattr(build_program, "plan_step", must_not)
         patch.setattr(build_program, "compile_piece", must_not)
         patch.setattr(build_program.shutil, "which", lambda name: None)  # no compiler either
         with caplog.at_level(logging.INFO, "mirror"):
@@ -111,9 +111,7 @@ def test_what_is_damaged_is_thrown_away(damage, folder, monkeypatch):
     library = Path(program_cache.__file__)
 
     def write():
-        program_cache._write(
-            folder / "key", [library] * 2, numbers, program.pieces, program._sizes
-        )
+        program_cache._write(folder / "key", [library] * 2, numbers, program.plan, program._sizes)
 
     write()
     pieces, levels, _ = program_cache.load_program("key")
@@ -122,7 +120,7 @@ def test_what_is_damaged_is_thrown_away(damage, folder, monkeypatch):
         [True, False],
         [False, True],
     ]
-    assert pieces.num_slots == program.pieces.num_slots
+    assert pieces.num_slots == program.plan.num_slots
     damage(folder / "key")
     assert program_cache.load_program("key") is None
     write()
@@ -142,7 +140,7 @@ def test_what_inductor_did_not_make_is_not_kept(folder):
     beside.train(batches([8, 8]))
     ((_, program, _),) = beside.compiled._programs
     levels = [(shared, own) for shared, own, _ in program._levels]
-    assert not program_cache.store_program("key", program.pieces, levels, program._sizes)
+    assert not program_cache.store_program("key", program.plan, levels, program._sizes)
     assert not folder.exists()
 
 
@@ -154,14 +152,12 @@ def test_two_that_keep_at_once_leave_one(folder, monkeypatch):
     library = Path(torch._C.__file__)
     monkeypatch.setattr(program_cache, "_digest", lambda path: "")
     for _ in range(2):
-        program_cache._write(
-            folder / "key", [library] * 2, numbers, program.pieces, program._sizes
-        )
+        program_cache._write(folder / "key", [library] * 2, numbers, program.plan, program._sizes)
     assert [path.name for path in folder.iterdir()] == ["key"]
     pieces, found, _, sizes = pickle.loads((folder / "key" / "step.pickle").read_bytes())
     assert found == numbers
     assert [level.own is None for level in pieces.levels] == [False, True]
-    assert pieces.results == program.pieces.results
+    assert pieces.results == program.plan.results
     for size in (1, 2, 5, 8):
         for features in (6, 7):
             own = [torch.ones(size, features), torch.ones(size, dtype=torch.int64)]
@@ -178,6 +174,6 @@ def test_a_disk_that_is_full_leaves_nothing(folder, monkeypatch):
     monkeypatch.setattr(program_cache.shutil, "copyfile", full)
     with pytest.raises(OSError, match="no space"):
         program_cache._write(
-            folder / "key", [Path("x")], [(None, 0)], program.pieces, program._sizes
+            folder / "key", [Path("x")], [(None, 0)], program.plan, program._sizes
         )
     assert not list(folder.iterdir())

@@ -4,7 +4,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirror.compiler.custom_ops import define
+from mirror.compiler.custom_ops import define_ops
 from mirror.compiler.lowering.programs import retarget, retarget_with_fakes
 
 FIRST, SECOND, HOST = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
@@ -66,7 +66,7 @@ def test_a_compiler_finds_every_value_where_it_will_be():
 
 
 def test_what_a_step_draws_is_left_to_the_compiler():
-    define()
+    define_ops()
     mode, graph = FakeTensorMode(), fx.Graph()
     seed = graph.placeholder("seed")
     with mode:

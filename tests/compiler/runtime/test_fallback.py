@@ -28,7 +28,7 @@ def fail_to_cut(monkeypatch):
     def failing(*args, **kwargs):
         raise RuntimeError("a fake kernel's message")
 
-    monkeypatch.setattr(build_program, "pieces_of", failing)
+    monkeypatch.setattr(build_program, "plan_step", failing)
     return "a fake kernel's message"
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from mirror.comm.packing import chunk_ends
 from mirror.replica.gradients.buckets import bucket_ends
 from mirror.replica.gradients.slice_plan import (
     ParamSlice,
-    chunk_ends,
     find_uncovered,
     plan_cut,
     plan_whole,

@@ -19,13 +19,14 @@ _HEAD = """# Third-party code, program by program
 docs/third-party.md says how programs are compared, and sums these rows up.
 
 - *difference*: the largest of all losses (relative), and of all parameters and buffers after the
-  last step (against how far the tensor moved in training). *right* is below 1e-6, in float32 1e-2.
+  last step (relative to the change of the tensor in training). *right* is below 1e-6, in float32
+  1e-2.
 - *chaotic*: the difference is larger, but not after one step, and plain training that takes the
   examples of each batch in reverse order is about as far from plain training.
 - *refused*: an error says so; nothing wrong is computed. *DIFFERS*, *ERROR*: read the remark.
 - *ratio*: processor time of a mirrored step over a plain one: the median, least and greatest of
-  {pairs} pairs of steps made in turn on one thread of a CPU, where 3 replicas can only cost, and
-  small models are all overhead. {load}
+  {pairs} pairs of steps made in turn on one thread of a CPU, where 3 replicas cannot be faster,
+  and small models are all overhead. {load}
 
 {run}
 

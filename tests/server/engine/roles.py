@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from mirror.server.engine import handshake, service_loop
-from mirror.server.engine.socket_client import connect
+from mirror.server.engine.socket_client import connect_actor
 
 
 class TwoArgumentsError(Exception):
@@ -145,7 +145,7 @@ class Echo:
         self.values[0] += header["by"]
 
     def befriend(self, header, buffers):
-        self.friend = connect(header["address"])
+        self.friend = connect_actor(header["address"])
 
     def ask(self, header, buffers):
         return self.friend.call(header["method"], {}, buffers).result()

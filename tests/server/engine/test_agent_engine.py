@@ -19,7 +19,7 @@ from mirror.server.engine.handshake import (
     new_key,
 )
 from mirror.server.engine.node_agent import NodeAgent
-from mirror.server.engine.socket_client import connect
+from mirror.server.engine.socket_client import connect_actor
 from tests.server.engine.conftest import ECHO
 
 KEY = new_key()
@@ -105,7 +105,7 @@ def test_an_agent_that_ends_during_a_request_is_looked_for_again():
 def test_a_client_of_a_free_agent_reports_that_the_actor_has_ended(monkeypatch):
     monkeypatch.setitem(connecting._keys, "id", KEY)
     with stranger(answer_with(AS_AGENT)) as (host, port):
-        client = connect(
+        client = connect_actor(
             {
                 "engine": "process",
                 "id": "id",

@@ -32,7 +32,7 @@ from mirror.server.engine.handshake import (
 from mirror.server.engine.node_agent import NodeAgent
 from mirror.server.engine.process_engine import ProcessEngine
 from mirror.server.engine.service_loop import ServiceLoop
-from mirror.server.engine.socket_client import KEY_VARIABLE, connect, key_of_environment
+from mirror.server.engine.socket_client import KEY_VARIABLE, connect_actor, key_of_environment
 from tests.server.engine.conftest import ECHO
 from tests.server.engine.test_frames import junk, specs
 
@@ -118,7 +118,7 @@ def test_a_relay_is_no_actor(echo, change):
     """It forwards the handshake of a client that dialled it, or another task behind it."""
     address = echo.address
     with relay_to((address["host"], address["port"])) as port:
-        client = connect({**address, **change, "port": port})
+        client = connect_actor({**address, **change, "port": port})
         with pytest.raises(WireError, match="another task"):
             client.call("nothing")
     assert echo.call("nothing").result() == ({}, [])
@@ -178,7 +178,7 @@ def test_a_flood_is_logged_once_a_second(capfd):
     ids=lambda data: repr(data[21:60]),
 )
 def test_a_hostile_frame_ends_its_own_connection_only(echo, data):
-    client = connect(echo.address)
+    client = connect_actor(echo.address)
     client.call("nothing").result()
     pid = echo.pid
     with contextlib.suppress(OSError):
@@ -260,9 +260,9 @@ def closing():
 
 
 def test_a_client_connects_again_until_its_timeout(closing):
-    client = connect(closing(9), 60.0)
+    client = connect_actor(closing(9), 60.0)
     client._connect().end(ActorDied("server 0"))  # the tenth connection was accepted
-    late = connect(closing(10**6), 0.2)
+    late = connect_actor(closing(10**6), 0.2)
     begun = time.monotonic()
     with pytest.raises(ActorDied, match=r"connections within 0\.2 s .* may be flooded"):
         late.call("nothing").result(60)
@@ -313,7 +313,7 @@ def test_an_actor_without_descriptors_goes_on(process_engine):
             silent.enter_context(socket.create_connection(where))
         for _ in range(20):
             assert actor.call("nothing").result(60) == ({}, [])
-    client = connect(actor.address)
+    client = connect_actor(actor.address)
     with contextlib.suppress(ActorDied):  # the silent ones may not be gone yet
         client.call("nothing").result(60)
     until(lambda: answers(client))
@@ -345,7 +345,7 @@ def test_a_thread_that_ends_ends_the_process(process_engine):
 
 def test_a_stopped_actor_counts_as_dead_after_the_timeout(process_engine, caplog):
     actor = process_engine.start("stopped", ECHO, {})
-    other = connect(actor.address, 0.5)
+    other = connect_actor(actor.address, 0.5)
     other.call("nothing").result()
     actor.timeout_seconds = 1.0
     future = actor.call("stops")

@@ -9,7 +9,7 @@ import pytest
 
 from mirror.errors import MirrorError
 from mirror.server.engine.engine_types import ActorDied, RemoteError, WireError
-from mirror.server.engine.socket_client import connect
+from mirror.server.engine.socket_client import connect_actor
 from tests.server.engine.conftest import ECHO
 from tests.server.engine.roles import TwoArgumentsError
 
@@ -82,7 +82,7 @@ def test_calls_of_a_thread_run_in_their_order(actor):
 
 
 def test_methods_run_one_at_a_time_for_all_clients(actor):
-    clients = [actor, connect(actor.address), connect(actor.address)]
+    clients = [actor, connect_actor(actor.address), connect_actor(actor.address)]
 
     def many(client, n):
         for _ in range(n):
@@ -110,7 +110,7 @@ def test_several_threads_get_each_its_own_answers(actor):
 
 def test_methods_of_a_concurrent_class_meet(engine):
     actor = engine.start("meeting", "tests.server.engine.roles:Meeting", {"parties": 3})
-    other = connect(actor.address)
+    other = connect_actor(actor.address)
     futures = [client.call("meet", {}, [np.ones(9)]) for client in (actor, actor, other)]
     assert [future.result(60)[0]["met"] for future in futures] == [True] * 3
     other.close()
@@ -199,7 +199,7 @@ def test_a_role_that_ends_its_process_is_a_dead_actor(engine):
 
 
 def test_death_in_a_call_is_told_to_all_who_wait(actor):
-    other = connect(actor.address)
+    other = connect_actor(actor.address)
     other.call("nothing").result()
     futures = [actor.call("ends"), actor.call("nothing"), other.call("nothing")]
     for future in futures:
@@ -257,7 +257,7 @@ def test_restart_ends_an_actor_that_lives(actor):
 
 
 def test_a_client_finds_the_restarted_actor(actor):
-    client = connect(actor.address)
+    client = connect_actor(actor.address)
     client.call("nothing").result()
     actor.kill()
     with pytest.raises(ActorDied):
@@ -283,7 +283,7 @@ def test_actors_call_each_other(engine, actor):
 
 
 def test_nobody_waits_for_a_client_that_does_not_read(actor):
-    slow, quick = connect(actor.address), connect(actor.address)
+    slow, quick = connect_actor(actor.address), connect_actor(actor.address)
     large = np.ones(4_000_000)
     answers = [slow.call("echo", {}, [large]) for _ in range(2)]
     assert quick.call("nothing").result(60) == ({}, [])

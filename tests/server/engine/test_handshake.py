@@ -138,7 +138,7 @@ def test_somebody_else_who_listens_is_told(pair, own):
         sock.recv(4096)
 
     told = both((another, pair[0]), (authenticate, pair[1], own))[1]
-    assert ("no TLS" if own.is_tls else "no actor of mirror") in told
+    assert ("no TLS" if own.is_tls else "not a mirror actor") in told
 
 
 def test_silence_is_not_waited_for(pair, own, monkeypatch):

@@ -17,7 +17,7 @@ from mirror.server.engine.actor_process import receive_message
 from mirror.server.engine.engine_types import ActorDied, RemoteError, WireError
 from mirror.server.engine.fork_server import ForkServer, fork_server
 from mirror.server.engine.process_engine import ProcessEngine
-from mirror.server.engine.socket_client import connect
+from mirror.server.engine.socket_client import connect_actor
 from tests.server.engine.conftest import ECHO
 
 
@@ -98,7 +98,7 @@ def test_others_are_refused_and_the_actor_goes_on(echo, capfd):
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(4096):
                 pass
-    client = connect(echo.address)
+    client = connect_actor(echo.address)
     client._key = b"another"
     with pytest.raises(WireError, match="another key"):
         client.call("nothing")
@@ -106,7 +106,7 @@ def test_others_are_refused_and_the_actor_goes_on(echo, capfd):
 
 
 def test_a_friend_who_sends_junk_is_told_and_dropped(echo):
-    client = connect(echo.address)
+    client = connect_actor(echo.address)
     client.call("nothing").result()
     client._connection._sock.sendall(b"no frame at all" * 9)
     with pytest.raises(ActorDied, match=r"closed the connection|reset"):
@@ -120,12 +120,12 @@ def test_a_process_without_the_key_cannot_call(echo, monkeypatch):
     address, key = echo.address, connecting._keys[echo.address["id"]]
     monkeypatch.delitem(connecting._keys, address["id"])
     with pytest.raises(WireError, match="MIRROR_ENGINE_KEY"):
-        connect(address)
+        connect_actor(address)
     monkeypatch.setenv("MIRROR_ENGINE_KEY", "nothing in hexadecimal")
     with pytest.raises(WireError, match="hexadecimal"):
-        connect(address)
+        connect_actor(address)
     monkeypatch.setenv("MIRROR_ENGINE_KEY", key.hex())
-    with_key = connect(address)
+    with_key = connect_actor(address)
     assert with_key.call("nothing").result() == ({}, [])
     with_key.close()
 
@@ -133,7 +133,7 @@ def test_a_process_without_the_key_cannot_call(echo, monkeypatch):
 @pytest.mark.parametrize("address", [{}, {"engine": "another"}, None, "127.0.0.1:80"])
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(WireError, match="address"):
-        connect(address)
+        connect_actor(address)
 
 
 def test_a_forked_process_has_a_connection_of_its_own(echo):
@@ -155,7 +155,7 @@ def test_death_in_a_large_buffer_is_told_on_both_sides(process_engine):
     large = np.ones(4_000_000)
     actor.call("nothing").result()
     os.kill(actor.pid, signal.SIGSTOP)
-    client = connect(actor.address)
+    client = connect_actor(actor.address)
     # It has stopped: so a thread is in the midst of it when it ends.
     futures = []
     thread = threading.Thread(target=lambda: futures.append(actor.call("echo", {}, [large])))
@@ -170,7 +170,7 @@ def test_death_in_a_large_buffer_is_told_on_both_sides(process_engine):
 
 
 def test_a_client_that_goes_in_a_large_answer_harms_nobody(echo):
-    client = connect(echo.address)
+    client = connect_actor(echo.address)
     client.call("echo", {}, [np.ones(4_000_000)])
     client.close()
     assert echo.call("nothing").result(30) == ({}, [])

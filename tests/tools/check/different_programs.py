@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from tests.tools.check.equal_programs import update
+from tests.tools.check.equal_programs import train_in_run, update
 
 DIFFERENT: dict = {}
 calls, bank, moving = 0, [torch.zeros(16)], torch.zeros(16)  # what some forwards keep outside
@@ -319,6 +319,12 @@ def renormalized_rows():
 @planted(STATISTICS, module="model.1")
 def batch_norm():
     classify(nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)))
+
+
+@planted(STATISTICS, module="model.1")
+def batch_norm_in_run():
+    model = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    train_in_run(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
 @planted(STATISTICS, module="model.1")

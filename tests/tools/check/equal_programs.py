@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import mirror
+
 
 def update(optimizer, loss, clip=None):
     optimizer.zero_grad()
@@ -17,6 +19,22 @@ def update(optimizer, loss, clip=None):
     if clip is not None:
         nn.utils.clip_grad_norm_(clip.parameters(), 1.0)
     optimizer.step()
+
+
+def train_in_run(model, optimizers):
+    """Trains with the whole step in ``run``."""
+    strategy = mirror.get_strategy()
+    batches = [(torch.randn(20, 10), torch.randn(20, 3)) for _ in range(4)]
+
+    def train_step(batch):
+        x, y = batch
+        model.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for batch in strategy.distribute_dataset(batches):
+        strategy.run(train_step, args=(batch,))
 
 
 def amp_bf16_convolutions():
@@ -412,6 +430,12 @@ def wasserstein_gan():
             update(of_generator, -critic(generator(torch.randn(21, 4))).mean())
 
 
+def two_optimizers_in_run():
+    """The steps of two optimizers in one run are one step."""
+    model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
+    train_in_run(model, [torch.optim.AdamW(layer.parameters()) for layer in (model[0], model[2])])
+
+
 EQUAL = (
     amp_bf16_convolutions,
     amp_scaler,
@@ -431,6 +455,7 @@ EQUAL = (
     rnn_state_between,
     small_batches,
     transformer,
+    two_optimizers_in_run,
     vae_outside_noise,
     wasserstein_gan,
 )

@@ -162,7 +162,7 @@ def test_json_holds_the_version_of_nccl():
 
 
 def test_a_missing_libnccl_has_its_reason(monkeypatch):
-    monkeypatch.setattr(diagnosis.libnccl, "missing_reason", lambda: "there is no libnccl")
+    monkeypatch.setattr(diagnosis.libnccl, "nccl_missing_reason", lambda: "there is no libnccl")
     found = diagnose(["cpu"])
     assert lines_of(found.to_text(), "libnccl") == ["cannot be used: there is no libnccl"]
     assert json.loads(found.to_json())["libnccl"]["version"] is None
@@ -199,7 +199,9 @@ def no_sources(patched):
 
 def no_driver(patched):
     # Past its cache, which keeps what this machine has.
-    patched.setattr(launcher, "missing_reason", launcher.missing_reason.__wrapped__)
+    patched.setattr(
+        launcher, "launcher_missing_reason", launcher.launcher_missing_reason.__wrapped__
+    )
     patched.setattr(launcher, "DRIVER", "libcuda-that-is-not-there.so.1")
 
 
@@ -253,7 +255,7 @@ def machine(monkeypatch, lacks, peers):
     with FakeGpus(2, peers=peers) as gpus, monkeypatch.context() as patched:
         patched.setattr(cuda_kernels, "find_spec", lambda name: True)
         if lacks is not no_driver:
-            patched.setattr(launcher, "missing_reason", lambda: None)
+            patched.setattr(launcher, "launcher_missing_reason", lambda: None)
         patched.setattr(self_test, "_results", {})
         patched.setattr(self_test, "failure", lambda kind, devices: None)
         patched.setattr(subprocess_probe, "unsafe_reason", lambda kind, devices, retry: None)

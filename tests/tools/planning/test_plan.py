@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mirror
+from benchmarks.published_figures import CASES, arguments_of_case
 from mirror.cli import main
-from mirror.tools.planning.all_reduce_cost import LINKS, NETWORKS
-from mirror.tools.planning.published_figures import CASES, make_plan, table_of_links
+from mirror.tools.planning.all_reduce_cost import LINKS, NETWORKS, table_of_links
+from mirror.tools.planning.plan import make_plan
 from mirror.tools.planning.workload import PlanError
 
 RESNET = {"step_seconds": 0.3485, "parameters": 25.6e6, "tensors": 161, "batch_size": 128}
@@ -151,13 +152,13 @@ def test_options_are_those_of_the_function(capsys):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_published_step_is_a_case(name):
-    plan = make_plan({"max_devices": 8}, name)
+    plan = make_plan({"max_devices": 8}, arguments_of_case(name))
     assert plan.rows[0].examples_per_second == pytest.approx(CASES[name].alone)
     assert plan.workload.sizes_bytes == pytest.approx(CASES[name].sizes_bytes)
 
 
 def test_what_is_given_takes_the_place_of_a_cases():
-    plan = make_plan({"link": "nvlink5", "step_seconds": None}, "resnet50-v100")
+    plan = make_plan({"link": "nvlink5", "step_seconds": None}, arguments_of_case("resnet50-v100"))
     assert plan.cluster.link.name == "nvlink5"
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.published_figures import CASES, checks, table_of_checks
 from mirror.base import timeline
 from mirror.tools.planning import workload as module
 from mirror.tools.planning.all_reduce_cost import LINKS
-from mirror.tools.planning.published_figures import CASES, checks, table_of_checks
 from mirror.tools.planning.workload import (
     PlanError,
-    check_count,
+    check_plan_count,
     make_workload,
     measure,
     measure_calls,
@@ -69,7 +69,7 @@ def test_what_contradicts_itself_is_refused(changes, message):
 def test_an_error_is_a_value_error_too():
     with pytest.raises(ValueError, match="got 2"):
         work(forward_share=2)
-    assert check_count("x", 25.6e6) == 25_600_000
+    assert check_plan_count("x", 25.6e6) == 25_600_000
 
 
 def test_a_model_sends_what_it_trains_as_its_own_type_or_the_wires():

@@ -13,7 +13,7 @@ import torch
 
 from mirror.errors import BackendError, DeviceError, short_repr
 
-# The versions that pyproject.toml pins; no others were tested.
+# The versions that extras/tpu/pyproject.toml pins; no others were tested.
 PINS = {"torchax": "0.0.14.dev20261026", "jax": "0.10.2", "jaxlib": "0.10.2"}
 INSTALL = "pip install 'mirror-strategy[tpu]'"
 

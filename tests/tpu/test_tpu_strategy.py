@@ -1,6 +1,11 @@
 """TPUStrategy for users: with the extra [tpu], and the error without it."""
 
 import copy
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,12 +15,40 @@ from torch import nn
 import mirror
 from mirror import cli
 from mirror.errors import StrategyError
-from mirror.integrations import torchax_library
+from mirror.integrations import tpu
+from mirror_tpu import torchax_library
+
+
+def test_without_its_distribution_the_name_is_there_and_says_how_to_install_it(
+    monkeypatch, tmp_path
+):
+    # As in a wheel: no extras/tpu beside mirror/.
+    file = tmp_path / "site-packages" / "mirror" / "integrations" / "tpu.py"
+    file.parent.mkdir(parents=True)
+    shutil.copy(tpu.__file__, file)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    spec = importlib.util.spec_from_file_location("tpu_of_a_wheel", file)
+    wheels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheels)
+    said = r"not installed: mirror-strategy-tpu; pip install 'mirror-strategy\[tpu\]'"
+    assert re.fullmatch(said, wheels.unavailable_reason())
+    for devices in ((), (["cpu"] * 4,)):
+        with pytest.raises(ModuleNotFoundError, match=rf"mirror\.TPUStrategy needs .*; {said}"):
+            wheels.TPUStrategy(*devices)
+    with pytest.raises(TypeError, match="takes no 'tpu_cluster_resolver'"):
+        wheels.TPUStrategy(tpu_cluster_resolver=None)
+
+
+def test_a_checkout_has_it_without_installing_it():
+    program = "import mirror; print(mirror.TPUStrategy.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "mirror_tpu.strategy\n", done.stderr
 
 
 def test_without_the_extra_it_says_how_to_install_it(monkeypatch, capsys):
     reason = "not installed: torchax; pip install 'mirror-strategy[tpu]'"
-    monkeypatch.setattr(torchax_library, "unavailable_reason", lambda: reason)
+    for module in (torchax_library, tpu):
+        monkeypatch.setattr(module, "unavailable_reason", lambda: reason)
     monkeypatch.setattr(torchax_library, "_version", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"mirror\.TPUStrategy needs torchax and jax"):
         mirror.TPUStrategy()
@@ -25,7 +58,7 @@ def test_without_the_extra_it_says_how_to_install_it(monkeypatch, capsys):
 
 
 def test_with_the_extra_the_doctor_says_that_it_was_never_run_on_a_tpu(monkeypatch, capsys):
-    monkeypatch.setattr(torchax_library, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(tpu, "unavailable_reason", lambda: None)
     assert cli.main(["doctor", "--devices", "cpu"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "TPUStrategy, experimental and never run on a TPU, can be made: torchax 0" in said

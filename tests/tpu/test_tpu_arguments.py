@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError, StructureError
-from mirror.integrations.tpu_arguments import (
+from mirror.values import ABSENT, PerReplica
+from mirror_tpu.arguments import (
     ProgramOutput,
     TpuArguments,
     TpuCopies,
@@ -17,7 +18,6 @@ from mirror.integrations.tpu_arguments import (
     regroup_outputs,
     to_numpy,
 )
-from mirror.values import ABSENT, PerReplica
 
 
 def uneven():

@@ -1,4 +1,7 @@
-"""``mirror plan``: its arguments, the published steps, and the errors against published figures.
+"""Published steps of one and of several devices, and the errors of ``mirror.plan`` for them.
+
+    mirror plan --check                  prints the errors of the predictions
+    mirror plan --case resnet50-v100     plans for the published step of one device
 
 The model gets the step of one device, the sizes of the gradients, and the links by their names,
 never a figure of several devices. None of its numbers is fitted to these figures.
@@ -6,7 +9,6 @@ never a figure of several devices. None of its numbers is fitted to these figure
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,76 +16,13 @@ from math import inf, prod
 from statistics import median
 from typing import Any
 
-import torch
-
 from mirror.tools.planning.all_reduce_cost import (
-    LINKS,
-    NETWORKS,
     Cluster,
     link_between_devices,
     link_between_machines,
 )
-from mirror.tools.planning.plan import plan
-from mirror.tools.planning.plan_result import Plan
 from mirror.tools.planning.prediction import PROCESS_PER_DEVICE, Predictor
-from mirror.tools.planning.workload import PlanError, Workload, check_choice, make_workload
-
-_WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def make_plan(given: Mapping[str, Any], case: str | None) -> Plan:
-    """Returns the plan for a command line.
-
-    Args:
-        given: the arguments of ``plan`` by name, ``wire_dtype`` as a string; ``None``: not given.
-        case: a published step, which provides the arguments that are not given.
-
-    Raises:
-        PlanError: there is no such case, or ``plan`` raises it.
-    """
-    arguments = {} if case is None else _case_arguments(check_choice("case", case, tuple(CASES)))
-    arguments |= {name: value for name, value in given.items() if value is not None}
-    if "wire_dtype" in arguments:
-        arguments["wire_dtype"] = _WIRE_DTYPES[arguments["wire_dtype"]]
-    for option, name in (("--host-ms", "host_seconds"), ("--update-ms", "update_seconds")):
-        part, whole = arguments.get(name, 0.0), arguments.get("step_seconds", math.inf)
-        if part > whole or (
-            part == whole and name == "update_seconds"
-        ):  # the error of plan would be in seconds
-            raise PlanError(
-                f"{option} is a part of the step of {1e3 * whole:g} ms (--step-ms, or that of "
-                f"--case); got {1e3 * part:g}"
-            )
-    return plan(**arguments)
-
-
-def table_of_links() -> str:
-    """Returns the named links, with the sources of their numbers."""
-    rows = [("link", "GB/s", "us a hop", "source")]
-    for link in (*LINKS.values(), *map(link_between_machines, NETWORKS)):
-        speed = f"{link.bytes_per_second / 1e9:g}"
-        rows.append((link.name, speed, f"{1e6 * link.hop_seconds:g}", link.source))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:3]
-    lines = [
-        f"{name:{widths[0]}}  {speed:>{widths[1]}}  {hop:>{widths[2]}}  {source}"
-        for name, speed, hop, source in rows
-    ]
-    return "\n".join([*lines, "", *(f"{name:{widths[0]}}  {NETWORKS[name]}" for name in NETWORKS)])
-
-
-def _case_arguments(name: str) -> dict[str, Any]:
-    case = CASES[name]
-    return {
-        "step_seconds": case.batch_size / case.alone,
-        "batch_size": case.batch_size,
-        "parameters": [size / 4 for size in case.sizes_bytes],
-        "link": case.machine[0],
-        "network": case.machine[1],
-        "devices_per_machine": case.machine[2],
-        "algorithm": case.algorithm,
-        "bucket_bytes": min(case.bucket_bytes, sum(case.sizes_bytes)),
-    }
-
+from mirror.tools.planning.workload import Workload, check_plan_choice, make_workload
 
 _MEGABYTE = 1e6
 _MEBIBYTE = 2**20
@@ -256,6 +195,25 @@ class Check:
     def error(self) -> float:
         """The relative error of the prediction."""
         return self.predicted / self.published - 1
+
+
+def arguments_of_case(name: str) -> dict[str, Any]:
+    """Returns the arguments of ``mirror.plan`` for a published step.
+
+    Raises:
+        PlanError: there is no such case.
+    """
+    case = CASES[check_plan_choice("case", name, tuple(CASES))]
+    return {
+        "step_seconds": case.batch_size / case.alone,
+        "batch_size": case.batch_size,
+        "parameters": [size / 4 for size in case.sizes_bytes],
+        "link": case.machine[0],
+        "network": case.machine[1],
+        "devices_per_machine": case.machine[2],
+        "algorithm": case.algorithm,
+        "bucket_bytes": min(case.bucket_bytes, sum(case.sizes_bytes)),
+    }
 
 
 @cache

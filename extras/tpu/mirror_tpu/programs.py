@@ -16,8 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
-from mirror.integrations.torchax_library import Library
-from mirror.integrations.tpu_arguments import (
+from mirror.server.recorded_model import Model
+from mirror_tpu.arguments import (
     ProgramOutput,
     TpuArguments,
     TpuCopies,
@@ -26,10 +26,10 @@ from mirror.integrations.tpu_arguments import (
     regroup_outputs,
     split_arrays,
 )
-from mirror.integrations.tpu_optimizers import apply_rule, flags_of, rule_of, state_on_host
-from mirror.integrations.tpu_refusals import WHOLE_STEPS
-from mirror.integrations.tpu_trace import Phase, ReachedParams, TracedCall
-from mirror.server.recorded_model import Model
+from mirror_tpu.optimizers import apply_rule, flags_of, rule_of, state_on_host
+from mirror_tpu.refusals import WHOLE_STEPS
+from mirror_tpu.torchax_library import Library
+from mirror_tpu.trace import Phase, ReachedParams, TracedCall
 
 _AXIS = "replica"
 StateKey = tuple[int, int, str]  # an optimizer's number, a parameter's position, a name

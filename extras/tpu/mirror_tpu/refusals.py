@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from mirror.base.torch_private import hooks_of
 from mirror.errors import StrategyError, short_repr
-from mirror.integrations.torchax_library import Library
 from mirror.server.recorded_model import Model
+from mirror_tpu.torchax_library import Library
 
 WHOLE_STEPS = (
     "TPUStrategy runs whole steps: put forward, backward and step into one function, and that "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mirror.integrations.torchax_library import unavailable_reason
+from mirror_tpu.torchax_library import unavailable_reason
 
 
 @pytest.fixture(scope="session")

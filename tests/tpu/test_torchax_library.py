@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import mirror
 from mirror.errors import BackendError, DeviceError
-from mirror.integrations import torchax_library
-from mirror.integrations.torchax_library import (
+from mirror_tpu import torchax_library
+from mirror_tpu.torchax_library import (
     PINS,
     load_jax,
     resolve_jax_devices,
@@ -91,7 +92,7 @@ def test_devices_of_jax_are_taken():
     ]
 
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def installed(monkeypatch, versions):
@@ -124,6 +125,9 @@ def test_the_pinned_versions_can_be_used(monkeypatch):
 
 
 def test_pyproject_pins_the_same_versions():
-    (line,) = re.findall(r"(?m)^tpu = \[(.*)\]", (ROOT / "pyproject.toml").read_text())
-    pinned = dict(re.findall(r'"([a-z]+)==([^";]+)', line))
-    assert pinned == PINS
+    text = (ROOT / "extras" / "tpu" / "pyproject.toml").read_text()
+    own = {"mirror-strategy": mirror.__version__}
+    assert dict(re.findall(r'"([a-z-]+)==([^";]+)"', text)) == own | PINS
+    assert f'version = "{mirror.__version__}"' in text
+    extra = f'tpu = ["mirror-strategy-tpu=={mirror.__version__}"]'
+    assert extra in (ROOT / "pyproject.toml").read_text()

@@ -31,14 +31,14 @@ from torch.optim.optimizer import (
 
 from mirror.errors import StrategyError
 from mirror.execution.run import Replica, current, push_context, save_context
-from mirror.integrations.torchax_library import Library
-from mirror.integrations.tpu_optimizers import check, options_of
-from mirror.integrations.tpu_refusals import (
+from mirror.server.recorded_model import Model
+from mirror_tpu.optimizers import check, options_of
+from mirror_tpu.refusals import (
     TorchFunctionWatch,
     refuse_backward,
     refuse_custom_functions,
 )
-from mirror.server.recorded_model import Model
+from mirror_tpu.torchax_library import Library
 
 Phase = Enum("Phase", "INSPECT DIFFERENTIATE FINISH")
 

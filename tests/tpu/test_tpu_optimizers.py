@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.integrations.tpu_optimizers import apply_rule, check, flags_of, rule_of, state_on_host
+from mirror_tpu.optimizers import apply_rule, check, flags_of, rule_of, state_on_host
 
 SGDS = [
     {"lr": 0.1, "momentum": m, "dampening": d, "nesterov": n, "weight_decay": w, "maximize": x}

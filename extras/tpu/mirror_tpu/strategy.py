@@ -22,20 +22,20 @@ from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.run import current, enclosing_replica
-from mirror.integrations.torchax_library import (
-    load,
-    load_jax,
-    resolve_jax_devices,
-    to_torch_device,
-)
-from mirror.integrations.tpu_arguments import make_arguments
-from mirror.integrations.tpu_programs import TpuPrograms
-from mirror.integrations.tpu_refusals import WHOLE_STEPS, check_model
 from mirror.server.recorded_model import Model, RecordedModules
 from mirror.strategy.distributed_values import check_call, find_active
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.scope import PlacingScope
 from mirror.threads.user_frames import warn_user
+from mirror_tpu.arguments import make_arguments
+from mirror_tpu.programs import TpuPrograms
+from mirror_tpu.refusals import WHOLE_STEPS, check_model
+from mirror_tpu.torchax_library import (
+    load,
+    load_jax,
+    resolve_jax_devices,
+    to_torch_device,
+)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 T = TypeVar("T")

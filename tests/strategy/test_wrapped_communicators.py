@@ -5,7 +5,7 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.replica.collectives.over_workers import (
+from mirror.strategy.wrapped_communicators import (
     PerPositionCommunicator,
     TimeoutCommunicator,
 )

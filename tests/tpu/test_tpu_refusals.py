@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from mirror.errors import StrategyError
-from mirror.integrations.tpu_refusals import (
+from mirror.server.recorded_model import Model
+from mirror_tpu.refusals import (
     check_function,
     check_model,
     refuse_backward,
     refuse_custom_functions,
 )
-from mirror.server.recorded_model import Model
 
 
 def hooked():

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from mirror.errors import StrategyError, StructureError
-from mirror.integrations.tpu_arguments import ProgramOutput, find_widest, make_arguments
-from mirror.integrations.tpu_programs import tpu_program_key
-from mirror.integrations.tpu_trace import make_traced_replica
 from mirror.server.recorded_model import Model
+from mirror_tpu.arguments import ProgramOutput, find_widest, make_arguments
+from mirror_tpu.programs import tpu_program_key
+from mirror_tpu.trace import make_traced_replica
 
 SCALE = 1.0
 
