@@ -16,6 +16,7 @@ some columns of ``COLUMNS``, and ``make exhaustive-test`` in all.
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
 
 import torch
@@ -60,7 +61,15 @@ class Program:
         return copy_state(self.function(place, **self.arguments))
 
 
-PROGRAMS = []
+PROGRAMS: list[Program] = []
+FILES = "containers double_backward functional gradients layers optimizers saving schedules"
+
+
+def all_programs():
+    """Returns the programs of all files of this folder."""
+    for name in FILES.split():
+        import_module(f"tests.programs.{name}")
+    return PROGRAMS
 
 
 def program(

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from importlib import import_module
 
 import pytest
 
@@ -14,11 +13,9 @@ from tests.gpu.fake import FakeGpus
 from tests.one_memory import one_memory  # noqa: F401
 from tests.oracle import assert_same
 from tests.pairs import EXHAUSTIVE
-from tests.programs.catalogue import PROGRAMS, Place
+from tests.programs.catalogue import Place, all_programs
 
-FILES = "containers double_backward functional gradients layers optimizers saving schedules"
-for name in FILES.split():
-    import_module(f"tests.programs.{name}")
+PROGRAMS = all_programs()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,7 @@ from torch import nn
 from mirror.testing import compare_with_one_device
 from mirror.tools.check.check_result import DIFFERENT, EQUAL
 from tests.pairs import every
-from tests.programs.catalogue import Place
-from tests.programs.test_programs import PROGRAMS
+from tests.programs.catalogue import Place, all_programs
 from tests.tools.check import different_programs, equal_programs
 
 NOT_CHECKED = {
@@ -28,7 +27,7 @@ NOT_CHECKED = {
 def programs_outside_run():
     """Returns one case of each program of the catalogue that can be a loop."""
     found = {}
-    for program in PROGRAMS:
+    for program in all_programs():
         if "loop" in program.ways:
             found.setdefault(program.function.__name__, program)
     return [program for name, program in found.items() if name not in NOT_CHECKED]
