@@ -28,8 +28,8 @@ from mirror.errors import (
     WorkerLostError,
 )
 from mirror.integrations import keras_call as _keras_call  # noqa: F401  adds Keras
-from mirror.strategy.central_storage import CentralStorageStrategy
 from mirror.strategy.mirrored import (
+    CentralStorageStrategy,
     MirroredStrategy,
     OneDeviceStrategy,
     get_replica_context,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mirror.base.argument_types import is_int
 from mirror.base.mutex import call_without_collection
 from mirror.errors import DeviceError, short_repr
+from mirror.values import is_int
 
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()

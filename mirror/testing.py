@@ -28,13 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mirror.base.argument_types import is_int, is_real
 from mirror.errors import short_repr
 from mirror.tools.check.check_result import EQUAL, NOT_COMPARABLE, CheckResult
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.recorded_run import describe_error, recording, seed_all
 from mirror.tools.check.run_comparison import RunComparison
-from mirror.values import PerReplica
+from mirror.values import PerReplica, is_int, is_real
 
 __all__ = ["SimulatedDeviceNames", "assert_equal_to_one_device", "compare_with_one_device"]
 

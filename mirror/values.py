@@ -1,4 +1,7 @@
-"""PerReplica and its weights; functions that map, select from and regroup nested values."""
+"""PerReplica and its weights; functions that map, select from and regroup nested values.
+
+At the end: which values are numbers as arguments, Python's and NumPy's, and never a bool.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from operator import is_
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -326,7 +329,11 @@ def select(tree: Any, replica_id: int) -> Any:
     if isinstance(tree, PerReplica):
         return tree.values[replica_id]
     if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):  # the usual arguments
-        return tuple([v.values[replica_id] if type(v) is PerReplica else v for v in tree])
+        parts = [*tree]  # a loop, since a comprehension is a call before Python 3.12
+        for i, value in enumerate(tree):
+            if type(value) is PerReplica:
+                parts[i] = value.values[replica_id]
+        return tuple(parts)
     return map_structure(
         lambda leaf: leaf.values[replica_id] if isinstance(leaf, PerReplica) else leaf, tree
     )
@@ -396,3 +403,23 @@ def rebuild_node(tree: Any, mapped: dict[Any, Any]) -> Any:
         else:
             setattr(rebuilt, key, value)
     return rebuilt
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Returns whether a value is an integer, also one of NumPy, and not a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Returns whether a value is a real number, also one of NumPy, and not a bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_timeout(seconds: object) -> None:
+    """Raises ValueError unless ``timeout_seconds`` is a number from 0 on, or None."""
+    # ``not >=`` is true for NaN, too. Numbers of NumPy return bools of NumPy.
+    if seconds is not None and not (is_real(seconds) and float(seconds) >= 0):
+        raise ValueError(
+            f"timeout_seconds must be a number >= 0 or None, got {short_repr(seconds)}; None has "
+            "no limit, or that of the backend"
+        )

@@ -3,7 +3,7 @@
 import pytest
 
 from mirror.replica.gradients.grad_access import GradAccess
-from mirror.replica.optimizers import mirrored_optimizer
+from mirror.replica.optimizers import optimizer_registry
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def one_memory(monkeypatch):
     forget = GradAccess.forget
     monkeypatch.setattr(GradAccess, "forget", check_and_forget)
     yield
-    for optimizers in mirrored_optimizer._known.all():
+    for optimizers in optimizer_registry._known.all():
         group = getattr(optimizers.replicas.strategy, "_group", None)  # none while it is made
         for variable in () if group is None else group.variables:
             check(variable)

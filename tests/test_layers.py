@@ -33,9 +33,7 @@ MAX_DEPTH = 2
 MAX_LINES = 600
 MAX_UNUSED = 200  # lines of a folder's budget
 # Public names that several files define. Users look for Lightning's strategy by this name.
-SEVERAL_FILES = {"MirroredStrategy", "main"} | {
-    *("is_same", "options_of", "refuse_backward", "unavailable_reason"),  # to go
-}
+SEVERAL_FILES = {"MirroredStrategy", "main"}
 
 
 def violations(package: Path) -> list[str]:

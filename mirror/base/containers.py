@@ -136,8 +136,12 @@ def is_shared(value: Any) -> bool:
     return not _is_container(value) and not is_data(value)
 
 
-def leaves_in(value: Any) -> Iterator[Any]:
-    """Yields the leaves of structures, dataclasses among them, in their order."""
+def leaves_in(value: Any, *, with_objects: bool = False) -> Iterator[Any]:
+    """Yields the leaves of structures, dataclasses among them, in their order.
+
+    Args:
+        with_objects: whether to enter also the objects of which replicas get copies.
+    """
     seen, found = set[int](), [value]
     while found:
         value = found.pop()
@@ -150,9 +154,11 @@ def leaves_in(value: Any) -> Iterator[Any]:
             found += reversed(value.values())
         elif kind is Tensor or is_leaf(value):
             yield value
-        elif id(value) not in seen and (not is_object(value) or _is_container(value)):
+        elif id(value) not in seen:
             seen.add(id(value))
-            found += reversed(contents_of(value).values())
+            is_entered = not is_object(value) or _is_container(value)
+            if is_entered or (with_objects and not is_shared(value)):
+                found += reversed(contents_of(value).values())
 
 
 def is_in(value: Any, holder: Any) -> bool:

@@ -85,10 +85,10 @@ def skip_frame(function: FunctionT) -> FunctionT:
 
 
 def call_under_dynamo(
-    hold: DynamoCallback, module: Callable[..., Any], args: Any, kwargs: Any
+    dynamo_callback: DynamoCallback, module: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Calls a module, or its method, on a replica's thread with the callback of the splitting."""
-    if not hold:
+    if not dynamo_callback:
         return module(*args, **kwargs)
     # Imported already: there is a callback.
     from torch._dynamo import trace_rules
@@ -97,7 +97,7 @@ def call_under_dynamo(
     # Dynamo does not start at a function of torch; the frame of wrap_inline is an exception.
     owner: Any = getattr(module, "__self__", module)
     call = wrap_inline(module) if trace_rules.check(owner.forward) else module
-    prior = set_eval_frame(hold)
+    prior = set_eval_frame(dynamo_callback)
     try:
         return call(*args, **kwargs)
     finally:

@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from mirror.base.safe_files import replace_atomically
 from mirror.errors import StrategyError
@@ -82,10 +83,20 @@ class Compiled:
     seconds: float = 0.0
 
 
+class SpanTimer(Protocol):
+    """Sums how long a replica's device works between ``start`` and ``stop``."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Timeline:
     """The time of one strategy.
 
     Attributes:
+        stopwatches: one per replica during a measurement, else none. Each runs while its replica
+            is in its function, and does not wait for others.
         steps: for each of the last steps, its duration and the self seconds of each kind by lane.
         compiled: statistics of compiled steps.
         at_step_ends: callbacks for the end of each step.
@@ -101,6 +112,7 @@ class Timeline:
         self.compiled = Compiled()
         self.at_step_ends: list[Callable[[], None]] = []
         self.sample: Callable[[int, str | None], None] | None = None
+        self.stopwatches: Sequence[SpanTimer] = ()
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._events: list[dict[str, Any]] | None = None
         self._target = Path()  # the file of the trace
@@ -116,12 +128,22 @@ class Timeline:
         """Opens a span on a lane: a replica's id, ``CROSS`` or ``OVERLAPPED``."""
         if self.sample is not None:
             self.sample(lane, None)
+        if self.stopwatches:
+            if kind is FORWARD:
+                self.stopwatches[lane].start()
+            elif kind is WAITING:
+                self.stopwatches[lane].stop()
         self._open[lane].append(_Span(kind, name, perf_counter()))
 
     def end(self, lane: int, kind: str) -> None:
         """Closes the innermost span of this kind, and the open spans inside it."""
         if self.sample is not None:
             self.sample(lane, kind)
+        if self.stopwatches:
+            if kind is FORWARD:
+                self.stopwatches[lane].stop()
+            elif kind is WAITING:
+                self.stopwatches[lane].start()
         now = perf_counter()
         opened, sums = self._open[lane], self._sums[lane]
         is_innermost = bool(opened) and opened[-1].kind is kind
@@ -169,7 +191,7 @@ class Timeline:
         now = perf_counter()
         self.steps.append((now - self._step_began, self._sums))
         self._step_began = now
-        self._sums = [self._zeros.copy() for _ in self.names]
+        self._sums = list(map(dict, repeat(self._zeros, len(self.names))))
         for callback in self.at_step_ends:
             callback()
 

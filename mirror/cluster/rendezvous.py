@@ -17,8 +17,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mirror.base.argument_types import is_int
 from mirror.errors import ClusterError, ClusterTypeError, short_repr
+from mirror.values import is_int
 
 MAX_TASKS = 2**20
 """The limit of task indices; a larger one is a mistake, and would make a list of that length."""

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mirror.base.argument_types import is_int, is_real
 from mirror.base.process_bound import NoCopy
 from mirror.comm.collective_lock import hold_lock
 from mirror.comm.packing import copy_back, flatten, plan_packs, view_in_memory_order
 from mirror.devices import resolve
 from mirror.errors import BackendError, DeviceError, ShapeError, short_repr
+from mirror.values import is_int, is_real
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",

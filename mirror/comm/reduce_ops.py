@@ -10,9 +10,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from mirror.base.argument_types import is_int
 from mirror.errors import short_repr
-from mirror.values import PerReplica
+from mirror.values import PerReplica, is_int
 
 
 class ReduceOp(str, Enum):

@@ -1,4 +1,4 @@
-"""The operations that mirror adds to a trace: collective points, random draws, and the fused LSTM.
+"""The operations that mirror adds to a trace: collectives, updates, random draws, the fused LSTM.
 
 A draw is a function of a seed and a position, in torch's integer arithmetic. It needs no generator
 and nothing from the host. So a GPU draws inside a CUDA graph, where the seed is memory, and all
@@ -18,7 +18,7 @@ from torch import Tensor
 from mirror.compiler import fused_lstm
 
 # Their names in a graph.
-COLLECTIVE, DRAW = "mirror.collective.default", "mirror.draw.default"
+COLLECTIVE, UPDATE, DRAW = (f"mirror.{name}.default" for name in ("collective", "update", "draw"))
 
 # SplitMix64's, as int64 has them.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -33,6 +33,9 @@ def define_ops() -> None:
     library.define("collective(Tensor[] tensors, int number) -> Tensor[]")
     library.impl("collective", _collective, "CompositeExplicitAutograd")
     library.impl("collective", _make_fakes, "Meta")
+    library.define("update(Tensor[] tensors, int number) -> Tensor[]")
+    library.impl("update", _update, "CompositeExplicitAutograd")
+    library.impl("update", _make_updated_fakes, "Meta")
     library.define("draw(SymInt[] size, Tensor seed, int number, str mode) -> Tensor")
     library.impl("draw", _draw, "CompositeExplicitAutograd")
     library.impl("draw", _make_fake_draw, "Meta")
@@ -50,6 +53,15 @@ def _collective(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
 
 def _make_fakes(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+
+
+def _update(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+    """Marks the step of an optimizer between two programs; they never call it either."""
+    return [tensor.clone() for tensor in tensors]
+
+
+def _make_updated_fakes(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in tensors]
 
 
 def _draw(size: Sequence[int], seed: Tensor, number: int, mode: str) -> Tensor:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from mirror.base.argument_types import is_int
 from mirror.data.split_batch import batch_size as num_examples_of
 from mirror.data.split_batch import is_batched
 from mirror.errors import short_repr
-from mirror.values import map_structure
+from mirror.values import is_int, map_structure
 
 Index = slice | Tensor
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mirror.base.argument_types import is_int
 from mirror.base.migration_hints import call_with_hints
 from mirror.errors import short_repr
+from mirror.values import is_int
 
 OptionsT = TypeVar("OptionsT")
 SHARDINGS = ("auto", "data", "file", "off")

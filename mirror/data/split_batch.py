@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -38,6 +39,13 @@ from mirror.values import (
 Copy = Callable[[Tensor, torch.device], Tensor]
 
 
+@lru_cache(maxsize=256)  # split calls of models have few sizes
+def split_evenly(num_examples: int, num_replicas: int) -> tuple[int, ...]:
+    """Returns sizes of parts that differ by at most one, the larger parts first."""
+    size, num_larger = divmod(num_examples, num_replicas)
+    return (size + 1,) * num_larger + (size,) * (num_replicas - num_larger)
+
+
 def split_sizes(
     num_examples: int, num_replicas: int, weights: Sequence[float] | None = None
 ) -> tuple[int, ...]:
@@ -50,8 +58,7 @@ def split_sizes(
     replicas first. Quotas are computed exactly, and equal weights give the parts without weights.
     """
     if weights is None:
-        size, num_larger = divmod(num_examples, num_replicas)
-        return (size + 1,) * num_larger + (size,) * (num_replicas - num_larger)
+        return split_evenly(num_examples, num_replicas)
     exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth
     total = sum(exact)
     quotas = [num_examples * weight / total for weight in exact]

@@ -8,31 +8,35 @@ hooks at each event, in the order of the rows:
 
     part         prepare            on_return,      on_run_end  sync_idle    on_       recover
                                     finish                                   synced
-    modules      mirror what was    refuse swapped                                     drop
-                 recorded           parameters                                         swaps
-    first        of several workers
-    values       take worker 0's
-    attributes                      join what                                          drop
-                                    replicas set
-    assigned                        refuse other values
-                                    (merging, too)
-    plain        note that the      tell of models
-                 strategy is used   made in run
-    optimizers   recover if a step  refuse other                take over              give back,
-                 has raised         options                     state                  follow the
+    modules      mirror recorded    refuse swapped                                     drop
+                 modules            parameters                                         swaps
+    first        with workers: take
+    values       those of worker 0
+    attributes                      join values of                                     drop
+                                    the replicas
+    assigned                        refuse unequal
+                                    values (also
+                                    on_merge)
+    plain        record that the    warn about
+                 strategy is used   models created
+                                    in run
+    optimizers   recover if a step  refuse unequal              copy state             swap out,
+                 has raised         options                                            follow the
                                                                                        first
     gradients    reduce or defer    reduce or                                          discard
                  the rest           defer the rest
-    collectives                     lift sequence
+    collectives                     advance
+                                    sequence
                                     numbers
-    variables    carry what                                     carry        take as   carry
-                 changed                                        values       equal
-    reduced      carry those                                    carry                  carry
-    gradients    handed out
-    buffers      carry what was                     may have    value of                 (failed:
-                 written                            changed     those that               value of
-                                                                ran                      those that
-                                                                                         began)
+    variables    broadcast changed                              broadcast    mark as   broadcast
+                 values                                                      synced
+    reduced      broadcast those                                broadcast              broadcast
+    gradients    that the program
+                 has read
+    buffers      broadcast written                  mark as     take value             (failed:
+                 values                             changed     of active              value of
+                                                                replicas               replicas
+                                                                                       that began)
 
     prepare      before a run, an optimizer step in the cross-replica context, an unsplit call
     on_merge     all replicas wait at a merge point, and some have set a mode or a variable

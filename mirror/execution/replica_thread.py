@@ -7,11 +7,28 @@
 
 A single replica on the CPU runs in the caller's thread, which has this state: it needs only
 ``call_as``.
+
+``serial_graphs`` has the graphs through which a backward pass outside ``run`` goes in the calling
+thread.
+
+[Note: Autograd's threads]
+Autograd has a queue of ready nodes, and a thread, for each GPU, and the calling thread for the
+CPU. A pass outside ``run`` goes through the graphs of all replicas: nodes of different GPUs run at
+the same time, and have an order only within one queue. Some graphs need one order for all nodes:
+
+    collectives             a node reads the gradients of all replicas
+    saved random states     recomputed layers set the CPU's generator, which all replicas share
+    saved_tensors_hooks     those around a split call serve the graphs of all replicas
+
+Rule: an object that lives as long as such a graph is registered there, by a weak reference. While
+one is alive, passes outside ``run`` disable autograd's threads; inside ``run`` all passes do.
+Consequence: these passes enqueue the work of all GPUs from one thread; it still overlaps.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -28,7 +45,6 @@ from mirror.device.streams import CallerStreams
 from mirror.devices import backward_in_calling_thread, using
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current, renaming
-from mirror.execution.serial_graphs import serial_graphs
 from mirror.threads.merge_point import Tasks
 
 _CPU = torch.device("cpu")
@@ -169,7 +185,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
         state: ``None`` for a single replica on the CPU, which runs in the caller's thread.
     """
     replicas = run.replicas
-    strategy, timeline, stopwatches = replicas.strategy, replicas.timeline, run.stopwatches
+    strategy, timeline = replicas.strategy, replicas.timeline
     function = _remap_devices(run, fn) if replicas.places.is_model_parallel else fn
 
     def call_as(replica: Replica) -> Any:
@@ -186,9 +202,9 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             swapped = run.swapped
             if swapped is not None and swapped.inside != replica_id:
                 swapped.enter(replica_id)
-            result = _measure(run, replica_id, function) if stopwatches else function(replica_id)
-            for optimizer, options in run.stepped.items():
-                options[replica_id] = optimizer.options()
+            result = function(replica_id)
+            for stepped in run.stepped.values():
+                stepped.left[replica_id] = stepped.read_options()
             return result
         finally:
             current.replica, current.strategy, current.below = before
@@ -230,10 +246,24 @@ def _remap_devices(run: Run, fn: Callable[[int], Any]) -> Callable[[int], Any]:
     return call
 
 
-def _measure(run: Run, replica_id: int, fn: Callable[[int], Any]) -> Any:
-    watch = run.stopwatches[replica_id]
-    watch.start()
-    try:
-        return fn(replica_id)
-    finally:
-        watch.stop()
+class SerialGraphs:
+    """Objects that graphs hold, for as long as they are alive.
+
+    Attributes:
+        alive: the weak references, by the ``id`` of the object; empty if no object is alive.
+    """
+
+    def __init__(self) -> None:
+        self.alive: dict[int, Any] = {}
+
+    def add(self, part: object) -> None:
+        """Adds an object of a graph."""
+        alive, key = self.alive, id(part)
+        try:
+            # A garbage collection may call this at any time: it takes no lock.
+            alive[key] = weakref.ref(part, lambda _: alive.pop(key, None))
+        except TypeError:  # its class has no weak references: it counts as alive from now on
+            alive[key] = part
+
+
+serial_graphs = SerialGraphs()

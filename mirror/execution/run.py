@@ -28,7 +28,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -36,11 +36,10 @@ from torch import Tensor
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
 from mirror.base.timeline import WAITING
 from mirror.device.device_mesh import DeviceRemap
-from mirror.device.streams import ReplicaStreams, Stopwatch
+from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.replica_rng import RngPool
 from mirror.execution.replicas import Replicas
-from mirror.execution.swapped_state import SwappedState
+from mirror.execution.swapped_state import RngPool, SwappedState
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Action, MergePoint, NullLockstep, Payloads
 from mirror.values import ExampleCounts, GivenWeights
@@ -56,14 +55,18 @@ class SwappedOptimizer(Protocol):
         """Swaps out after a failure, whichever replica uses or waits for it; idempotent."""
 
 
-class SteppedOptimizer(Protocol):
-    """An optimizer that all replicas of a run have stepped."""
+class SteppedOptimizer(NamedTuple):
+    """An optimizer that all replicas of a run have stepped.
 
-    def options(self) -> object:
-        """Returns the options at the end of this replica's function."""
+    Attributes:
+        read_options: returns the options of its groups, at the end of a replica's function.
+        check: called with ``left`` at the end of the run; raises StrategyError if they differ.
+        left: these options, by replica id.
+    """
 
-    def check_left(self, left: dict[int, Any]) -> None:
-        """Raises StrategyError if the replicas' options differ at the end of a run."""
+    read_options: Callable[[], object]
+    check: Callable[[dict[int, Any]], None]
+    left: dict[int, object]
 
 
 class SharedTensors(Protocol):
@@ -95,6 +98,9 @@ class Tracing(Protocol):
 
     def use_scaler(self, scaler: Any, tensors: Sequence[Tensor | None]) -> None:
         """Makes tensors of a gradient scaler inputs, which the step may write."""
+
+    def update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Has the optimizer step uncompiled, between two programs."""
 
     def skip_step_if(self, skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Makes the optimizer's next step change nothing where ``skipped`` is true."""
@@ -168,7 +174,6 @@ class Run:
         modes: the train() and eval() modes that replicas have set, by ``id`` of the module.
         stepped: the optimizers that all replicas have stepped, with the options of each replica
             that has returned.
-        stopwatches: one per replica during a measurement, else none.
         swapped: what each replica has for itself while they take turns: random streams, and the
             modes and flags that a replica has set; ``None`` while they may overlap.
         shared: ordinary tensors, one for all replicas; changes of them are recorded.
@@ -179,7 +184,7 @@ class Run:
         *("has_stepped", "is_default", "is_given", "is_left", "is_split", "is_trial"),
         *("is_weighted",),
         *("lockstep", "members", "modes", "outer", "replicas", "results", "stepped"),
-        *("shared", "stopwatches", "swapped"),
+        *("shared", "swapped"),
     )
 
     def __init__(
@@ -190,7 +195,6 @@ class Run:
         weights: Sequence[float] | None = None,
         outer: Run | None = None,
         *,
-        stopwatches: Sequence[Stopwatch] = (),
         swapped: SwappedState | None = None,
         checks: Sequence[Callable[[Run], None]] = (),
         is_default: bool = False,
@@ -212,8 +216,7 @@ class Run:
         self.checks = checks
         self.assigned: dict[Any, bool] = {}
         self.modes: dict[int, tuple[object, dict[int, bool]]] = {}
-        self.stepped: dict[SteppedOptimizer, dict[int, object]] = {}
-        self.stopwatches = stopwatches
+        self.stepped: dict[object, SteppedOptimizer] = {}
         self.swapped = swapped
         self.shared: Sequence[SharedTensors] = ()
         self._on_streams = (
@@ -279,12 +282,9 @@ class Run:
             tensors.record_changes(replica_id)
         if self._on_streams is not None:
             self._on_streams.record(replica_id)
-        watch = self.stopwatches[replica_id] if self.stopwatches else None
         timeline = self.replicas.timeline
-        hold = suspend_dynamo()  # actions are not the user's code
+        dynamo_callback = suspend_dynamo()  # actions are not the user's code
         timeline.begin(replica_id, WAITING, point.operation)
-        if watch is not None:
-            watch.stop()
         try:
             result = (
                 self.act(point.action, {replica_id: point.payload})[replica_id]
@@ -300,22 +300,15 @@ class Run:
             return result
         finally:
             timeline.end(replica_id, WAITING)
-            if watch is not None:
-                watch.start()
-            resume_dynamo(hold)
+            resume_dynamo(dynamo_callback)
 
     def wait_for_turn(self, replica_id: int) -> None:
         """Waits until the calling replica may go on, if ``let_next_begin`` has returned True."""
-        watch = self.stopwatches[replica_id] if self.stopwatches else None
         self.replicas.timeline.begin(replica_id, WAITING)
-        if watch is not None:
-            watch.stop()
         try:
             self.lockstep.wait_for_turn(replica_id)
         finally:
             self.replicas.timeline.end(replica_id, WAITING)
-            if watch is not None:
-                watch.start()
 
     def act(self, action: Action, payloads: Payloads) -> Payloads:
         """Runs the action of a merge point, in the cross-replica context."""
@@ -412,7 +405,10 @@ def shares_of(
     total = sum(weights.values()) if total is None else total
     if total == 0:  # as on one device: the mean over no examples
         return dict.fromkeys(weights, 1.0 / (count or len(weights)))
-    return {r: weight / total for r, weight in weights.items()}
+    shares = dict[int, float]()
+    for r, weight in weights.items():
+        shares[r] = weight / total
+    return shares
 
 
 def recomputing(replicas: Replicas, replica_id: int) -> Replica:
@@ -506,7 +502,7 @@ def renaming(replica: Replica) -> AbstractContextManager[object]:
     Applies if replicas have several devices each.
     """
     replicas = replica.replicas
-    if replica.replica_id == 0:
+    if replica.replica_id == 0 or not replicas.places.is_model_parallel:
         return nullcontext()
     names = replicas.places.names(replica.replica_id)
     return DeviceRemap(names, lambda: replica_of(replicas) is not None)

@@ -1,7 +1,8 @@
 """Runner: runs a function on every replica and calls the lifecycle hooks around it.
 
 The hooks keep the replicas equal between runs: [Note: Parts] in ``execution/lifecycle.py``.
-``ExclusiveRun`` admits one thread at a time; ``LockstepStack`` has the replicas' threads.
+``EveryNSteps`` repeats a check during training. ``ExclusiveRun`` admits one thread at a time;
+``LockstepStack`` has the replicas' threads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from mirror.execution.lifecycle import (
     step_ends,
 )
 from mirror.execution.parallel_runs import ParallelRuns
-from mirror.execution.replica_rng import RngPool, call_with_worker_rng
 from mirror.execution.replica_thread import ThreadState, replica_tasks
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import (
@@ -39,10 +39,11 @@ from mirror.execution.run import (
     refuse_within_another,
     replica_of,
 )
+from mirror.execution.swapped_state import RngPool, call_with_worker_rng
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Tasks
 from mirror.threads.schedule import PARALLEL, Schedule
-from mirror.threads.user_frames import calls
+from mirror.threads.user_frames import add_note, calls
 
 T = TypeVar("T")
 
@@ -67,7 +68,6 @@ class Runner:
             If none is, an interrupt has left the flag: [Note: Interrupts].
         locksteps: the replicas' threads, by depth of nested runs.
         is_usable: whether ``check_usable`` raises nothing.
-        stopwatches: one per replica once ``measure`` has been called.
         on_outermost_end: on one of several workers, called when an outermost run has succeeded.
         parallel_runs: decides which runs take turns, if replicas may overlap.
         copies: streams for arguments from the host to GPUs; ``None`` on simulated devices.
@@ -88,7 +88,7 @@ class Runner:
         if self.schedule.watches_passes:
             replicas.timeline.at_step_ends.append(self._end_step)
         self.locksteps = LockstepStack(replicas, self.schedule.of_turns, timeout_seconds)
-        self.stopwatches: tuple[Stopwatch, ...] = ()
+        self._stopwatches: tuple[Stopwatch, ...] = ()  # once ``measure`` has been called
         self.on_outermost_end: Callable[[], None] = do_nothing
         self.set_hooks(())
         self._claim, positions = ExclusiveRun(), replicas.places.positions
@@ -237,7 +237,6 @@ class Runner:
             active,
             weights,
             outer,
-            stopwatches=self.stopwatches,
             swapped=self._streams.begin(active) if takes_turns else None,
             checks=self._parts.at_merging,
         )
@@ -360,9 +359,10 @@ class Runner:
 
         Waits at merge points and the caller's work between runs do not count.
         """
-        if not self.stopwatches:
-            self.stopwatches = tuple(map(Stopwatch, self.replicas.devices))
-        return lambda: tuple(watch.seconds() for watch in self.stopwatches)
+        if not self._stopwatches:
+            self._stopwatches = tuple(map(Stopwatch, self.replicas.devices))
+            self.replicas.timeline.stopwatches = self._stopwatches
+        return lambda: tuple(watch.seconds() for watch in self._stopwatches)
 
     # Checks, forks and closing
 
@@ -409,6 +409,38 @@ class Runner:
         self.is_closed, self.is_usable = True, False
         self.replicas.timeline.sample = None
         self.locksteps.close()
+
+
+class EveryNSteps:
+    """Calls ``act`` after every ``num_steps`` steps of a strategy, between runs.
+
+    A step ends with an optimizer step outside ``run``, or with the ``run`` in which an optimizer
+    stepped. See [Note: Ends of steps].
+
+    Attributes:
+        num_steps_done: the number of steps since this object was created.
+    """
+
+    def __init__(self, num_steps: int, runner: Runner, act: Callable[[], None]) -> None:
+        self.num_steps_done = self._last = 0
+        self._every, self._num_remaining = num_steps, num_steps
+        self._runner, self._act = runner, act
+        runner.replicas.timeline.at_step_ends.append(self._step_ends)
+
+    def _step_ends(self) -> None:
+        self.num_steps_done += 1
+        self._num_remaining -= 1
+        # In a merge, or in a parallel backward pass, the replicas are not done.
+        is_due = self._num_remaining <= 0 and not self._runner.is_closed
+        if is_due and self._runner.is_between_runs:
+            before, self._last = self._last, self.num_steps_done
+            self._num_remaining = self._every
+            try:
+                self._act()
+            except Exception as error:
+                then = f"after step {before}" if before else "never"
+                add_note(error, f"found after step {self._last}; looked at before: {then}")
+                raise
 
 
 class ExclusiveRun:

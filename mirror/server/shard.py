@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.replica.optimizers.piecewise_optimizers import rebuild, set_options
+from mirror.replica.optimizers.optimizer_traits import rebuild, set_options
 from mirror.server import server_messages
 from mirror.server.server_messages import (
     Bytes,

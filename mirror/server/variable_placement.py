@@ -27,8 +27,8 @@ from itertools import pairwise
 
 import torch
 
-from mirror.base.argument_types import is_int
 from mirror.errors import short_repr
+from mirror.values import is_int
 
 Partitioner = Callable[[Sequence[int], torch.dtype], "Sequence[int] | int"]
 

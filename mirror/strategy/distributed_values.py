@@ -69,9 +69,8 @@ def find_active(num_replicas: int, *trees: Any) -> tuple[Sequence[int], Sequence
             leaves += leaves_of(tree)
     if not leaves:
         return range(num_replicas), None
-    values = check_parts(num_replicas, leaves)
-    active = replicas_with_parts(values)
-    if active is None:
+    values, active = check_parts(num_replicas, leaves)
+    if not values:
         return range(num_replicas), None
     if not active:
         raise StructureError("no replica has a part of every PerReplica argument of run")
@@ -81,26 +80,16 @@ def find_active(num_replicas: int, *trees: Any) -> tuple[Sequence[int], Sequence
     return active, None
 
 
-def make_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[int], Any]:
-    """Returns a function that calls ``fn`` as one replica, with its parts of the arguments."""
-
-    def call(replica_id: int) -> Any:
-        own_kwargs = select(kwargs, replica_id) if kwargs else {}
-        own_args = select(args, replica_id) if args else ()
-        return fn(*own_args, **own_kwargs)
-
-    return call
-
-
-def check_parts(num_replicas: int, leaves: Iterable[Any]) -> list[PerReplica[Any]]:
-    """Returns the PerReplica values among leaves.
+def check_parts(
+    num_replicas: int, leaves: Iterable[Any]
+) -> tuple[list[PerReplica[Any]], Sequence[int]]:
+    """Returns the PerReplica values among leaves, and the replicas that have a part of each.
 
     Raises:
         StructureError: a PerReplica has a wrong number of parts.
     """
     values: list[PerReplica[Any]] = []
+    ids: Sequence[int] = range(num_replicas)
     for value in leaves:
         if not isinstance(value, PerReplica):
             continue
@@ -111,19 +100,9 @@ def check_parts(num_replicas: int, leaves: Iterable[Any]) -> list[PerReplica[Any
                 f"a PerReplica of this strategy has {num_replicas} parts, one per replica; got "
                 f"one {got}"
             )
-    return values
-
-
-def replicas_with_parts(values: Iterable[PerReplica[Any]]) -> list[int] | None:
-    """Returns the replicas that have a part in all of ``values``; ``None`` without any values."""
-    ids: list[int] | None = None
-    for value in values:
-        parts = value.values
-        here = [*range(len(parts))]
-        if type(ABSENT) in map(type, parts):
-            here = [i for i, part in enumerate(parts) if part is not ABSENT]
-        ids = here if ids in (None, here) else [i for i in ids or () if i in here]
-    return ids
+        if type(ABSENT) in map(type, value.values):
+            ids = [r for r in ids if value.values[r] is not ABSENT]
+    return values, ids
 
 
 def regroup(
@@ -163,8 +142,8 @@ def regroup(
 
 def local_results(num_replicas: int, value: Any) -> tuple[Any, ...]:
     """See ``Strategy.local_results``."""
-    ids = replicas_with_parts(check_parts(num_replicas, leaves_of(value)))
-    return (value,) if ids is None else tuple(select(value, i) for i in ids)
+    values, ids = check_parts(num_replicas, leaves_of(value))
+    return tuple(select(value, r) for r in ids) if values else (value,)
 
 
 _losses: WeakKeyDictionary[Replicas, ReducedLosses] = WeakKeyDictionary()
@@ -193,12 +172,7 @@ def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
     value = mark_boundaries(runner, value)
 
     def reduce_leaf(leaf: Any) -> Tensor:
-        device = (
-            _device_for(replicas, leaf)
-            if replicas.places.is_model_parallel
-            else replicas.devices[0]
-        )
-        return _reduce(name, leaf, axis, device)
+        return _reduce(name, leaf, axis, _device_for(replicas, leaf))
 
     if not replicas.workers.is_multi_process:
         return map_structure(reduce_leaf, value)
@@ -215,12 +189,7 @@ def gather_values(runner: Runner, value: Any, axis: int) -> Any:
     value, replicas = mark_boundaries(runner, value), runner.replicas
 
     def gather_leaf(leaf: Any) -> Tensor:
-        device = (
-            _device_for(replicas, leaf)
-            if replicas.places.is_model_parallel
-            else replicas.devices[0]
-        )
-        return _gather(leaf, axis, device)
+        return _gather(leaf, axis, _device_for(replicas, leaf))
 
     if not replicas.workers.is_multi_process:
         return map_structure(gather_leaf, value)

@@ -11,28 +11,31 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
-from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.execution.process_wide_calls import watch_process_wide_calls
+from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks, WhilePending
+from mirror.execution.parallel_runs import watch_process_wide_calls
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
-from mirror.execution.runner import Runner
+from mirror.execution.runner import EveryNSteps, Runner
 from mirror.replica.collectives.autograd_nodes import order
-from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.exactness.replica_checks import EveryNSteps, ReplicaChecks, WorkerChecks
-from mirror.replica.gradients.central_param import CentralAccess, CentralGradReducer, CentralParams
+from mirror.replica.exactness.replica_checks import ReplicaChecks, WorkerChecks
+from mirror.replica.gradients.exposed_grads import ExposedGrads, FirstReplicaGrads, HomeGrads
 from mirror.replica.gradients.grad_access import GradAccess
-from mirror.replica.gradients.grad_reducer import GradReducer
+from mirror.replica.gradients.grad_reducer import GradReducer, Reduction
 from mirror.replica.gradients.grad_tracker import watch_backward
+from mirror.replica.gradients.local_reduction import LocalReduction
 from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, watch_only_replica
+from mirror.replica.gradients.ready_grads import Reducer
+from mirror.replica.gradients.shares import Shares
 from mirror.replica.gradients.unmirrored import UnmirroredParams
 from mirror.replica.modules.module_owner import PendingModules
 from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import containers_of
 from mirror.replica.multi_worker.first_values import FirstValues
-from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
-from mirror.replica.optimizers.mirrored_optimizer import CentralOptimizers, OptimizerRegistry
+from mirror.replica.multi_worker.worker_reduction import WorkerReduction
+from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
+from mirror.replica.params.central_param import CentralParams
 from mirror.replica.params.replicated_buffers import Buffers
 from mirror.replica.params.replicated_params import (
     MirroredTensors,
@@ -94,23 +97,23 @@ class Group:
         registry, recorded = MirroredTensors(), PendingModules()
         reducer = Reducer(replicas, options.bytes_per_pack, options.wire_dtype)
         finite = NonFiniteCheck(replicas.names) if guards.finite_gradients else None
-        gradients: GradReducer
-        access: GradAccess
-        variables: ReplicatedParams
-        if replicas.has_parameter_device:
-            gradients = central_gradients = CentralGradReducer(replicas, runner, reducer, finite)
-            access = central_access = CentralAccess(replicas, runner, central_gradients)
-            variables = CentralParams(replicas, registry, access)
-            self.optimizers: OptimizerRegistry = CentralOptimizers(
-                replicas, runner, central_access
+        shares = Shares(replicas, runner)
+        over_workers: WorkerReduction | None = None
+        reduction: Reduction
+        if replicas.workers.is_multi_process:
+            reduction = over_workers = WorkerReduction(
+                replicas, runner, reducer, shares, finite, registry
             )
         else:
-            gradients = GradReducer(replicas, runner, reducer, finite)
-            if replicas.workers.is_multi_process:
-                gradients = MultiWorkerGradients(replicas, runner, reducer, finite, registry)
-            access = GradAccess(replicas, runner, gradients)
-            variables = ReplicatedParams(replicas, registry, access)
-            self.optimizers = OptimizerRegistry(replicas, runner, access)
+            reduction = LocalReduction(replicas, runner, reducer, shares, finite)
+        exposed: ExposedGrads = (
+            HomeGrads() if replicas.has_parameter_device else FirstReplicaGrads()
+        )
+        gradients = GradReducer(replicas, runner, shares, reduction, exposed)
+        access = GradAccess(replicas, runner, gradients)
+        params = CentralParams if replicas.has_parameter_device else ReplicatedParams
+        variables = params(replicas, registry, access)
+        self.optimizers = OptimizerRegistry(replicas, runner, access)
         buffers = Buffers(replicas, registry, variables.memory)
         attributes = ModuleAttributes(runner)
         self.replicas, self.runner, self.registry = replicas, runner, registry
@@ -124,13 +127,14 @@ class Group:
         checks = WorkerChecks if is_multi_process else ReplicaChecks
         self.comparison = checks(runner, self.variables, self.optimizers)
         self.plain = UnmirroredParams(replicas, registry, recorded)
+        gradients.tracker.check_pass = self.plain.check_pass
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
         first_values = FirstValues(
             replicas, registry, variables, buffers, self.modules.mirrored_modules
         )
-        if isinstance(gradients, MultiWorkerGradients):
-            gradients.wait_for_reduce = first_values.wait_for_reduce
+        if over_workers is not None:
+            over_workers.wait_for_reduce = first_values.wait_for_reduce
         parts = (
             self.modules.part(),
             *((first_values.part(),) if is_multi_process else ()),
@@ -139,7 +143,7 @@ class Group:
             self.plain.part(),
             self.optimizers.part(),
             gradients.part(),
-            LifecycleHooks(name="collectives", finish=order.advance),
+            LifecycleHooks(name="collectives", finish=WhilePending(order.entered, order.advance)),
             variables.part(),
             access.part(variables),
             buffers.part(),
@@ -172,7 +176,7 @@ class Group:
         """Ends threads and the communicator; idempotent."""
         self.runner.close()
         stop_watching(self.registry)
-        self.gradients.buckets.close()
+        self.gradients.close()
         self.replicas.communicator.close()
         self.replicas.workers.close()
         if self._simulates:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from mirror.base.argument_types import is_int, is_real
 from mirror.base.migration_hints import attribute_error, init_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.comm.reduce_ops import Op
@@ -20,7 +19,7 @@ from mirror.server.recorded_model import RecordedModules
 from mirror.server.variable_placement import Partitioner, PlacementFunction, check_placement
 from mirror.strategy.distributed_values import check_call
 from mirror.strategy.scope import PlacingScope
-from mirror.values import PerReplica
+from mirror.values import PerReplica, is_int, is_real
 
 if TYPE_CHECKING:
     from mirror.server.cluster_tasks import Tasks

@@ -25,6 +25,7 @@ from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions, ValueContext
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import CompileError, StrategyError
+from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, current
 from mirror.execution.runner import close_threads
 from mirror.strategy.distributed_values import (
@@ -32,7 +33,6 @@ from mirror.strategy.distributed_values import (
     find_active,
     gather_values,
     local_results,
-    make_call,
     reduce_values,
     regroup,
 )
@@ -48,7 +48,7 @@ from mirror.strategy.strategy_options import (
     Mode,
     check_choice,
 )
-from mirror.values import join_values
+from mirror.values import join_values, select
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StrategyT = TypeVar("StrategyT", bound="Strategy")
@@ -188,8 +188,14 @@ class Strategy(NoCopy):
         args, kwargs = tuple(args), dict(kwargs or {})
         runner, num_replicas = self._group.runner, len(self._devices)
         active, weights = find_active(num_replicas, args, kwargs)
+
+        def call_with_parts(replica_id: int) -> Any:
+            own_kwargs = select(kwargs, replica_id) if kwargs else {}
+            own_args = select(args, replica_id) if args else ()
+            return fn(*own_args, **own_kwargs)
+
+        call: Callable[[int], Any] = call_with_parts
         with limits_for(num_replicas):
-            call = make_call(fn, args, kwargs)
             is_outermost = runner.running is None and current.replica is None
             if active[1:] and is_outermost and runner.is_usable:
                 try:
@@ -425,42 +431,35 @@ def _refuse_arguments(more: Sequence[Any], named: Mapping[str, Any]) -> NoReturn
     )
 
 
+def _explain_uncompilable(replicas: Replicas) -> str | None:
+    """Returns why steps of these replicas cannot be compiled, and what to do; ``None``: they can.
+
+    What a step itself does is refused when it is traced.
+    """
+    if replicas.places.is_model_parallel:
+        return (
+            "compiled steps are programs of one device each, and a replica of this strategy has "
+            "several; call strategy.run(step, ...), or pass fallback='eager' to do so"
+        )
+    return None
+
+
 def make_compiled_step(
     group: Group, run: Callable[..., Any], step: Callable[..., Any], *, fallback: str, mode: str
 ) -> CompiledStep:
     """Returns a step of this group's replicas that is compiled when it is called.
 
     Raises:
-        CompileError: a replica has several devices, or the strategy has a parameter device or
-            sharded optimizer state, and ``fallback`` is "error".
+        CompileError: a replica has several devices, and ``fallback`` is "error".
         TypeError: ``run`` could not call ``step``.
         ValueError: ``fallback`` or ``mode`` is unknown.
     """
     check_choice("fallback", fallback, FALLBACKS)
     check_choice("mode", mode, MODES)
     check_call(step, (), {})
-    replicas = group.replicas
-    has_places = replicas.places.is_model_parallel
-    is_eager = has_places or replicas.has_parameter_device or replicas.shards_state
-    if has_places and fallback == "error":
-        raise CompileError(
-            "compiled steps are programs of one device each, and a replica of this strategy has "
-            "several; call strategy.run(step, ...), or pass fallback='eager' to do so"
-        )
-    if group.replicas.has_parameter_device and fallback == "error":
-        raise CompileError(
-            "compiled steps run the optimizer on the replicas' devices, and this strategy keeps "
-            "parameters and optimizer state on the parameter device; call strategy.run(step, "
-            "...), where torch.compile may compile the model, or pass fallback='eager' to do so; "
-            "or use mirror.MirroredStrategy"
-        )
-    if replicas.shards_state and fallback == "error":
-        raise CompileError(
-            "a compiled step updates all parameters on every device, and with "
-            'optimizer_state="sharded" each device has the state of some only; call '
-            "strategy.run(step, ...), where torch.compile may compile the model, or pass "
-            "fallback='eager' to do so; or leave optimizer_state out"
-        )
+    reason = _explain_uncompilable(group.replicas)
+    if reason is not None and fallback == "error":
+        raise CompileError(reason)
     param_sync = ParamSync(
         group.replicas, group.runner, group.variables, group.access, group.beside_copies
     )
@@ -482,7 +481,7 @@ def make_compiled_step(
         WorkerConsensus(group.replicas.workers),
         make,
         fallback=fallback,
-        is_eager=is_eager,
+        is_eager=reason is not None,
     )
     group.replicas.caches.add(compiled)
     return compiled

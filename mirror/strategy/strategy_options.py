@@ -7,13 +7,13 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from mirror.base.argument_types import check_timeout, is_int
 from mirror.base.migration_hints import call_with_hints
 from mirror.comm.communicator import Communicator
 from mirror.comm.registry import attempt, check_name, choose, create
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import BackendError, short_repr
 from mirror.strategy.wrapped_communicators import PerPositionCommunicator, TimeoutCommunicator
+from mirror.values import check_timeout, is_int
 
 # Type checkers find a typo with these; check_choice finds it at run time.
 Fallback: TypeAlias = Literal["error", "eager"]

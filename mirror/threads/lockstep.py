@@ -78,8 +78,7 @@ from mirror.threads.replica_threads import (
     ReplicaThreads,
     cancel_and_join,
 )
-from mirror.threads.schedule import TurnTimer
-from mirror.threads.stall_detector import StallDetector
+from mirror.threads.schedule import StallDetector, TurnTimer
 from mirror.threads.user_frames import call_with_note, frame_of, positions
 
 # How long a run waits for its threads before it abandons them: after an interrupt, and after a

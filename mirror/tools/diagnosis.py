@@ -166,26 +166,22 @@ class LinkReport:
             )
 
 
-def measure_links(
-    num_workers: int, tell: Callable[[str], None] | None = None, seconds: float | None = None
-) -> LinkReport:
+def measure_links(num_workers: int, tell: Callable[[str], None] | None = None) -> LinkReport:
     """Connects to the other workers, which also run ``mirror doctor``, and measures the links.
 
     torch.distributed reads the address from the environment.
 
     Args:
-        tell: called with a line before it waits for the other workers.
-        seconds: the timeout; ``None``: 30.
+        tell: called with a line before it waits for the other workers, for up to 30 s.
     """
     if not torch.distributed.is_available():
         return LinkReport(failure="this torch was built without torch.distributed")
     from mirror.comm.workers.distributed_group import DistributedWorkerGroup  # needs it
 
-    seconds = _LINK_SECONDS if seconds is None else seconds
     if tell is not None:
-        tell(f"waiting up to {seconds:g} s for the doctors of the other workers")
+        tell(f"waiting up to {_LINK_SECONDS:g} s for the doctors of the other workers")
     try:
-        workers = DistributedWorkerGroup(1, lambda: "mirror doctor", seconds)
+        workers = DistributedWorkerGroup(1, lambda: "mirror doctor", _LINK_SECONDS)
     except WorkerLostError as error:
         return LinkReport(
             missing=f"{str(error).splitlines()[0]} (mirror doctor tests the links if all "

@@ -82,7 +82,7 @@ def nothing(*_):
     pass
 
 
-@pytest.mark.parametrize(("n", "most"), [(1, 73), (2, 168), (8, 384)])
+@pytest.mark.parametrize(("n", "most"), [(1, 71), (2, 166), (8, 382)])
 def test_an_empty_run(n, most):
     with mirror.MirroredStrategy(["cpu"] * n) as strategy:
         assert calls_of(lambda: strategy.run(nothing)) <= most
@@ -95,10 +95,10 @@ def test_a_merge():
 
     with mirror.MirroredStrategy(["cpu"] * N) as strategy:
         few, many = (calls_of(lambda t=t: strategy.run(merge, args=(t,))) for t in (2, 12))
-    assert (many - few) / 10 <= 55
+    assert (many - few) / 10 <= 54
 
 
-def test_a_step_in_run_per_parameter():
+def test_a_step_in_run_and_what_a_parameter_adds():
     def calls(num_layers):
         with mirror.MirroredStrategy(["cpu"] * N) as strategy:
             model = strategy.mirror(nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers))))
@@ -111,7 +111,9 @@ def test_a_step_in_run_per_parameter():
 
             return calls_of(lambda: strategy.run(step))
 
-    assert (calls(12) - calls(2)) / 20 <= 20
+    few = calls(2)
+    assert few <= 900
+    assert (calls(12) - few) / 20 <= 20
 
 
 FLATTENED = {
@@ -286,7 +288,7 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
             return (thrice - once) / 2 / N
 
     added = (step_calls(6) - step_calls(2)) / 4
-    assert added - pass_calls() <= 22
+    assert added - pass_calls() <= 21
 
 
 @each_once(foreach=[False, True], way=[1, 3], n=[2, 8], inside=[False, True])

@@ -208,17 +208,6 @@ def test_guards_reports_and_traces_cover_compiled_steps(num_replicas, tmp_path):
             compiled(x, y)
 
 
-def test_a_strategy_with_a_parameter_device_runs_steps_uncompiled_on_request():
-    with mirror.CentralStorageStrategy(["cpu"] * 2) as strategy, strategy.scope():
-        own = Trained()
-        with pytest.raises(mirror.CompileError, match="the parameter device"):
-            strategy.compile(own.step)
-        compiled = strategy.compile(own.step, fallback="eager")
-        for part in strategy.distribute_dataset(batches([6] * 3)):
-            compiled(*part)
-        assert compiled.num_traces == 0
-
-
 @ON
 def test_losses_of_the_whole_batch_are_summed(num_replicas):
     """The functions of ``tf.nn`` for losses, with ``gradient_reduction="sum"``."""

@@ -7,7 +7,7 @@ import pytest
 
 import mirror
 from mirror.base import timeline as module
-from mirror.replica.exactness.replica_checks import EveryNSteps
+from mirror.execution.runner import EveryNSteps
 from tests.compiler.training import Beside, batches
 from tests.pairs import quick_of
 

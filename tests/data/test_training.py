@@ -232,4 +232,4 @@ def test_nothing_is_measured_by_default(make_strategy):
     strategy = make_strategy(2)
     for batch in strategy.distribute_dataset([torch.ones(2)]):
         strategy.run(torch.sum, args=(batch,))
-    assert strategy._group.runner.stopwatches == ()
+    assert strategy._group.replicas.timeline.stopwatches == ()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mirror
-from mirror.execution.replica_rng import call_with_worker_rng
+from mirror.execution.swapped_state import call_with_worker_rng
 from tests.data.reading import Pretended
 from tests.gpu.generators import FakeGenerator
 

@@ -7,7 +7,7 @@ from torch import nn
 import mirror
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.run import current
-from mirror.replica.exactness.replica_checks import EveryNSteps
+from mirror.execution.runner import EveryNSteps
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from tests.oracle import train
 

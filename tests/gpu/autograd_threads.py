@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import mirror
 from mirror.comm.reduce_ops import reduce_tensors
-from mirror.execution.serial_graphs import serial_graphs
+from mirror.execution.replica_thread import serial_graphs
 from mirror.replica.collectives import collectives
 from mirror.replica.collectives.autograd_nodes import Arrivals
 from tests.oracle import assert_same

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mirror
-from mirror.execution.serial_graphs import serial_graphs
+from mirror.execution.replica_thread import serial_graphs
 from mirror.replica.collectives.autograd_nodes import (
     Arrivals,
     CollectiveState,

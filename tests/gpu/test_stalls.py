@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.threads import stall_detector
+from mirror.threads import schedule
 from tests.gpu.fake import FakeGpus
 from tests.toy_models import replica_id
 
@@ -36,7 +36,7 @@ def gpus_alone_stall():
         def positions(threads):
             return [0 if thread.ident in stalled else object() for thread in threads]
 
-        with mock.patch.object(stall_detector, "positions", positions):
+        with mock.patch.object(schedule, "positions", positions):
             yield gpus
 
 

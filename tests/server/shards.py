@@ -2,7 +2,7 @@
 
 import torch
 
-from mirror.replica.optimizers.piecewise_optimizers import describe
+from mirror.replica.optimizers.optimizer_traits import describe
 from mirror.server.server_messages import Update, cut_state, join_states, pack
 from mirror.server.shard import PieceSpec, PushMessage, Shard
 from mirror.server.variable_placement import VariableSpec, place

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirror.errors import StrategyError
-from mirror.replica.optimizers.piecewise_optimizers import describe
+from mirror.replica.optimizers.optimizer_traits import describe
 from mirror.server.server_messages import (
     Update,
     as_tensor,

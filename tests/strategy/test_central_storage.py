@@ -76,13 +76,6 @@ def test_input_options_hold(central):
     assert [len(part) for part in strategy.local_results(batch)] == [6, 2]
 
 
-def test_steps_are_compiled_by_no_trace(central):
-    strategy = central(2)
-    with pytest.raises(mirror.CompileError, match="parameter device"):
-        strategy.compile(lambda x: x)
-    assert strategy.local_results(strategy.compile(lambda: 1, fallback="eager")()) == (1, 1)
-
-
 def test_its_devices_are_named():
     with mirror.CentralStorageStrategy(["cpu"] * 2, "/cpu:0") as strategy:
         assert strategy.devices == (torch.device("cpu"),) * 2

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mirror
-from mirror.threads import stall_detector
-from mirror.threads.stall_detector import StallDetector
+from mirror.threads import schedule
+from mirror.threads.schedule import StallDetector
 from tests.oracle import finishes, in_run
 from tests.strategy.programs import values
 from tests.toy_models import mirrored_layer, replica_id, sgd
@@ -126,7 +126,7 @@ def test_merge_call_may_take_longer_than_the_timeout_while_its_runs_move(
             polls.append(now[0])
         return poll(self, *state)
 
-    monkeypatch.setattr(stall_detector, "monotonic", lambda: now[0])
+    monkeypatch.setattr(schedule, "monotonic", lambda: now[0])
     monkeypatch.setattr(StallDetector, "poll", poll_later)
     options = mirror.CommunicationOptions(timeout_seconds=seconds)
     strategy = make_strategy(2, communication_options=options)

@@ -13,10 +13,10 @@ from torch import nn
 
 import mirror
 from mirror.threads import lockstep as lockstep_module
-from mirror.threads import stall_detector
+from mirror.threads import schedule
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import MergePoint
-from mirror.threads.stall_detector import StallDetector
+from mirror.threads.schedule import StallDetector
 from mirror.threads.user_frames import positions
 from tests.gpu.fake import FakeGpus
 from tests.oracle import finishes
@@ -32,7 +32,7 @@ def poll_launching(monkeypatch, launch_us, python_us, *, seconds=0.2, num_next=7
         The number of polls, and the times in ms and numbers of the starts.
     """
     now = [0.0]
-    monkeypatch.setattr(stall_detector, "monotonic", lambda: now[0])
+    monkeypatch.setattr(schedule, "monotonic", lambda: now[0])
     detector = StallDetector(float("inf"), is_staggered=True)
     phases = [random.Random(r).random() * 100 for r in range(num_next + 1)]
     num_polls, starts, begun = 0, [], 1

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mirror.threads import stall_detector
+from mirror.threads import schedule
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import MergePoint
-from mirror.threads.stall_detector import FIRST_SECONDS, LAST_SECONDS, StallDetector
+from mirror.threads.schedule import FIRST_SECONDS, LAST_SECONDS, StallDetector
 from tests.oracle import finishes
 from tests.toy_models import meet
 
@@ -23,8 +23,8 @@ def staggered(num_replicas):
 
 @pytest.fixture
 def nobody_looks(monkeypatch):
-    monkeypatch.setattr(stall_detector, "FIRST_SECONDS", 1e6)
-    monkeypatch.setattr(stall_detector, "LAST_SECONDS", 1e6)
+    monkeypatch.setattr(schedule, "FIRST_SECONDS", 1e6)
+    monkeypatch.setattr(schedule, "LAST_SECONDS", 1e6)
 
 
 # What a lookout makes of what it sees
@@ -71,7 +71,7 @@ def test_looks_come_fast_after_a_turn_and_slower_while_replicas_move():
 
 def test_what_stands_still_for_longer_than_the_limit_is_overdue(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(stall_detector, "monotonic", lambda: now[0])
+    monkeypatch.setattr(schedule, "monotonic", lambda: now[0])
     watch = StallDetector(10.0, is_staggered=False)
     assert watch.pause_seconds == 10.0
     for num_turns, where, time, is_overdue in [

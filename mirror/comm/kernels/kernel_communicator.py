@@ -14,13 +14,13 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from mirror.base.argument_types import check_timeout, is_int
 from mirror.comm.collective_lock import cannot_wait_for, lock_of
 from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
 from mirror.comm.kernels import cuda_kernels, simulator
 from mirror.comm.kernels.launcher import ABORTED, MAX_REPLICAS, KernelArguments
 from mirror.devices import is_simulated, parse
 from mirror.errors import BackendError, CollectiveTimeoutError, short_repr
+from mirror.values import check_timeout, is_int
 
 # An error word has the number of a call; names of this many calls are kept for messages.
 _REMEMBERED_CALLS = 1024

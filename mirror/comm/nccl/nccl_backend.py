@@ -23,7 +23,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mirror.base.argument_types import check_timeout
 from mirror.comm.collective_lock import cannot_wait_for
 from mirror.comm.communicator import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -47,6 +46,7 @@ from mirror.comm.nccl.libnccl import (
 from mirror.comm.registry import register
 from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError
+from mirror.values import check_timeout
 
 # An issue of NCCL reports 55 s on 8 B200, mostly for loading kernels (NVIDIA/nccl#1646).
 _INIT_SECONDS = 300.0

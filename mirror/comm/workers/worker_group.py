@@ -45,7 +45,6 @@ class LocalWorkerGroup:
         num_steps: the number of steps of mirrored optimizers; equal on all workers.
         agreed: the number of steps after which the workers last added up their weights, and the
             sum.
-        reference: the sum of all workers' weights on which they last agreed; None before.
         sums_replicas: whether ``all_reduce_replicas`` can be called.
     """
 
@@ -62,7 +61,6 @@ class LocalWorkerGroup:
         self.num_runs = self.num_steps = 0
         self.run_weights: list[float] = []
         self.agreed = (-1, 0.0)
-        self.reference: float | None = None
 
     def record_run(self, weight: float) -> None:
         """Records that an outermost run has ended, with this worker's weight in it."""

@@ -47,7 +47,7 @@ from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.replica.modules.module_owner import ReplicaDict, WatchedDict
-from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
 
 _MISSING: Any = object()
 _PLAIN = (bool, int, float, str, bytes, complex, type(None))

@@ -16,7 +16,7 @@ from mirror.compiler.capture.trace_modes import SPARSE
 from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import CompileError
 from mirror.execution.run import current
-from mirror.replica.gradients.ready_grads import local_grad, set_local_grad
+from mirror.replica.gradients.ready_grads import DeferredGrads, local_grad, set_local_grad
 from mirror.replica.params.replicated_param import apply_hooks
 
 Refusal = Callable[..., CompileError]
@@ -210,9 +210,8 @@ class _Always:
     """Unreduced gradients at any time."""
 
     pending = unsettled = ([True],)
-    deferred: tuple[object, ...] = ()
     scattered: tuple[object, ...] = ()
-    deferring = False
+    deferred = DeferredGrads()
 
 
 _ALWAYS = _Always()

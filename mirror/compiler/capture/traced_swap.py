@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from mirror.compiler.capture.placeholders import Placeholders
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.step_errors import StateMissing
-from mirror.compiler.step_inputs import InputKind
+from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
 
 
@@ -139,19 +140,26 @@ class TracedSwaps:
         swap.widened.append((stands, wide))
         return wide
 
-    def _group(self, swap: TracedSwap, i: int, group: dict[str, Any]) -> dict[str, Any]:
-        lent = dict(group)
-        lent["params"] = params = []
-        for parameter in group["params"]:
+    def places_of(self, optimizer: Optimizer, *groups: dict[str, Any]) -> list[StateTensor]:
+        """Returns the mirrored parameters of an optimizer, of these groups or of all."""
+        places = []
+        for parameter in chain.from_iterable(
+            group["params"] for group in groups or optimizer.param_groups
+        ):
             place = self._placeholders.place_of(parameter)
             if place is None:
                 raise self._refusal(
-                    f"a parameter of {type(swap.optimizer).__name__} of shape "
-                    f"{tuple(parameter.shape)}",
+                    f"a parameter of {type(optimizer).__name__} of shape {tuple(parameter.shape)}",
                     "is not mirrored",
                     "make its module in strategy.scope()",
                 )
-            params.append(self._placeholders.placeholder_of(place))
+            places.append(place)
+        return places
+
+    def _group(self, swap: TracedSwap, i: int, group: dict[str, Any]) -> dict[str, Any]:
+        lent = dict(group)
+        places = self.places_of(swap.optimizer, group)
+        lent["params"] = params = [self._placeholders.placeholder_of(place) for place in places]
         rate = lent.get("lr")
         for name, value in lent.items():
             if name not in ("params", "lr"):

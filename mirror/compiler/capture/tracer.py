@@ -8,7 +8,8 @@ graph has no code of mirror's own; that happens between the programs that it is 
     parameters, buffers   a leaf that stands for all copies takes the place of the parameter
     p.grad                the first read is a collective point: an operation in the graph
     collectives           each is a collective point, too
-    optimizer.step()      uses the leaves, and placeholders of its state; rates are tensors
+    optimizer.step()      uses the leaves, and placeholders of its state; rates are tensors. State
+                          that is sharded, or on a parameter device: steps between two programs
     random numbers        come from seeds: ``functional_rng.py``
     values, branches      raise CompileError: ``trace_modes.py``
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,18 @@ from mirror.execution.run import Run, current, push_context, save_context
 from mirror.threads.merge_point import NullLockstep
 
 
+class UpdatePoint(NamedTuple):
+    """An optimizer's step between two programs, over the parameters that are ``places`` there.
+
+    The tensors of its collective point are the parameters' values, then the gradients that there
+    are, then, if ``may_skip``, whether the step changes nothing. It returns new values of each.
+    """
+
+    optimizer: Optimizer
+    have_grads: tuple[bool, ...]
+    may_skip: bool
+
+
 class CollectivePoint:
     """A collective point of a trace: what the replicas reduce there.
 
@@ -54,11 +67,18 @@ class CollectivePoint:
         op: the reduction of the tensors; ``None``: they are local gradients of ``places``.
         packing: for each place, the number of its tensor, its offset in it, and its shape.
         is_weighed: whether the graph multiplies local gradients by their shares.
+        update: the step of an optimizer that is made there, with ``op`` "update".
     """
 
     def __init__(
-        self, op: str | None, places: Sequence[StateTensor] = (), *, is_weighed: bool = False
+        self,
+        op: str | None,
+        places: Sequence[StateTensor] = (),
+        *,
+        is_weighed: bool = False,
+        update: UpdatePoint | None = None,
     ) -> None:
+        self.update = update
         self.op, self.is_weighed = op, is_weighed
         self.places = tuple(places)
         self.packing: list[tuple[int, int, tuple[int, ...]]] = []
@@ -228,6 +248,30 @@ class Tracer:
                 raise StateMissing
             self._by_id[id(tensor)] = self._placeholders.add_found(tensor)
         self.scalers.append(scaler)
+
+    def update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Adds a point where the optimizer steps uncompiled, with the gradients of now."""
+        assert self.gradients is not None
+        if any(value is not None for value in (*args, *kwargs.values())):
+            self.refuse("optimizer.step with a closure", "compute the loss before the step")
+        known = [p.update.optimizer for p in self.collectives if p.update is not None]
+        if any(optimizer is one for one in known):
+            self.refuse("a second step of one optimizer", "step it once")
+        self.gradients.settle()
+        places = self.swaps.places_of(optimizer)
+        leaves = [self._placeholders.placeholder_of(place) for place in places]
+        grads = [self.gradients.read_leaf(leaf) for leaf in leaves]
+        skipped = self._skips.pop(id(optimizer), None)
+        point = UpdatePoint(
+            optimizer, tuple(grad is not None for grad in grads), skipped is not None
+        )
+        tensors = [*leaves, *(t for t in (*grads, skipped) if t is not None)]
+        number = len(self.collectives)
+        self.collectives.append(CollectivePoint("update", places, update=point))
+        with torch.no_grad():
+            values = torch.ops.mirror.update(tensors, number)
+            for leaf, value in zip(leaves, values, strict=False):
+                leaf.copy_(value)
 
     def skip_step_if(self, skipped: Tensor, optimizer: Optimizer) -> None:
         """Makes the optimizer's next step change nothing where ``skipped`` is true."""

@@ -12,7 +12,9 @@ The usual step is: own of level 0 (forward, backward), the reduction of gradient
 1 (clipping, update). A node's place depends on its level only, not on its position in the step,
 because the graph has no side effects. Writes are last in a program. If a later program uses a
 value that is overwritten, it is copied before. A value that is the same on all replicas, and used
-in a level without a shared program, is computed by every replica for itself.
+in a level without a shared program, is computed by every replica for itself. An optimizer that
+steps between programs is a collective point, which writes its parameters after its level's own
+program.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import fx
 
 from mirror.compiler.capture.functional_graph import FunctionalGraph, base_of_view, functional
 from mirror.compiler.capture.tracer import CollectivePoint
-from mirror.compiler.custom_ops import COLLECTIVE
+from mirror.compiler.custom_ops import COLLECTIVE, UPDATE
 from mirror.compiler.lowering.gradient_packing import PackedSlice, pack_gradients
 from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan, estimate_work
 from mirror.compiler.step_inputs import InputKind, StepInput
@@ -69,8 +71,18 @@ def plan_step(
                 "place, which an uncompiled step would not see; change it after the step, or pass "
                 "fallback='eager'"
             )
+    _drop_copies_of_updates(pure.module.graph)
     packings = pack_gradients(pure.module, [collective.op is None for collective in collectives])
     return cut(pure, num_replicas, packings)
+
+
+def _drop_copies_of_updates(graph: fx.Graph) -> None:
+    """Takes out copies of what an update returns: it lies in the parameter already."""
+    for node in list(graph.nodes):
+        source = node.args[1] if node.target is torch.ops.aten.copy.default else None
+        if isinstance(source, fx.Node) and str(source.all_input_nodes[0].target) == UPDATE:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def cut(
@@ -100,8 +112,16 @@ class _Cutter:
         self._is_own: dict[fx.Node, bool] = {}
         self._slots: dict[Any, int] = {node: i for i, node in enumerate(self._holders)}
         # In the order of the step, with the tensors that they return.
-        self._collectives = {n: None for n in self._nodes if str(n.target) == COLLECTIVE}
+        self._updates_apart = {n for n in self._nodes if str(n.target) == UPDATE}
+        self._collectives = {
+            n: None for n in self._nodes if str(n.target) == COLLECTIVE or n in self._updates_apart
+        }
         self._reduced = {user for node in self._collectives for user in node.users}
+        # The parameters that an update apart writes last, with the point.
+        self._written_apart: dict[StepInput, fx.Node] = {}
+        for one, value in self._writes.items():
+            if value.all_input_nodes and value.all_input_nodes[0] in self._updates_apart:
+                self._written_apart[one] = value.all_input_nodes[0]
 
     def cut(self, packings: Sequence[list[PackedSlice]]) -> StepPlan:
         self._place()
@@ -122,7 +142,8 @@ class _Cutter:
             )
         after_all = self._num_levels, True
         results = [self._slots[self._slot_key(node, *after_all)] for node in self._results]
-        written = [self._slots[self._holder_of[id(one)]] for one in self._writes]
+        apart = self._written_apart
+        written = [self._slots[self._holder_of[id(o)]] for o in self._writes if o not in apart]
         return StepPlan(levels, len(self._slots), results, written, list(packings))
 
     # The place of each node
@@ -147,8 +168,12 @@ class _Cutter:
         for one in shared:
             value = self._writes[one]
             if self._is_own[value]:
-                raise CompileError(_own_write(one))
-        updates = sorted({self._level[self._writes[one]] for one in shared} - {0})
+                raise CompileError(_own_write(_name_of(one)))
+        for node in () if self._alone else self._updates_apart:
+            if any(self._is_own[value] for value in _inputs_of(node)):
+                raise CompileError(_own_write("the optimizer a parameter or a gradient with"))
+        apart = {self._level[node] for node in self._updates_apart}
+        updates = sorted(apart.union(self._level[self._writes[one]] for one in shared) - {0})
         self._updates = set(updates or ([0] if shared else []))
         # Values of level 0, such as step counts, are written with the last update.
         last = max(self._updates, default=0)
@@ -159,7 +184,7 @@ class _Cutter:
                 else last
             )
             for one, value in self._writes.items()
-        }
+        } | {one: self._level[node] for one, node in self._written_apart.items()}
 
     def _is_shared(self, node: fx.Node) -> bool:
         """Whether a value is computed once per device: in a level with a shared program."""
@@ -178,6 +203,8 @@ class _Cutter:
             for value in _inputs_of(node):
                 self._sink(own, shared, value, self._level[node])
         for one, value in self._writes.items():
+            if one in self._written_apart:
+                continue
             level = self._write_level[one]
             (own if one.kind.is_own or self._alone else shared)[level].append(value)
         for value in self._results:
@@ -242,6 +269,8 @@ class _Cutter:
             for user in node.users:
                 self._slots.setdefault(user, len(self._slots))
         for one, value in self._writes.items():
+            if one in self._written_apart:
+                continue
             level, is_own = self._writer(one)
             self._use(value, level, is_own, own[level] if is_own else shared[level])
         for value in self._results:
@@ -282,12 +311,12 @@ class _Cutter:
         writes = {
             one: value
             for one, value in self._writes.items()
-            if self._writer(one) == (level, is_own)
+            if self._writer(one) == (level, is_own) and one not in self._written_apart
         }
-        if not nodes and not writes:
+        old = [n for n in self._holders if n in self._old.get((level, is_own), ())]
+        if not (nodes or writes or old):
             return None
         given = [n for n in self._nodes if n in self._by.get((level, is_own), ())]
-        old = [n for n in self._holders if n in self._old.get((level, is_own), ())]
         builder = _ProgramGraph(
             self._graph.module, lambda node: self._slots[self._slot_key(node, level, is_own)]
         )
@@ -309,7 +338,8 @@ class _Cutter:
 
     def _writer(self, one: StepInput) -> tuple[int, bool]:
         """Returns the level of the program that writes an input, and whether it is an own one."""
-        return self._write_level[one], one.kind.is_own or self._alone
+        is_own = one.kind.is_own or self._alone or one in self._written_apart
+        return self._write_level[one], is_own
 
     def _is_overwritten(self, node: fx.Node, level: int, is_own: bool) -> bool:
         """Whether another program has overwritten an input before a program uses it."""
@@ -396,13 +426,16 @@ def _inputs_of(collective: fx.Node) -> list[fx.Node]:
     return list(inputs)
 
 
-def _own_write(one: StepInput) -> str:
-    what = {
+def _name_of(one: StepInput) -> str:
+    return {
         InputKind.PARAMETER: lambda: f"parameter {one.of.name!r}",
         InputKind.STATE: lambda: (
             f"optimizer state {one.key[1]!r} of parameter {one.key[0].name!r}"
         ),
     }.get(one.kind, lambda: f"a {one.kind.value}")()
+
+
+def _own_write(what: str) -> str:
     return (
         f"the step cannot be compiled: it gives {what} a value that differs between the replicas; "
         "compute it of reduced gradients, or all_reduce what it is made of: "

@@ -72,6 +72,11 @@ class StepTrace:
     sets_weight: bool
     scalers: list[Any]
 
+    @property
+    def stepped_apart(self) -> list[Optimizer]:
+        """The optimizers that step between programs."""
+        return [one.update.optimizer for one in self.collectives if one.update is not None]
+
 
 def trace_step(
     step: Callable[..., Any],

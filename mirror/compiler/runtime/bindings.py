@@ -26,6 +26,7 @@ class Bindings:
 
     Attributes:
         leaders: the first replica of each device.
+        leader_of: by replica, the first one of its device.
     """
 
     def __init__(self, replicas: Replicas, trace: StepTrace, plan: StepPlan) -> None:
@@ -35,7 +36,7 @@ class Bindings:
         self._written_shared = [i for i in plan.written if not inputs[i].kind.is_own]
         devices = list(replicas.devices)
         self.leaders = tuple(devices.index(device) for device in dict.fromkeys(devices))
-        self._leader_of = [devices.index(device) for device in devices]
+        self.leader_of = [devices.index(device) for device in devices]
         slots = {
             kind: [i for i, one in enumerate(inputs) if one.kind is kind] for kind in InputKind
         }
@@ -87,7 +88,7 @@ class Bindings:
         self._last_rates: list[Any] = [None] * len(self._rates)
         self._filled = None
         templates: list[list[Any]] = []
-        for r, leader in enumerate(self._leader_of):
+        for r, leader in enumerate(self.leader_of):
             if leader == r:
                 template = [self._find(one, r) for one in inputs]
                 for slots, states in self._state_slots:
@@ -222,7 +223,7 @@ class Bindings:
                 for (slot, _), copy in zip(self._buffers, copies, strict=True):
                     mine[slot] = copy
             for slot, place in self._left:
-                mine[slot] = _grad(place, self._leader_of[r])
+                mine[slot] = _grad(place, self.leader_of[r])
             values[r] = mine
         return values
 
@@ -258,7 +259,7 @@ class Bindings:
         """Gives the outputs of a shared program to the other replicas of the device."""
         if slots:
             for r, mine in own.items():
-                if self._leader_of[r] == leader and r != leader:
+                if self.leader_of[r] == leader and r != leader:
                     for slot in slots:
                         mine[slot] = values[slot]
 

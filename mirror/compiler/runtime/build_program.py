@@ -34,8 +34,8 @@ from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.device.cuda_graph import CudaGraph, has_graphs
 from mirror.errors import CompileError, first_line
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck
+from mirror.replica.gradients.ready_grads import Reducer
 from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.params.replicated_params import MirroredTensors
 
@@ -114,6 +114,7 @@ class ProgramBuilder:
             traced.modules,
             used,
             traced.swaps,
+            traced.stepped_apart,
             traced.rates_read,
             traced.numbers,
             traced.scalers,

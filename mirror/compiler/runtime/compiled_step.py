@@ -205,7 +205,8 @@ class CompiledStep:
             weights = [program.weights.get(r, 0.0) for r in range(self._param_sync.num_replicas)]
             local = sum(weights)
         self._param_sync.end(local)
-        return self._join(program, results, weights), bool(program.trace.swaps)
+        has_stepped = bool(program.trace.swaps or program.trace.stepped_apart)
+        return self._join(program, results, weights), has_stepped
 
     def _give_up_program(self, failed: ProgramFailed) -> None:
         """Makes the step run uncompiled from now on, after a program has failed; or raises."""

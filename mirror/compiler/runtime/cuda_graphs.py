@@ -195,7 +195,11 @@ class CapturedPieces:
         rows = [values[r] for r in replicas]
         static = [*chain.from_iterable(map(get_static, rows))]
         copied = [*chain.from_iterable(map(get_copied, rows))]
-        sizes = (*replicas, *[(tensor.shape, tensor.dtype) for tensor in copied])
+        try:
+            sizes = (*replicas, *[(tensor.shape, tensor.dtype) for tensor in copied])
+        except AttributeError:  # a size, which an earlier piece has read, would be a constant
+            self._uncapturable.add(program)
+            return False
         known = self._captured.setdefault((program, device), {})
         if sizes not in known:
             self._note_first(known, sizes)

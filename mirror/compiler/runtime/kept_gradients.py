@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mirror.base.tensor_holders import TensorHolders
 from mirror.comm.packing import move_into_flats
-from mirror.replica.gradients.grad_access import copy_without_bucket
+from mirror.replica.gradients.exposed_grads import copy_without_bucket
 
 _PACK_BYTES = 25 * 2**20  # a gradient that the program holds keeps at most so much memory alive
 

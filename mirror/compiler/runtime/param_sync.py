@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.step_inputs import StateTensor
 from mirror.execution.lifecycle import AllLifecycleHooks, step_ends
-from mirror.execution.replica_rng import call_with_worker_rng
 from mirror.execution.replicas import Replicas
+from mirror.execution.run import current
 from mirror.execution.runner import Runner
+from mirror.execution.swapped_state import call_with_worker_rng
 from mirror.replica.gradients.grad_access import GradAccess
-from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.params.mirrored_buffer import record_writes
 from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced
 
@@ -92,7 +94,9 @@ class ParamSync:
         self._variables, self._access, self._parts = variables, access, parts
         self.timeline, self.num_replicas = replicas.timeline, replicas.num_replicas
         devices = list(replicas.devices)
-        self._leaders = {devices.index(device) for device in devices}
+        self._leader_of = [devices.index(device) for device in devices]
+        self._leaders = set(self._leader_of)
+        self._updates_apart = replicas.shards_state or replicas.has_parameter_device
         self.moves = (0, 0)
         self._others = [r for r in range(self.num_replicas) if r not in self._leaders]
 
@@ -132,7 +136,7 @@ class ParamSync:
 
     def wants_eager(self) -> bool:
         """Whether the context of a call makes it run uncompiled."""
-        return torch.is_inference_mode_enabled() or self._access.unreduced.deferring
+        return torch.is_inference_mode_enabled() or self._access.unreduced.deferred.is_open
 
     def prepare(self) -> None:
         """Brings the changes of the cross-replica context to the first copies."""
@@ -140,16 +144,54 @@ class ParamSync:
             self._runner.recover()
         self._parts.prepare()
         self._reduce_deferred()
-        if len(self._leaders) > 1:
+        if len(self._leaders) > 1 or self._updates_apart:
             self._variables.sync_changed()
         self.moves = self._runner.num_prepared, self._variables.memory.num_moves
 
     def _reduce_deferred(self) -> None:
         """Reduces deferred gradients: a step must find them in ``p.grad``."""
         unreduced = self._access.unreduced
-        if unreduced.deferred or unreduced.have_arrived():
+        if unreduced.deferred.has_passes or unreduced.tracker.have_arrived():
             self._access.distribute_common()
             unreduced.flush()
+        if unreduced.scattered:
+            unreduced.gather()
+
+    def update(
+        self, point: CollectivePoint, tensors: Sequence[Sequence[Tensor]]
+    ) -> list[list[Tensor]]:
+        """Makes an optimizer's step between two programs; returns the parameters of each replica.
+
+        Args:
+            tensors: by replica, the tensors of the point, on its device.
+        """
+        assert point.update is not None
+        optimizer, have_grads, may_skip = point.update
+        records = [place.record for place in point.places]
+        params = [list(targets) for targets in zip(*[v.targets for v in records], strict=True)]
+        if may_skip and bool(tensors[0][-1]):
+            return params
+        self._access.distribute_common()
+        kept = [[target.grad for target in targets] for targets in params]
+        for r, (targets, given) in enumerate(zip(params, tensors, strict=True)):
+            grads = iter(given[len(targets) :])
+            for target, has_grad in zip(targets, have_grads, strict=True):
+                target.grad = next(grads) if has_grad else None
+            first = params[self._leader_of[r]]
+            for variable, before, value in zip(records, first, given, strict=False):
+                if value is not before:  # the step has changed it before
+                    variable.copies[r].copy_(value)
+        before, current.stepping = current.stepping, (self,)  # no step of its own
+        self._runner.unfinished = False
+        try:
+            optimizer.step()
+        finally:
+            current.stepping = before
+            self._runner.unfinished = True
+        for targets, held in zip(params, kept, strict=True):
+            for target, grad in zip(targets, held, strict=True):
+                target.grad = grad
+        return params
 
     def end_step(self) -> None:
         """Notifies the listeners of ends of steps."""
@@ -196,7 +238,7 @@ class ParamSync:
                 owner.grad = grad
             return
         mark_synced(changes.variables)
-        if self._others:
+        if self._others or self._updates_apart:
             self._variables.mark_stale(changes.variables, self._others)
             for optimizer in changes.optimizers:
                 mirror: Any = vars(optimizer).get("_mirror")

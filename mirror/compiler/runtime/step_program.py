@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mirror.base.timeline import CROSS, PROGRAMS, REDUCTION, SHARED_PROGRAMS
+from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.free_variables import PLAIN
 from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
 from mirror.compiler.lowering.step_plan import StepPlan
@@ -246,6 +247,9 @@ class StepProgram:
     ) -> None:
         """Reduces the tensors of all replicas at a collective point; gives each the result."""
         collective = self.trace.collectives[number]
+        if collective.update is not None:
+            self._update(collective, inputs, result_slots, own, shared)
+            return
         payloads = {r: list(inputs(values)) for r, values in own.items()}
         if collective.op is None:
             self._replicas.timeline.begin(CROSS, REDUCTION, "gradients")
@@ -263,6 +267,24 @@ class StepProgram:
             for slot, tensor in zip(
                 result_slots, reduced[r if r in reduced else first], strict=True
             ):
+                if slot >= 0:
+                    values[slot] = tensor
+
+    def _update(
+        self,
+        point: CollectivePoint,
+        inputs: SlotGetter,
+        result_slots: list[int],
+        own: dict[int, list[Any]],
+        shared: dict[int, list[Any]],
+    ) -> None:
+        """Has an optimizer step; gives each replica the parameters of its device."""
+        self._may_have_changed = True
+        leader_of = self._bindings.leader_of
+        tensors = {leader: inputs(values) for leader, values in shared.items()}
+        updated = self._param_sync.update(point, [tensors[leader] for leader in leader_of])
+        for r, values in {**shared, **own}.items():
+            for slot, tensor in zip(result_slots, updated[leader_of[r]], strict=False):
                 if slot >= 0:
                     values[slot] = tensor
 

@@ -12,8 +12,8 @@ from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import GradientError
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reducer import MovedTensors, Reducer
 from mirror.replica.gradients.non_finite import NonFinite, NonFiniteCheck
+from mirror.replica.gradients.ready_grads import MovedTensors, Reducer
 
 _WHAT = "gradients of a compiled step"
 

@@ -114,6 +114,7 @@ class TraceGuards:
         modules: the modules that it has called.
         places: the parameters that it uses.
         swaps: the optimizers that it steps.
+        stepped_apart: the optimizers that step between programs.
         rates_read: the optimizers with learning rates that it has read as numbers.
         numbers: the options that are inputs, which may change.
         scalers: the gradient scalers that it uses.
@@ -125,6 +126,7 @@ class TraceGuards:
         modules: Sequence[nn.Module],
         places: Sequence[StateTensor],
         swaps: Sequence[TracedSwap],
+        stepped_apart: Sequence[Optimizer],
         rates_read: Sequence[Optimizer],
         numbers: TracedNumbers,
         scalers: Sequence[Any] = (),
@@ -134,6 +136,7 @@ class TraceGuards:
             *_guard_modules(modules),
             *_guard_parameters(places),
             *[_guard_optimizer(swap, numbers) for swap in swaps],
+            *[_guard_groups(optimizer) for optimizer in stepped_apart],
             *[_guard_rates(optimizer) for optimizer in rates_read],
             *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
             _guard_surroundings(step, modules),
@@ -294,6 +297,15 @@ def _guard_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
         said += [f"a parameter group of {kind}", f"the number of options of {kind}"]
         said += [f"option {name!r} of {kind}" for name in names]
     return GuardedValue(said, read)
+
+
+def _guard_groups(optimizer: Optimizer) -> GuardedValue:
+    """Guards the parameters of an optimizer that steps between programs."""
+
+    def read() -> list[Any]:
+        return [[*map(id, group["params"])] for group in optimizer.param_groups]
+
+    return GuardedValue([f"a parameter group of {type(optimizer).__name__}"], read)
 
 
 def _guard_rates(optimizer: Optimizer) -> GuardedValue:

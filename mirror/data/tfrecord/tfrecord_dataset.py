@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from mirror.base.argument_types import is_int
 from mirror.data.tfrecord.example import (
     FixedLenFeature,
     VarLenFeature,
@@ -29,6 +28,7 @@ from mirror.data.tfrecord.record_index import (
 )
 from mirror.data.tfrecord.record_reader import RecordReader, check_compression, crc32c_function
 from mirror.errors import RecordError
+from mirror.values import is_int
 
 
 class _Part(NamedTuple):

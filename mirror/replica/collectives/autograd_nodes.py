@@ -57,10 +57,10 @@ from mirror.comm.reduce_ops import reduce_tensors
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
+from mirror.execution.replica_thread import serial_graphs
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, replica_of
 from mirror.execution.runner import Runner
-from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.over_workers import Participants, weighted_sum_over_workers
 from mirror.replica.params.torch_function import make_common
 from mirror.replica.params.workers_without_examples import zeros_to_differentiate
@@ -68,13 +68,17 @@ from mirror.values import PerReplica, describe_structure, is_number, leaves_of, 
 
 
 class SequenceNumbers:
-    """The sequence numbers of GradReduce nodes, below those of every other live node."""
+    """The sequence numbers of GradReduce nodes, below those of every other live node.
+
+    Attributes:
+        entered: the latest number, if a state has entered since there was none.
+    """
 
     def __init__(self) -> None:
         self._lock = Mutex()
         self._live: weakref.WeakSet[CollectiveState] = weakref.WeakSet()
         self._latest = 0
-        self._is_in_use = False  # a state has entered since there was none
+        self.entered: list[int] = []
 
     def enter(self, state: CollectiveState) -> int:
         """Returns a number above those of all collectives with live graphs."""
@@ -83,14 +87,12 @@ class SequenceNumbers:
     def _enter(self, state: CollectiveState) -> int:
         self._latest = self._latest + 1 if len(self._live) else 0
         self._live.add(state)
-        self._is_in_use = True
+        self.entered[:] = [self._latest]
         return self._latest
 
     def advance(self, run: object = None) -> None:
         """Advances the thread's sequence number past the latest GradReduce's; often by none."""
-        if not self._is_in_use:
-            return
-        if not self._lock.call(self._has_live):
+        if not self.entered or not self._lock.call(self._has_live):
             return
         with torch.inference_mode(False), torch.enable_grad():
             anchor = _anchor()
@@ -100,8 +102,9 @@ class SequenceNumbers:
                     return
 
     def _has_live(self) -> bool:
-        self._is_in_use = len(self._live) > 0
-        return self._is_in_use
+        if not len(self._live):
+            self.entered.clear()
+        return bool(self.entered)
 
 
 order = SequenceNumbers()

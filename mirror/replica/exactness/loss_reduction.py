@@ -1,96 +1,76 @@
 """Finds the weights by which the replicas' 0-d outputs add up to the whole batch's value.
 
-A 0-d output is usually a loss, and the right weights depend on how it was computed. The 0-d nodes
-on top of its autograd graph show that: they are sums, differences and multiples of terms.
+A 0-d output is usually a loss, and the right weights depend on how it was computed. Its autograd
+graph shows that: it is a sum of terms, each with factors (``loss_graph.py``).
 
-    a term over the replica's part      is in the whole batch     its weight
+    a term over a replica's examples    is in the whole batch     its weight
     mean over examples                  mean                      its number of examples
     sum, divided by their number        mean                      its number of examples
     mean of what a mask selects         mean                      the number of selected values
     sum, divided by its mask's sum      mean                      the mask's sum
     cross entropy with ignored targets  mean                      the weight of its other targets
     sum, multiplied by a constant       sum                       1
+    loop over all examples              mean or sum               by what it is divided by
     of parameters only                  the same                  any weights of sum 1
 
 Terms with the same weights are joined exactly. Any other value of the batch (a root of a mean, a
-sum over an unknown number, what ``cross_example_ops.py`` finds) is averaged by examples,
-with a warning. Without known nodes (compiled code, a Python function, no graph) the value is
-taken for a mean over examples.
+sum over an unknown number, a contrastive loss) is averaged by examples, with a warning. Without
+known nodes (compiled code, a Python function, no graph) the value is taken for a mean over
+examples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mirror.base.bitwise import have_equal_numbers
 from mirror.comm.reduce_ops import reduce_tensors
-from mirror.replica.exactness.cross_example_ops import (
-    are_comparisons,
-    are_linear,
-    are_of_examples,
-    uses_below,
-)
-from mirror.replica.exactness.loss_graph import (
-    Term,
-    is_loss,
-    is_of_chosen,
-    is_same,
-    mask_sums,
-    rows_viewed,
-    terms_or_unknown,
-    total_weight,
-)
-from mirror.replica.exactness.node_classes import UNREADABLE, UnknownNode
+from mirror.replica.exactness.loss_graph import read_terms
+from mirror.replica.exactness.node_rules import NonlinearInExamples, NotReducible, Term
 
 Weights = Sequence[float | Tensor]
 
-_UNCLEAR = "a sum divided by a number that may be the part's of examples, or a constant"
-
-
-class NotReducible(Exception):
-    """No weights make the whole batch's value; the message describes the replicas' values."""
-
-
-class Mixed(NotReducible):
-    """The values combine examples in a way that is not linear."""
+_UNCLEAR = "a sum divided by a number that may be this replica's batch size, or a constant"
 
 
 class Divided(NotReducible):
-    """The values are sums that are divided by a number of the part."""
+    """The values are sums that are divided by a number of the replica's examples."""
 
     def __init__(self) -> None:
-        super().__init__("a sum divided by a number that differs from part to part")
+        super().__init__("a sum divided by a number that differs between replicas")
 
 
 class Branched(NotReducible):
-    """The values have another form in some parts: of what the part has none of, say."""
+    """The values have another form on some replicas: of what their examples have none of, say."""
 
     def __init__(self) -> None:
-        super().__init__("the result of another branch in some parts")
+        super().__init__("the result of another branch on some replicas")
 
 
-def weights_of(parts: Sequence[Tensor], counts: Sequence[float], has_shares: bool) -> Weights:
+def weights_of(values: Sequence[Tensor], counts: Sequence[float], has_shares: bool) -> Weights:
     """Returns the weights of the replicas' values; their weighted sum is the whole batch's value.
 
     Args:
         counts: the replicas' numbers of examples.
-        has_shares: whether a number by which the model divides is the part's own, even if it is
-            equal in all parts: the replica's share of a number, say.
+        has_shares: whether a number by which the model divides is the replica's own, even if it is
+            equal on all replicas: its share of a number, say.
 
     Raises:
         NotReducible: no weights make the whole batch's value.
     """
     means = [count / sum(counts) for count in counts]
-    if len(parts) == 1 or all(part.grad_fn is None for part in parts):
+    if len(values) == 1 or all(value.grad_fn is None for value in values):
         return means
-    terms_by_replica = [terms_or_unknown(part.grad_fn) for part in parts]
-    kind, weights = weights_of_terms(terms_by_replica, counts, has_shares)
+    terms = [read_terms(value.grad_fn, n) for value, n in zip(values, counts, strict=True)]
+    kind, weights = weights_of_terms(terms, counts, has_shares)
     if kind == "weighted":
-        return _normal(weights, parts[0].device)
+        return normalize_weights(weights, values[0].device)
     return weights if kind == "sum" else means
 
 
@@ -106,111 +86,103 @@ def weights_of_terms(
         NotReducible: no weights make the whole batch's value.
     """
     means = "mean", list(counts)
-    loops = [_find_loop(*pair) for pair in zip(terms_by_replica, counts, strict=True)]
-    if all(loops):
-        return _weigh_loops([loop for loop in loops if loop], counts)
-    if len({tuple(term.kind for term in terms) for terms in terms_by_replica}) > 1:
-        _refuse_branches(terms_by_replica, counts)
+    errors = [next((t.error for t in terms if t.error), None) for terms in terms_by_replica]
+    if any(errors):
+        error = find_common_error(errors, counts, is_near=True)
+        if error is None:
+            return means
+        raise error
+    of_replicas = list[list[Term]]()
+    for terms, count in zip(terms_by_replica, counts, strict=True):
+        loop = [term for term in terms if term.kind == "example"]
+        if loop:  # it begins with 0 + loss
+            others = [t for t in terms if t.kind not in ("example", "constant")]
+            terms = [*_sums_of_loop(loop, count), *others]
+        of_replicas.append([*terms])
+    kinds = [[term.kind for term in terms if term.kind != "constant"] for terms in of_replicas]
+    if any("unknown" in kind for kind in kinds) or _are_of_loops(kinds, counts):
         return means
-    found = []
-    for column in zip(*terms_by_replica, strict=True):
-        try:
-            found.append(_TermOfReplicas(column, counts, has_shares).classify())
-        except UNREADABLE:
-            found.append(("unknown", []))
-    kinds = {kind for kind, _ in found}
-    if "unknown" in kinds:
-        return means
-    if "sum" in kinds:
-        if len(kinds) > 1:
+    if any(kind != kinds[0] for kind in kinds) or len({*map(len, of_replicas)}) > 1:
+        raise Branched
+    found = [
+        _TermOfReplicas(terms, counts, has_shares).classify()
+        for terms in zip(*of_replicas, strict=True)
+    ]
+    kinds_of_all = {kind for kind, _ in found}
+    if "sum" in kinds_of_all:
+        if len(kinds_of_all) > 1:
             raise NotReducible("a sum over the examples, and something else added to it")
         return "sum", [1.0] * len(terms_by_replica)
     known = [weights for kind, weights in found if kind == "weighted"]
     if not known:
         return means
-    if "mean" in kinds:
+    if "mean" in kinds_of_all:
         known.append(list(counts))
     if not all(_are_proportional(known[0], other) for other in known[1:]):
         raise NotReducible("means over different numbers, of examples and of tokens perhaps")
     return "weighted", known[0]
 
 
-def _refuse_branches(terms_by_replica: Sequence[Sequence[Term]], counts: Sequence[float]) -> None:
-    """Raises Branched if terms differ between replicas, and are not the examples' in a loop."""
-    kinds = [[t.kind for t in terms if t.kind != "constant"] for terms in terms_by_replica]
-    if any(kind != kinds[0] for kind in kinds) and not any("unknown" in kind for kind in kinds):
-        is_of_loop = len({frozenset(kind) for kind in kinds}) == 1
-        if not is_of_loop or not _are_proportional([len(kind) for kind in kinds], counts):
-            raise Branched
+def _are_of_loops(kinds: Sequence[Sequence[str]], counts: Sequence[float]) -> bool:
+    """Returns whether there are as many equal terms as examples: layers were called in a loop."""
+    is_equal = len({frozenset(kind) for kind in kinds}) == 1 and len({*map(len, kinds)}) > 1
+    return is_equal and _are_proportional([len(kind) for kind in kinds], counts)
 
 
-def _find_loop(terms: Sequence[Term], count: float) -> tuple[bool, float] | None:
-    """Returns what shows a loop that adds one term for each example; ``None`` if nothing does.
+def find_common_error(
+    errors: Sequence[NonlinearInExamples | None], counts: Sequence[float], *, is_near: bool = False
+) -> NonlinearInExamples | None:
+    """Returns why values combine examples; ``None`` if the sizes on the replicas deny it.
 
-    As in ``loss = sum(criterion(o, t) for o, t in zip(output, target)) / len(output)``, or in
-    ``torch.stack([criterion(o, t) for o, t in zip(output, target)]).mean()``.
-
-    Returns:
-        Whether each example is counted once, and what the terms are divided by.
+    Args:
+        is_near: whether the error of some of the replicas suffices, if its size is theirs.
     """
-    terms = [term for term in terms if term.kind != "constant"]  # the 0 at the beginning
-    kinds = {term.kind for term in terms}
-    if len(kinds) != 1 or not kinds <= {"mean", "sum", "cross entropy"}:
-        return None
-    if any(float(value) == 0 for term in terms for _, value in term.factors):
-        return None
-    try:
-        uses = [[use for use in t.read(uses_below) if use.size == count] for t in terms]
-    except UNREADABLE:
-        return None
-    indices = [use.index for of_term in uses for use in of_term if use.index is not None]
-    if any(len(of_term) != 1 for of_term in uses) or len(indices) < len(terms):
-        return None
-    divided = [
-        math.prod(float(v) ** (1 if is_div else -1) for is_div, v in t.factors) for t in terms
-    ]
-    if not _are_all_close(divided):
-        return None
-    is_complete = sorted(indices) == [*range(int(count))]
-    if not is_complete and any(use.kept == count for of_term in uses for use in of_term):
-        return None  # the dimension may be another one
-    return is_complete, divided[0]
+    found = [(error, n) for error, n in zip(errors, counts, strict=True) if error is not None]
+    sizes, numbers = [error.size for error, _ in found], [n for _, n in found]
+    if len(found) < len(counts):
+        is_of_examples = is_near and sizes == numbers
+    else:
+        is_of_examples = len(set(counts)) == 1 or _are_proportional(sizes, numbers)
+    return found[0][0] if is_of_examples else None
 
 
-def _weigh_loops(
-    loops: Sequence[tuple[bool, float]], counts: Sequence[float]
-) -> tuple[str, list[Any]]:
-    """Returns the kind and the weights of values that loops over examples have added up.
+def _sums_of_loop(terms: Sequence[Term], count: float) -> list[Term]:
+    """Returns the sums over all examples that a loop over single ones has added up.
+
+    As in ``loss = sum(criterion(o, t) for o, t in zip(output, target)) / len(output)``.
 
     Raises:
-        NotReducible: no weights make the whole batch's value.
+        NotReducible: the loop does not treat all examples in the same way.
     """
-    if not all(is_complete for is_complete, _ in loops):
-        raise Mixed("a sum over single examples that leaves some out, or counts some twice")
-    divisors = [divisor for _, divisor in loops]
-    if _are_close(divisors, counts):
-        return "mean", list(counts)
-    if not _are_all_close(divisors):
-        raise Divided
-    if len(set(counts)) == 1 and (divisors[0] / counts[0]).is_integer():
-        raise NotReducible(_UNCLEAR)
-    return "sum", [1.0] * len(loops)
+    by_example: dict[int | None, list[Term]] = {}
+    for term in terms:
+        by_example.setdefault(term.rows.index, []).append(term)
+    first, *others = by_example.values()
+    if len(by_example) != count or any(len(other) != len(first) for other in others):
+        what = "a sum over single examples that leaves some out, or counts some twice"
+        raise NonlinearInExamples(what, "loop", count)
+    for other in others:
+        for one, another in zip(first, other, strict=True):
+            pairs = [[float(v) for _, v in term.rows.factors] for term in (one, another)]
+            if len(pairs[0]) != len(pairs[1]) or not _are_close(*pairs):
+                raise NotReducible("a sum over single examples with different weights")
+    return [replace(term, kind="sum", shape=(int(count),)) for term in first]
 
 
-def is_compiled(parts: Sequence[Tensor]) -> bool:
+def is_compiled(values: Sequence[Tensor]) -> bool:
     """Returns whether compiled code has computed the values: its nodes show no terms."""
-    return all("CompiledFunction" in type(part.grad_fn).__name__ for part in parts)
+    return all("CompiledFunction" in type(value.grad_fn).__name__ for value in values)
 
 
-def weighted_sum(parts: Sequence[Tensor], weights: Weights) -> Tensor:
-    """Returns the weighted sum; a part of weight 0 may be nan, and gets no gradient."""
+def weighted_sum(values: Sequence[Tensor], weights: Weights) -> Tensor:
+    """Returns the weighted sum; a value of weight 0 may be nan, and gets no gradient."""
     terms: list[Tensor] = []
-    for part, weight in zip(parts, weights, strict=True):
+    for value, weight in zip(values, weights, strict=True):
         if isinstance(weight, Tensor):
-            kept = torch.where(weight == 0, torch.zeros_like(part), part)
-            terms.append(kept * weight.to(part.dtype))
+            kept = torch.where(weight == 0, torch.zeros_like(value), value)
+            terms.append(kept * weight.to(value.dtype))
         elif weight:
-            terms.append(part * weight)
+            terms.append(value * weight)
     return reduce_tensors(terms, terms[0].device)
 
 
@@ -223,99 +195,69 @@ class _TermOfReplicas:
 
     def classify(self) -> tuple[str, list[Any]]:
         """Returns "same", "constant", "mean", "sum" or "weighted", and the weights of the last."""
-        first = self._terms[0]
-        if first.kind in ("same", "constant"):
-            return first.kind, []
-        if first.kind == "unknown":
-            self._find_reduction()  # raises if the nodes below show how examples are combined
-            raise UnknownNode
-        if first.kind not in ("mean", "sum", "cross entropy"):
-            raise Mixed(first.kind)
-        by_node = zip(
-            *([u for u in uses if u.compared] for uses in self._read(uses_below)), strict=False
-        )
-        if any(are_comparisons(uses, self._counts) for uses in by_node):
-            raise Mixed(
-                "made of comparisons of the examples with each other (a contrastive loss): "
-                "comparisons between examples of different parts are missing"
-            )
-        inner = self._find_reduction()
-        if first.kind == "cross entropy":
-            self._refuse_varying_factors()
-            return "weighted", self._read(total_weight)
-        if first.read(is_same):
-            return "same", []
-        if inner == "Mean":
-            return "mean", []
-        if inner == "Sum" or (first.kind == "sum" and self._has_batch()):
+        kind = self._terms[0].kind
+        self._refuse_unequal_constants()
+        if kind in ("same", "constant"):
+            return kind, []
+        if kind == "sum" and self._is_of_examples():
             return self._weights_of_sum()
-        if first.kind == "mean":
+        if kind != "sum":
             self._refuse_varying_factors()
+        if kind == "cross entropy":
+            return "weighted", [term.weight for term in self._terms]
         if _are_proportional(self._sizes, self._counts):
             return "mean", []
-        if first.kind == "mean":
-            if all(self._read(is_of_chosen)):
-                return "weighted", self._sizes
+        if kind == "mean" and all(term.rows.is_chosen for term in self._terms):
+            return "weighted", self._sizes
         if len(set(self._sizes)) == 1:
             return "mean", []
-        raise NotReducible(f"{first.kind}s over {', '.join(map(str, self._sizes))} numbers")
+        raise NotReducible(f"{kind}s over {', '.join(map(str, self._sizes))} numbers")
 
-    def _read(self, fact: Any) -> list[Any]:
-        return [term.read(fact) for term in self._terms]
-
-    def _find_reduction(self) -> str | None:
-        """Returns how the examples were reduced below the term: "Mean", "Sum" or ``None``."""
-        found = [[u for u in uses if u.size is not None] for uses in self._read(uses_below)]
-        if len({tuple((use.how, use.rows is None) for use in uses) for uses in found}) > 1:
-            raise UnknownNode
-        hows = set()
-        for uses in zip(*found, strict=True):
-            if are_of_examples(uses, self._counts):
-                if not are_linear(uses):
-                    raise Mixed(
-                        "a function of values that were reduced over the examples before, or of "
-                        f"their order ({uses[0].how.lower()})"
-                    )
-                hows.add(uses[0].how)
-        if len(hows) > 1:
-            raise Mixed("means and sums over the examples together")
-        return hows.pop() if hows else None
+    def _refuse_unequal_constants(self) -> None:
+        constants = [term.rows.constants for term in self._terms]
+        if not constants[0] or max(self._counts) <= 1 or len({*map(len, constants)}) > 1:
+            return
+        for first, *others in zip(*constants, strict=True):
+            if not all(_is_equal(other, first) for other in others):
+                what = (
+                    "computed with numbers without a gradient that differ between replicas, as if "
+                    "they came from their examples"
+                )
+                raise NonlinearInExamples(what, "product", 0)
 
     def _refuse_varying_factors(self) -> None:
         for _, values in self._factors():
             if not _are_all_close(values):
-                raise NotReducible("a mean multiplied by a number that differs from part to part")
+                raise NotReducible("a mean multiplied by a number that differs between replicas")
 
     def _factors(self) -> Iterator[tuple[bool, list[float]]]:
         """Yields the replicas' factors of the term, and whether it is divided by them."""
-        if len({tuple(is_div for is_div, _ in term.factors) for term in self._terms}) > 1:
+        factors = [term.rows.factors for term in self._terms]
+        if len({tuple(is_div for is_div, _ in of_replica) for of_replica in factors}) > 1:
             raise Branched
-        for column in zip(*(term.factors for term in self._terms), strict=True):
-            yield column[0][0], [abs(float(value)) for _, value in column]
+        for of_replicas in zip(*factors, strict=True):
+            yield of_replicas[0][0], [abs(float(value)) for _, value in of_replicas]
 
-    def _has_batch(self) -> bool:
-        """Returns whether the summed tensor's first dimension is the examples."""
+    def _is_of_examples(self) -> bool:
+        """Returns whether the first dimension that was summed is that of the examples."""
         if not all(term.shape for term in self._terms):
             return False
-        rows, count = [term.shape[0] for term in self._terms], self._counts[0]
-        if rows == list(self._counts):
+        sizes, count = [term.shape[0] for term in self._terms], self._counts[0]
+        if sizes == list(self._counts):
             return True
-        if not _are_proportional(rows, self._counts) or rows[0] % count:
-            return all(self._read(is_of_chosen))
-        first = self._terms[0]
-        return (
-            len(set(self._counts)) > 1 or first.read(is_loss) or count in first.read(rows_viewed)
-        )
+        if not _are_proportional(sizes, self._counts) or sizes[0] % count:
+            return all(term.rows.is_chosen for term in self._terms)
+        return len(set(self._counts)) > 1 or self._terms[0].rows.is_certain
 
     def _weights_of_sum(self) -> tuple[str, list[Any]]:
-        """Returns what a sum is after its divisions: by numbers of the part, or by constants."""
+        """Returns what a sum is after its divisions, by numbers of examples or by constants."""
         num_divided, unclear = 0, False
         weights: list[Any] | None = None
         for is_div, values in self._factors():
             numbers = values if is_div else [1 / v if v else math.inf for v in values]
-            masks = (
-                self._masks(numbers) if is_div and weights is None and not num_divided else None
-            )
+            masks = None
+            if is_div and weights is None and not num_divided:
+                masks = self._masks(numbers)
             if is_div and self._is_number_of_examples(numbers):
                 num_divided += 1
             elif masks is not None:
@@ -331,13 +273,14 @@ class _TermOfReplicas:
         if weights is not None and not num_divided:
             return "weighted", weights
         if num_divided > 1 or weights is not None:
-            raise NotReducible("a sum divided twice by numbers of the part")
+            raise NotReducible("a sum divided twice by numbers of the replica's examples")
         if num_divided:
             return "mean", []
         if unclear:
             raise NotReducible(_UNCLEAR)
-        if any(_are_all_close((1.0, *sums)) for sums in zip(*self._read(mask_sums), strict=False)):
-            raise NotReducible("a sum with weights whose sum is 1 in every part")
+        sums_by_mask = zip(*(term.mask_sums() for term in self._terms), strict=False)
+        if any(_are_all_close((1.0, *sums)) for sums in sums_by_mask):
+            raise NotReducible("a sum with weights whose sum is 1 on every replica")
         return "sum", []
 
     def _is_number_of_examples(self, numbers: Sequence[float]) -> bool:
@@ -350,7 +293,7 @@ class _TermOfReplicas:
         )
 
     def _may_be_of_examples(self, number: float, is_div: bool) -> bool:
-        """Returns whether a number that is equal on all parts may come from their size."""
+        """Returns whether a number that is equal on all replicas may be a number of examples."""
         if len(set(self._counts)) > 1 or not math.isfinite(number):
             return False
         quotient = number / self._counts[0]
@@ -359,7 +302,7 @@ class _TermOfReplicas:
 
     def _masks(self, numbers: Sequence[float]) -> list[float] | None:
         """Returns the sums of the masks if the terms are divided by them, else ``None``."""
-        for sums in zip(*self._read(mask_sums), strict=False):
+        for sums in zip(*(term.mask_sums() for term in self._terms), strict=False):
             # A program may replace the divisor 0 of an empty mask.
             pairs = zip(sums, numbers, strict=True)
             if any(sums) and all(not m or math.isclose(m, n, rel_tol=1e-5) for m, n in pairs):
@@ -367,7 +310,7 @@ class _TermOfReplicas:
         return None
 
 
-def _normal(weights: Sequence[Any], device: torch.device) -> Weights:
+def normalize_weights(weights: Sequence[Any], device: torch.device) -> Weights:
     """Returns weights of sum 1; tensors stay tensors, so the host waits for no device."""
     if not any(isinstance(weight, Tensor) for weight in weights):
         total = sum(weights)
@@ -375,6 +318,12 @@ def _normal(weights: Sequence[Any], device: torch.device) -> Weights:
     tensors = [torch.as_tensor(w, dtype=torch.float64).to(device) for w in weights]
     total = reduce_tensors(tensors, device)
     return [tensor / total for tensor in tensors]
+
+
+def _is_equal(some: Any, other: Any) -> bool:
+    if isinstance(some, Tensor) and isinstance(other, Tensor) and some.dim():
+        return have_equal_numbers(some, other)
+    return math.isclose(float(some), float(other), rel_tol=1e-5)
 
 
 def _are_proportional(some: Sequence[Any], others: Sequence[Any]) -> bool:

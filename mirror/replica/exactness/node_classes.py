@@ -1,33 +1,27 @@
-"""Reads nodes of autograd graphs: how they combine numbers, their shapes, what they depend on.
-
-Each function of torch that the rules of losses and outputs know is in one class:
+"""Nodes of autograd graphs: the table of their classes, their shapes, what they depend on.
 
     class        a number of the result is
     MOVES        one number of the input (or its opposite), in another place perhaps
     VIEWS        the same, with dimensions of size 1 or of equal numbers more or less
-    PIECES       the same, of a part of the input; JOINED: of one of several inputs
+    PIECES       the same, of a piece of the input; JOINED: of one of several inputs
+    CHOICES      one that indices or a mask choose
     ADDS         a sum or difference of one number of each input
-    SCALES       a product or quotient of them; linear if one of them is a constant
-    MASKS        a number of the input, or a constant
-    FUNCTIONS    a function of one number, not linear
+    SCALES       a product or quotient of them
+    MASKS        a number of an input, or a constant
     SUMS         a sum or mean of numbers, over all or along dimensions
-    STATISTICS   another function of such numbers: not linear
-    NORMALIZING  a function of one number and of those along a dimension
-    ORDERED      a number whose place or rank along a dimension is another one
-    CHOICES      a number that indices or a mask choose
     PRODUCTS     sums of products, or distances, of rows and columns
+    LAYERS       what a layer computes of each example
 
-A walk down from a loss ends at ``LAYERS``: below, the numbers are no longer those of the loss.
+Any other function is known by what its node saves (``reduction``, ``dim``) and by its shapes.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-from torch import Tensor
 
 from mirror.base.torch_private import ACCUMULATES, arriving_shape
 from mirror.replica.params.mirrored_tensor import MirroredTensor
@@ -35,39 +29,23 @@ from mirror.replica.params.replicated_param import ReplicaParameter
 
 Shape = tuple[int, ...]
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-MOVES = _names("Alias Clone Neg Permute T ToCopy Transpose")
-VIEWS = _names("Expand ReshapeAlias Squeeze UnsafeView Unsqueeze View")
-PIECES = _names("Diagonal Select Slice Split Unbind")
-JOINED = _names("Cat Stack")
-ADDS = _names("Add Rsub Sub")
-SCALES = _names("Div Mul")
-MASKS = _names("MaskedFill Where")
-FUNCTIONS = _names("Abs Clamp ClampMax ClampMin Exp Log Pow Relu Sigmoid Softplus Sqrt Tanh")
-SUMS = _names("Mean Sum")
-STATISTICS = _names(
-    "Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max Median Min Mode Nanmedian Nansum Norm Prod "
-    "Std StdMean Var VarMean"
-)
-NORMALIZING = _names("Cumprod Cumsum LogSoftmax Logcumsumexp SafeSoftmax Softmax")
-ORDERED = _names("Flip Roll Sort Topk")
-CHOICES = _names("Index MaskedSelect")
-PRODUCTS = _names("Bmm Cdist EuclideanDist Mm")
+MOVES = ("Alias", "Clone", "Neg", "Permute", "T", "ToCopy", "Transpose")
+VIEWS = ("Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View")
+PIECES = ("Diagonal", "Select", "Slice", "Split", "SplitWithSizes", "Unbind")
+JOINED = ("Cat", "Stack")
+CHOICES = ("Gather", "Index", "IndexSelect", "MaskedSelect", "Scatter")
+ADDS = ("Add", "Rsub", "Sub")
+SCALES = ("Div", "Mul")
+MASKS = ("MaskedFill", "Where")
+SUMS = ("Mean", "Sum")
+PRODUCTS = ("Bmm", "Cdist", "Dot", "EuclideanDist", "Mm", "Mv")
 LAYERS = (  # beginnings of names
     *("Addmm", "Addbmm", "Baddbmm", "Conv", "Cudnn", "Embedding", "Linear", "Mkldnn", "Native"),
     *("Scaled", "Slow", "Thnn", "Upsample"),
 )
 COLLECTIVE = "GradSend"  # a collective's result, the same on all replicas
 
-ELEMENTWISE = ADDS | SCALES | MASKS | FUNCTIONS | _names("Clone Neg ToCopy")
-LINEAR = MOVES | VIEWS | JOINED | ADDS | MASKS | SUMS | {"Slice", "Split"}
-_OF_OPERANDS = ELEMENTWISE | MOVES | VIEWS | {"Mm", "Bmm", ACCUMULATES, COLLECTIVE}
-_OF_PARAMETERS = _OF_OPERANDS | PIECES | JOINED | SUMS | STATISTICS | {"Dot"}
-_MOST_OF_PARAMETERS = 4096  # a penalty may be of all parameters of a model
+_MOST_OF_PARAMETERS = 4096  # nodes of an operand that may be of all parameters of a model
 
 
 class UnknownNode(Exception):
@@ -83,22 +61,6 @@ def name_of(node: Any) -> str:
     return type(node).__name__.partition("Backward")[0]
 
 
-def is_of_torch(node: Any) -> bool:
-    """Returns whether a node is one of torch's, not a Python ``autograd.Function``."""
-    return type(node).__name__[-1:].isdigit()
-
-
-def inputs_of(node: Any) -> list[Any]:
-    """Returns the nodes of a node's inputs; ``None`` for those without a graph."""
-    return [below for below, _ in node.next_functions]
-
-
-def shape_of(node: Any, i: int) -> Shape:
-    """Returns the shape of a node's i-th input that has a graph."""
-    below, number = node.next_functions[i]
-    return arriving_shape(below, number)
-
-
 def read_saved(node: Any, name: str) -> Any:
     """Returns a value that a node has saved.
 
@@ -111,9 +73,28 @@ def read_saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
-def walk(
-    roots: Iterable[Any], goes_on: Callable[[Any], bool] = lambda node: True
-) -> Iterator[Any]:
+def signed(dim: int) -> int:
+    """Returns a dimension or index that a node has saved as an unsigned number."""
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+def combined_dims(node: Any, name: str, before: Shape, after: Shape) -> list[int]:
+    """Returns the dimensions of a node's input along which it combines numbers.
+
+    Args:
+        before, after: the shapes of the input, and of the result.
+    """
+    if not after and math.prod(before) != 1:  # over all numbers
+        return [*range(len(before))]
+    dims = getattr(node, "_saved_dims" if name in ("Flip", "Roll") else "_saved_dim", None)
+    if dims is None:
+        is_of_matrices = name.startswith("Linalg") and len(before) > 1
+        return [len(before) - 2, len(before) - 1] if is_of_matrices else []
+    listed = dims if isinstance(dims, tuple) else (dims,)
+    return [signed(dim) % len(before) for dim in listed or range(len(before)) if before]
+
+
+def walk(roots: Iterable[Any], goes_on: Callable[[Any], bool]) -> Iterator[Any]:
     """Yields some nodes, and those below each for which ``goes_on`` is true, each once."""
     todo = deque(root for root in roots if root is not None)
     seen = set(todo)
@@ -127,42 +108,51 @@ def walk(
                     todo.append(below)
 
 
-def is_of_parameters(root: Any) -> bool:
-    """Returns whether a node's inputs are computed from parameters only.
+def is_of_layer(node: Any, name: str) -> bool:
+    """Returns whether a node is a layer's: a product with parameters, or none of torch's, too."""
+    if name.startswith(LAYERS) or not (type(node).__name__[-1:].isdigit() or name == "CopySlices"):
+        return True
+    if name not in PRODUCTS:
+        return False
+    of_parameters = [_is_of_parameters(below) for below, _ in node.next_functions]
+    return any(of_parameters) and not all(of_parameters)
+
+
+def _is_of_parameters(root: Any) -> bool:
+    """Returns whether an operand depends on parameters only.
 
     Results of collectives count as parameters: they are the same on all replicas too.
     """
-    nodes = walk([root], lambda node: name_of(node) != COLLECTIVE)
+    ends = (COLLECTIVE, ACCUMULATES)
+    nodes = walk([root], lambda node: name_of(node) not in ends)
     for node in itertools.islice(nodes, _MOST_OF_PARAMETERS):
         name = name_of(node)
         if name == ACCUMULATES:
-            if not _is_parameter(node.variable):
+            if not is_parameter(node):
                 return False
-            continue
-        if name == COLLECTIVE:
-            continue
-        if node is not root and name not in _OF_PARAMETERS:
+        elif name != COLLECTIVE and depends_on_more(node, name):
             return False
-        inputs = inputs_of(node)
-        if None in inputs and (name in PRODUCTS or hasattr(node, "_saved_reduction")):
-            return False
-        # A result that is larger than an input also depends on something else.
-        if len(inputs) > 1 and name in ELEMENTWISE:
-            shape = arriving_shape(node, 0)
-            if any(one is not None and shape_of(node, i) != shape for i, one in enumerate(inputs)):
-                return False
-    return next(nodes, None) is None
+    return root is not None and next(nodes, None) is None
 
 
-def is_parameter_operand(node: Any) -> bool:
-    """Returns whether an operand depends on parameters only."""
-    return node is not None and name_of(node) in _OF_OPERANDS and is_of_parameters(node)
+def depends_on_more(node: Any, name: str) -> bool:
+    """Returns whether a node over parameters depends on a tensor of the batch as well."""
+    inputs = node.next_functions
+    if name in CHOICES or name.startswith("Embedding"):
+        return True
+    without_graph = any(below is None for below, _ in inputs)
+    is_of_data = name in PRODUCTS or name.startswith(LAYERS) or hasattr(node, "_saved_reduction")
+    if without_graph and is_of_data:
+        return True
+    # A result that is larger than an input shows another input.
+    is_of_numbers = without_graph and name in ADDS + SCALES + MASKS
+    return is_of_numbers and arriving_shape(node, 0) not in [
+        arriving_shape(below, i) for below, i in inputs if below is not None
+    ]
 
 
-def reaches_parameters(root: Any) -> bool:
-    """Returns whether a graph has a gradient for a mirrored parameter."""
-    return any(name_of(n) == ACCUMULATES and _is_parameter(n.variable) for n in walk([root]))
-
-
-def _is_parameter(leaf: Tensor) -> bool:
-    return isinstance(leaf, (ReplicaParameter, MirroredTensor))
+def is_parameter(node: Any) -> bool:
+    """Returns whether a node accumulates the gradient of a mirrored parameter."""
+    return name_of(node) == ACCUMULATES and isinstance(
+        node.variable, (ReplicaParameter, MirroredTensor)
+    )

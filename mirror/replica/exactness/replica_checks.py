@@ -1,7 +1,7 @@
 """Checks that replicas, and workers, hold the same bits.
 
 ``ReplicaChecks`` compares replicas, exactly or by checksums. ``WorkerChecks`` compares workers,
-which exchange a hash per value. ``EveryNSteps`` repeats a check during training.
+which exchange a hash per value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from mirror.base.bitwise import bytes_of, same_bits, same_values, sum_of_bits
 from mirror.errors import ReplicaMismatchError
 from mirror.execution.runner import Runner
 from mirror.replica.params.mirrored_tensor import path_of
-from mirror.threads.user_frames import add_note
 from mirror.values import leaves_of
 
 
@@ -294,35 +293,3 @@ def _hash(value: Any) -> bytes:
         elif isinstance(leaf, (int, float, complex, str, bool)):
             found.update(repr(leaf).encode())
     return found.digest()
-
-
-class EveryNSteps:
-    """Calls ``act`` after every ``num_steps`` steps of a strategy, between runs.
-
-    A step ends with an optimizer step outside ``run``, or with the ``run`` in which an optimizer
-    stepped. See [Note: Ends of steps].
-
-    Attributes:
-        num_steps_done: the number of steps since this object was created.
-    """
-
-    def __init__(self, num_steps: int, runner: Runner, act: Callable[[], None]) -> None:
-        self.num_steps_done = self._last = 0
-        self._every, self._num_remaining = num_steps, num_steps
-        self._runner, self._act = runner, act
-        runner.replicas.timeline.at_step_ends.append(self._step_ends)
-
-    def _step_ends(self) -> None:
-        self.num_steps_done += 1
-        self._num_remaining -= 1
-        # In a merge, or in a parallel backward pass, the replicas are not done.
-        is_due = self._num_remaining <= 0 and not self._runner.is_closed
-        if is_due and self._runner.is_between_runs:
-            before, self._last = self._last, self.num_steps_done
-            self._num_remaining = self._every
-            try:
-                self._act()
-            except Exception as error:
-                then = f"after step {before}" if before else "never"
-                add_note(error, f"found after step {self._last}; looked at before: {then}")
-                raise

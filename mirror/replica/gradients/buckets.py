@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import compress, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -42,27 +42,22 @@ from mirror.base.timeline import CROSS, EXPOSED, OVERLAPPED, REDUCTION
 from mirror.comm.packing import plan_packs
 from mirror.device.streams import SideStream
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import current
 from mirror.execution.runner import Runner
-from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.gradients.grad_scatter import GradScatter, Scattering
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
+    DeferredGrads,
     ReadyGrads,
+    Reducer,
     accumulate,
-    are_usual,
     common_scale,
     local_grad,
-    take,
     unshare,
     weigh,
 )
-from mirror.replica.params.replicated_param import (
-    ReplicaParameter,
-    ReplicatedParam,
-    refuse_sparse,
-)
+from mirror.replica.gradients.shares import Shares
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam, refuse_sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +67,17 @@ class _Plan:
     order: ReadyGrads
     ends: list[int]
 
+    def bounds(self, index: int) -> slice:
+        """Returns the positions of a bucket in the order."""
+        return slice(self.ends[index - 1] if index else 0, self.ends[index])
+
 
 @dataclass(slots=True)
 class _Reduction:
     """One bucket in flight.
 
     Attributes:
-        columns: per replica, the gradients that are being reduced.
+        by_replica: the gradients that are being reduced.
         wait: waits for the reduction.
         scale: a factor for the sums that are scattered.
         scattering: the reduction, if it gives each replica a part of the gradients.
@@ -88,7 +87,7 @@ class _Reduction:
     variables: list[ReplicatedParam]
     copies: list[list[ReplicaParameter]]
     targets: list[list[nn.Parameter]]
-    columns: list[list[Tensor]]
+    by_replica: list[list[Tensor]]
     wait: Callable[[], None]
     scale: float
     scattering: Scattering | None
@@ -99,12 +98,12 @@ class Buckets:
     """The buckets of a strategy's gradients, and those in flight.
 
     Args:
-        may_launch: returns whether gradients may be reduced now; False under ``no_sync``.
+        deferred: gradients from under ``no_sync``; while there are any, nothing is launched.
         finite: checks gradients; a bucket with others is left to the end of the pass.
         scatter: gives replicas the gradients that they need; ``None`` if each needs all.
 
     Attributes:
-        in_flight: the reductions launched and not collected.
+        in_flight: the reductions launched and not collected: the list of ``GradTracker``.
         is_disordered: whether gradients have arrived in another order than the recorded one.
     """
 
@@ -114,23 +113,26 @@ class Buckets:
         runner: Runner,
         reducer: Reducer,
         tracker: GradTracker,
-        may_launch: Callable[[], bool],
+        shares: Shares,
+        deferred: DeferredGrads,
         finite: NonFiniteCheck | None,
         scatter: GradScatter | None = None,
     ) -> None:
         self._replicas, self._runner, self._reducer = replicas, runner, reducer
         self._scatter = scatter
         self._tracker = tracker
-        self._are_wanted, self._finite = may_launch, finite
+        self._shares, self._deferred, self._finite = shares, deferred, finite
         self._side = SideStream(replicas.places.devices)
         self._streams = tracker.streams
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
-        self.in_flight: list[_Reduction] = []
+        self.in_flight: list[_Reduction] = tracker.in_flight
         self._is_held = False  # no launches until all that has arrived is reduced
         self.is_disordered = False
 
-    def learn(self, arrivals: ReadyGrads, *, again: bool) -> None:
+    # The order of arrival
+
+    def record_order(self, arrivals: ReadyGrads, *, again: bool) -> None:
         """Records the order of a pass, for the buckets of the next passes.
 
         Args:
@@ -148,14 +150,14 @@ class Buckets:
             refuse_sparse(variable.home, variable.name)  # which a flat buffer has no place for
         if plan is None or again:
             self.forget_order()
-            ends = self._ends(arrivals.variables)[:-1]
+            ends = self._bucket_ends(arrivals.variables)[:-1]
             self._plan = plan = _Plan(arrivals, ends)
             for index, end in enumerate(ends):
                 for copies in arrivals.copies:
                     launch = partial(self._handle_arrival, plan, index)
                     self._hooks.append(copies[end - 1].on_accumulate(launch))
 
-    def _ends(self, variables: Sequence[ReplicatedParam]) -> list[int]:
+    def _bucket_ends(self, variables: Sequence[ReplicatedParam]) -> list[int]:
         """Returns the ends of the buckets; one bucket has variables of one mesh position.
 
         Its hook can then record the stream of all its gradients.
@@ -172,6 +174,123 @@ class Buckets:
         for hook in self._hooks:
             hook.remove()
         self._plan, self._hooks, self.is_disordered = None, [], False
+
+    # Launching during a pass
+
+    @disable_dynamo
+    def _handle_arrival(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
+        """Launches a bucket if it is complete and its turn has come."""
+        self._tracker.mutex.call(self._launch_if_due, plan, index, copy)
+
+    def _launch_if_due(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
+        if self._streams is not None:
+            self._streams.record(copy.replica_id, copy.device)
+        if index > len(self.in_flight):
+            before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
+            self.is_disordered |= local_grad(before) is None
+        if plan is self._plan and index == len(self.in_flight) and not self._is_held:
+            if self._may_launch(copy.variable.devices):
+                with nullcontext() if self._streams is None else self._streams.make_caller_wait():
+                    self._launch(plan.order, plan.bounds(index))
+
+    def _may_launch(self, devices: Sequence[torch.device]) -> bool:
+        if self._deferred.is_open or self._deferred.has_passes:
+            return False
+        if self._streams is not None and not self._streams.are_complete(devices):
+            return False  # a slot is filled, but its hook has not recorded the stream yet
+        running = self._runner.running
+        takes_turns = running is not None and running.lockstep.takes_turns
+        return takes_turns or not self._tracker.may_be_in_second_pass()
+
+    @torch.no_grad()
+    def _launch(self, order: ReadyGrads, bounds: slice) -> None:
+        shares = self._shares.of_all()
+        variables = order.variables[bounds]
+        if shares is None or any(variable.hooks for variable in variables) or order.is_complex:
+            return
+        copies = [mine[bounds] for mine in order.copies]
+        if not self._tracker.are_in_order(copies):
+            return
+        by_replica = self._tracker.take_complete(copies, self._finite)
+        if by_replica is None:
+            return
+        targets = [mine[bounds] for mine in order.targets]
+        scattering = None
+        if self._scatter is not None and not self._scatter.find_whole(variables, targets):
+            scattering = self._scatter.begin(variables, by_replica, self._streams)
+        scale = common_scale(shares)
+        if scattering is None:
+            moved = self._reducer.move(by_replica, self._streams)
+            unshare(by_replica, moved.staying, self._streams)
+            if scale is None:
+                weigh(by_replica, shares)
+        elif scale is None:
+            scattering.weigh(shares)
+        factor = 1.0 if scale is None else scale
+        name = f"bucket {len(self.in_flight) + 1}: {len(variables)} parameters"
+
+        def reduce() -> None:
+            self._replicas.timeline.begin(OVERLAPPED, REDUCTION, name)
+            with torch.no_grad():
+                if scattering is None:
+                    self._reducer.all_reduce(moved, factor)
+                else:
+                    scattering.reduce(self._replicas)
+            self._replicas.timeline.end(OVERLAPPED, REDUCTION)
+
+        wait = self._side.start(reduce)
+        if scattering is not None:
+            by_replica = []  # the gradients are in the buffers
+        self.in_flight.append(
+            _Reduction(variables, copies, targets, by_replica, wait, factor, scattering)
+        )
+
+    # Collecting when the pass has ended
+
+    def collect(self) -> None:
+        """Waits for the reductions in flight, and accumulates the gradients."""
+        timeline = self._replicas.timeline
+        for reduction in self._pop_reductions():
+            timeline.begin(CROSS, EXPOSED)
+            reduction.wait()
+            timeline.end(CROSS, EXPOSED)
+            self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
+            if reduction.scattering is not None and self._scatter is not None:
+                reduction.scattering.finish(reduction.scale)
+                for variable, r in reduction.dropped:
+                    self._scatter.drop(variable, (r,))
+            else:
+                for r, targets in enumerate(reduction.targets):
+                    is_kept = [(v, r) not in reduction.dropped for v in reduction.variables]
+                    grads = compress(reduction.by_replica[r], is_kept)
+                    accumulate([*compress(targets, is_kept)], [*grads])
+            self._runner.unfinished = self._runner.running is not None
+
+    def _pop_reductions(self) -> list[_Reduction]:
+        reductions = [*self.in_flight]
+        if reductions:
+            self.in_flight.clear()
+            self._tracker.settle()
+        self._is_held = False
+        return reductions
+
+    # Dropping
+
+    def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
+        """Marks gradients in flight to be thrown away when they arrive, for these replicas."""
+        self._tracker.mutex.call(self._drop, variable, replica_ids)
+
+    def _drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
+        self._is_held = True
+        for reduction in self.in_flight:
+            if variable in reduction.variables:
+                reduction.dropped.update((variable, r) for r in replica_ids)
+
+    def discard(self) -> None:
+        """Waits for the reductions in flight, and throws the gradients away."""
+        for reduction in self._pop_reductions():
+            with suppress(Exception):  # the run has failed already, with its own error
+                reduction.wait()
 
     def forget(self, variable: ReplicatedParam) -> None:
         """Drops the order, and the gradients in flight of a variable that was freed.
@@ -190,150 +309,6 @@ class Buckets:
     def close(self) -> None:
         """Closes the side stream; idempotent."""
         self._side.close()
-
-    def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
-        """Marks gradients in flight to be thrown away when they arrive, for these replicas."""
-        self._tracker.mutex.call(self._drop, variable, replica_ids)
-
-    def _drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
-        self._is_held = True
-        for reduction in self.in_flight:
-            if variable in reduction.variables:
-                reduction.dropped.update((variable, r) for r in replica_ids)
-
-    def copies_in_flight(self) -> list[list[ReplicaParameter]]:
-        """Returns each replica's copies with gradients in flight, in order."""
-        parts = [reduction.copies for reduction in self.in_flight]
-        return [[*chain(*(part[r] for part in parts))] for r in range(len(self._tracker.pending))]
-
-    def discard(self) -> None:
-        """Waits for the reductions in flight, and throws the gradients away."""
-        for reduction in self._take():
-            with suppress(Exception):  # the run has failed already, with its own error
-                reduction.wait()
-        for unsettled in self._tracker.unsettled:  # no pass runs now: these entries are stale
-            unsettled.clear()
-
-    def collect(self) -> None:
-        """Waits for the reductions in flight, and accumulates the gradients."""
-        timeline = self._replicas.timeline
-        for reduction in self._take():
-            timeline.begin(CROSS, EXPOSED)
-            reduction.wait()
-            timeline.end(CROSS, EXPOSED)
-            self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
-            if reduction.scattering is not None and self._scatter is not None:
-                reduction.scattering.finish(reduction.scale)
-                for variable, r in reduction.dropped:
-                    self._scatter.drop(variable, (r,))
-                self._runner.unfinished = self._runner.running is not None
-                continue
-            for r, targets in enumerate(reduction.targets):
-                kept = [
-                    i
-                    for i, variable in enumerate(reduction.variables)
-                    if (variable, r) not in reduction.dropped
-                ]
-                grads = reduction.columns[r]
-                accumulate([targets[i] for i in kept], [grads[i] for i in kept])
-            self._runner.unfinished = self._runner.running is not None
-
-    def _take(self) -> list[_Reduction]:
-        reductions = self.in_flight
-        if reductions:
-            self.in_flight = []
-            for unsettled in self._tracker.unsettled:
-                unsettled[:] = [one for one in unsettled if one is not reductions]
-        self._is_held = False
-        return reductions
-
-    @disable_dynamo
-    def _handle_arrival(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
-        """Launches a bucket if it is complete and its turn has come."""
-        self._tracker.mutex.call(self._launch_if_due, plan, index, copy)
-
-    def _launch_if_due(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
-        if self._streams is not None:
-            self._streams.record(copy.replica_id, copy.device)
-        if index > len(self.in_flight):
-            before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
-            self.is_disordered |= local_grad(before) is None
-        if plan is self._plan and index == len(self.in_flight) and not self._is_held:
-            part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
-            if self._may_launch(copy.variable.devices):
-                with nullcontext() if self._streams is None else self._streams.make_caller_wait():
-                    self._launch(plan.order, part)
-
-    def _may_launch(self, devices: Sequence[torch.device]) -> bool:
-        if not self._are_wanted():
-            return False
-        if self._streams is not None and not self._streams.are_complete(devices):
-            return False  # a slot is filled, but its hook has not recorded the stream yet
-        running = self._runner.running
-        takes_turns = running is not None and running.lockstep.takes_turns
-        return takes_turns or not self._tracker.may_be_in_second_pass()
-
-    @torch.no_grad()
-    def _launch(self, order: ReadyGrads, part: slice) -> None:
-        shares = self._shares()
-        variables = order.variables[part]
-        if shares is None or any(variable.hooks for variable in variables) or order.is_complex:
-            return
-        copies = [mine[part] for mine in order.copies]
-        if not self._tracker.are_in_order(copies):
-            return
-        grads = [list(map(local_grad, mine)) for mine in copies]
-        if not all(map(are_usual, grads)):
-            return
-        if self._finite is not None and not self._finite.all_finite(grads):
-            return
-        del grads  # unshare counts the references to their memory
-        self._tracker.remove(copies)
-        columns = take(copies)
-        targets = [mine[part] for mine in order.targets]
-        scattering = None
-        if self._scatter is not None and self._scatter.split(variables, targets) is None:
-            scattering = self._scatter.begin(variables, columns, self._streams)
-        scale = common_scale(shares)
-        if scattering is None:
-            moved = self._reducer.move(columns, self._streams)
-            unshare(columns, moved.staying, self._streams)
-            if scale is None:
-                weigh(columns, shares)
-        elif scale is None:
-            scattering.weigh(shares)
-        factor = 1.0 if scale is None else scale
-        name = f"bucket {len(self.in_flight) + 1}: {len(variables)} parameters"
-
-        def reduce() -> None:
-            self._replicas.timeline.begin(OVERLAPPED, REDUCTION, name)
-            with torch.no_grad():
-                if scattering is None:
-                    self._reducer.all_reduce(moved, factor)
-                else:
-                    scattering.reduce(self._replicas)
-            self._replicas.timeline.end(OVERLAPPED, REDUCTION)
-
-        if not self.in_flight:
-            for unsettled in self._tracker.unsettled:
-                unsettled.append(self.in_flight)
-        wait = self._side.start(reduce)
-        if scattering is not None:
-            columns = []  # the gradients are in the buffers
-        self.in_flight.append(
-            _Reduction(variables, copies, targets, columns, wait, factor, scattering)
-        )
-
-    def _shares(self) -> dict[int, float] | None:
-        """Returns each replica's share; ``None`` if a replica is idle or counts nothing."""
-        replica, running = current.replica, self._runner.running
-        num_replicas = self._replicas.num_replicas
-        if replica is None:
-            return dict.fromkeys(range(num_replicas), 1.0) if running is None else None
-        if replica.replicas is not self._replicas or running is None:
-            return None
-        shares = running.shares()
-        return shares if len(shares) == num_replicas and all(shares.values()) else None
 
 
 def bucket_ends(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[int]:

@@ -50,9 +50,10 @@ from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current, replica_of
 from mirror.execution.runner import Runner
+from mirror.replica.gradients.exposed_grads import broadcast_grad, copy_for
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.ready_grads import add_grads, local_grad, set_local_grad
-from mirror.replica.params.mirrored_tensor import same_kind, share_storage
+from mirror.replica.params.mirrored_tensor import share_storage
 from mirror.replica.params.replicated_param import GradientHook, ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
 
@@ -66,13 +67,13 @@ class GradAccess:
 
     Attributes:
         unreduced: the gradients that are not reduced yet.
-        exposed: gradients that the cross-replica context has read, and may have changed.
+        exposed: the gradients that the cross-replica context has read, and may have changed.
     """
 
     def __init__(self, replicas: Replicas, runner: Runner, gradients: GradReducer) -> None:
         self._replicas, self._runner = replicas, runner
         self.unreduced = gradients
-        self.exposed: dict[ReplicatedParam, Tensor] = {}
+        self.exposed = gradients.exposed
         self._common: dict[ReplicatedParam, tuple[Tensor | None, Keep]] = {}
         self._assigned: dict[
             ReplicatedParam, dict[int, weakref.ref[Tensor]]
@@ -84,22 +85,24 @@ class GradAccess:
 
         def sync_idle(source: int, idle: Sequence[int]) -> None:
             for variable in variables:
-                self.broadcast(variable, source, idle)
+                broadcast_grad(variable, source, idle)
 
         def recover() -> None:
             gradients = self.unreduced
             if gradients.scattered and gradients.scatter is not None:
                 gradients.scatter.follow_first()
             for variable in variables:
-                self.broadcast(variable)
+                broadcast_grad(variable)
+            self.exposed.refresh()
 
         return LifecycleHooks(
             name="reduced gradients",
             prepare=(
                 WhilePending(self._common, self.distribute_common),
-                WhilePending(self.exposed, self._sync_exposed),
+                WhilePending(self.exposed.grads, self.exposed.sync),
             ),
             sync_idle=sync_idle,
+            on_synced=self.exposed.refresh,
             recover=recover,
         )
 
@@ -132,7 +135,7 @@ class GradAccess:
         for variable in common:
             grad = kept.get(variable)
             for r, target in enumerate(variable.targets):
-                target.grad = grad if grad is None or r == 0 else _copy_for(grad, target)
+                target.grad = grad if grad is None or r == 0 else copy_for(grad, target)
 
     # Reading and setting
 
@@ -142,7 +145,7 @@ class GradAccess:
         replica, gradients = replica_of(self._replicas), self.unreduced
         if replica is None or replica_id is None:
             return self._read_outside(variable)
-        if gradients.deferring:
+        if gradients.deferred.is_open:
             return gradients.local_gradient(variable, replica_id)
         # A compiler that traces a replica's code holds a lock while it reads .grad. Other
         # replicas may wait for that lock, so this read must not wait for them.
@@ -158,10 +161,7 @@ class GradAccess:
         self.unreduced.flush()
         if self.unreduced.scattered:
             self.unreduced.gather()
-        grad = variable.targets[0].grad
-        if grad is not None:
-            self.exposed[variable] = copy_without_bucket(grad)
-        return grad
+        return self.exposed.show(variable)
 
     @disable_dynamo
     def write(self, variable: ReplicatedParam, value: Tensor | None) -> None:
@@ -173,7 +173,7 @@ class GradAccess:
         r, gradients = replica.replica_id, self.unreduced
         if value is not None:
             value = gradients.tracker.mutex.call(self._record_assigned, variable, value, replica)
-        waits = gradients.pending[r] or gradients.unsettled[r] or gradients.deferred
+        waits = gradients.pending[r] or gradients.unsettled[r] or gradients.deferred.has_passes
         if not waits and not gradients.scattered:  # the fast path of zero_grad
             variable.targets[r].grad = value
             set_local_grad(variable.copies[r], None)
@@ -194,7 +194,7 @@ class GradAccess:
         else:  # another replica's ``.grad`` is not read: [Note: Slots of replicas at once]
             grads = [known() for i, known in assigned.items() if i != r]
             if r != 0:
-                grads = [*grads, self.exposed.get(variable)]
+                grads = [*grads, self.exposed.find(variable)]
         if any(_is_same_memory(value, grad) for grad in grads):
             value = value.clone()
         assigned[r] = weakref.ref(value)
@@ -203,10 +203,7 @@ class GradAccess:
     def _write_outside(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         self._runner.check_between_runs("a gradient")
         self._common.pop(variable, None)
-        self._put(variable, value, 0, range(len(variable.copies)))
-        self.exposed.pop(variable, None)
-        if value is not None:
-            self.exposed[variable] = value
+        self._put(variable, self.exposed.put(variable, value), 0, range(len(variable.copies)))
 
     def _put(
         self, variable: ReplicatedParam, value: Tensor | None, owner: int, replicas: Sequence[int]
@@ -214,7 +211,7 @@ class GradAccess:
         """Gives the owner ``value`` and other replicas copies, and drops unreduced gradients."""
         for r in replicas:
             target = variable.targets[r]
-            target.grad = value if value is None or r == owner else _copy_for(value, target)
+            target.grad = value if value is None or r == owner else copy_for(value, target)
         self.unreduced.drop(variable, replicas)
 
     def clear(
@@ -231,24 +228,25 @@ class GradAccess:
         replica, gradients = current.replica, self.unreduced
         if replica is not None and replica.replicas is self._replicas:
             r = replica.replica_id
-            may_have = gradients.unsettled[r] or gradients.pending[r] or gradients.deferred
-            if may_have or gradients.buckets.in_flight:
-                if gradients.has_arrived(r) or gradients.deferred:
+            if gradients.deferred.has_passes:
+                return False
+            if gradients.unsettled[r] or gradients.pending[r] or gradients.tracker.in_flight:
+                if gradients.tracker.has_arrived(r):
                     return False
             targets = [targets[r]]
             if gradients.scattered and gradients.scatter is not None:
                 gradients.scatter.drop_all_of(variables, r)
         else:
             self._runner.check_between_runs("a gradient")
-            if gradients.have_arrived() or gradients.deferred:
+            if gradients.tracker.have_arrived() or gradients.deferred.has_passes:
                 self.distribute_common()
                 return False
             if self._common:
                 for variable in variables:
                     self._common.pop(variable, None)
-            if self.exposed:
+            if self.exposed.grads:
                 for variable in variables:
-                    self.exposed.pop(variable, None)
+                    self.exposed.drop(variable)
             if gradients.scattered and gradients.scatter is not None:
                 gradients.scatter.drop_all_of(variables, None)
         for mine in targets:
@@ -282,35 +280,13 @@ class GradAccess:
                     "weighted gradients if the parts differ in size), or set it outside run"
                 )
 
-    def broadcast(
-        self, variable: ReplicatedParam, source: int = 0, others: Iterable[int] | None = None
-    ) -> None:
-        """Copies one replica's gradient to others; by default the first replica's to all."""
-        grad = variable.targets[source].grad
-        for r in range(1, len(variable.targets)) if others is None else others:
-            target = variable.targets[r]
-            if grad is None:
-                target.grad = None
-            elif target.grad is None or not same_kind(target.grad, grad):
-                target.grad = _copy_for(grad, target)
-            else:
-                target.grad.data.copy_(grad.data)
-
-    def _sync_exposed(self) -> None:
-        for variable, grad in list(self.exposed.items()):
-            if variable.targets[0].grad is grad:
-                self.broadcast(variable)
-            else:
-                del self.exposed[variable]
-
     def record_replacement(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Records that another object has replaced a reduced gradient."""
-        if self.exposed.get(variable) is known:
-            self.exposed[variable] = grad
+        self.exposed.replace(variable, known, grad)
 
     def forget(self, variable: ReplicatedParam) -> None:
         """Drops the state of a variable that was freed; takes no lock."""
-        self.exposed.pop(variable, None)
+        self.exposed.drop(variable)
         self._common.pop(variable, None)
         self._assigned.pop(variable, None)
         self.unreduced.forget(variable)
@@ -388,10 +364,6 @@ def _add_idle_replicas(replica: Replica) -> tuple[int, ...]:
     return (replica_id, *(r for r in range(replica.replicas.num_replicas) if r not in active))
 
 
-def _copy_for(grad: Tensor, target: nn.Parameter) -> Tensor:
-    return grad.detach().clone().to(target.device)
-
-
 def _is_same_memory(a: Tensor, b: Tensor | None) -> bool:
     """Whether writing to one gradient changes the other."""
     if b is None or a is b:
@@ -405,33 +377,3 @@ def _have_equal_values(some: Tensor | None, other: Tensor | None) -> bool:
     if some is other or some.is_sparse or other.is_sparse:
         return True
     return have_equal_numbers(other.nan_to_num(), some.nan_to_num())
-
-
-def copy_without_bucket(grad: Tensor) -> Tensor:
-    """Makes copies and pickles of a gradient contain it alone, not its bucket; returns it."""
-    if (
-        type(grad) is Tensor
-        and grad.layout is torch.strided
-        and grad.untyped_storage().nbytes() > grad.nbytes
-        and "__deepcopy__" not in grad.__dict__
-    ):
-        # Both pickle and copy.deepcopy look these methods up on the object.
-        grad.__deepcopy__ = grad.__reduce_ex__ = _CopyWithoutBucket(grad)  # type: ignore[method-assign]
-    return grad
-
-
-class _CopyWithoutBucket:
-    """Stands for both methods of a gradient; bound methods would create a reference cycle."""
-
-    __slots__ = ("_grad",)
-
-    def __init__(self, grad: Tensor) -> None:
-        self._grad = weakref.ref(grad)
-
-    def __call__(self, argument: Any) -> Any:
-        """Returns the result of ``__deepcopy__`` for a memo, of ``__reduce_ex__`` for a number."""
-        grad = self._grad()
-        if grad is None:
-            raise ReferenceError("the gradient of this copy was freed; keep a clone")
-        alone = grad.detach().clone().requires_grad_(grad.requires_grad)
-        return alone if isinstance(argument, dict) else alone.__reduce_ex__(argument)

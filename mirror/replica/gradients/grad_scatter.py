@@ -174,29 +174,61 @@ class GradScatter:
 
     # From local gradients to scattered ones
 
-    def split(
+    def reduce(
+        self,
+        variables: Sequence[ReplicatedParam],
+        targets: Sequence[Sequence[nn.Parameter]],
+        by_replica: Sequence[ReplicaGrads],
+        scale: float,
+        streams: ReplicaStreams | None,
+    ) -> list[int]:
+        """Scatters the gradients of variables that are stepped in slices.
+
+        Args:
+            by_replica: each replica's gradients of the variables: dense, one for each.
+            scale: a factor for the sums.
+            streams: the streams on which replicas have made them; ``None`` without GPUs.
+
+        Returns:
+            The positions of the other variables.
+        """
+        rest = self.find_whole(variables, targets)
+        chosen = variables
+        if rest:
+            positions = sorted({*range(len(variables))}.difference(rest))
+            chosen = [variables[i] for i in positions]
+            by_replica = [[grads[i] for i in positions] for grads in by_replica]
+        scattering = self.begin(chosen, by_replica, streams) if chosen else None
+        if scattering is None:
+            return [*range(len(variables))]
+        self._replicas.timeline.begin(CROSS, REDUCTION, f"gradients of {len(chosen)} parameters")
+        scattering.reduce(self._replicas)
+        self._replicas.timeline.end(CROSS, REDUCTION)
+        scattering.finish(scale)
+        return rest
+
+    def find_whole(
         self, variables: Sequence[ReplicatedParam], targets: Sequence[Sequence[nn.Parameter]]
-    ) -> list[int] | None:
-        """Returns the indices of variables that are scattered; ``None`` stands for all of them."""
+    ) -> list[int]:
+        """Returns the positions of variables that all replicas need whole."""
         records = self._records
-        taken = {i for mine in targets for i, target in enumerate(mine) if target.grad is not None}
-        found = [
+        added_to = {i for mine in targets for i, t in enumerate(mine) if t.grad is not None}
+        return [
             i
             for i, variable in enumerate(variables)
-            if variable in records and not variable.hooks and i not in taken
+            if variable not in records or variable.hooks or i in added_to
         ]
-        return None if len(found) == len(variables) else found
 
     def begin(
         self,
         variables: Sequence[ReplicatedParam],
-        columns: Sequence[ReplicaGrads],
+        by_replica: Sequence[ReplicaGrads],
         streams: ReplicaStreams | None,
     ) -> Scattering | None:
         """Copies gradients into buffers; ``None`` if their slices are too unequal in size.
 
         Args:
-            columns: each replica's gradients of the variables: dense, one for each.
+            by_replica: each replica's gradients of the variables: dense, one for each.
             streams: the streams on which replicas have made them; ``None`` without GPUs.
         """
         key = tuple(variables)
@@ -211,22 +243,22 @@ class GradScatter:
         with torch.inference_mode(False), torch.no_grad():
             for group in groups:
                 buffers.append(
-                    [self._fill(group, column, variables, r) for r, column in enumerate(columns)]
+                    [self._fill(group, grads, variables, r) for r, grads in enumerate(by_replica)]
                 )
         if streams is not None:
             made = [list(mine) for mine in zip(*buffers, strict=True)]
-            streams.keep(columns, made)
-        dtypes = [columns[0][group.indices[0]].dtype for group in groups]
+            streams.keep(by_replica, made)
+        dtypes = [by_replica[0][group.indices[0]].dtype for group in groups]
         return Scattering(self, groups, buffers, dtypes)
 
     def _fill(
         self,
         group: _Group,
-        column: ReplicaGrads,
+        grads_of_replica: ReplicaGrads,
         variables: Sequence[ReplicatedParam],
         replica_id: int,
     ) -> Tensor:
-        grads = [column[i] for i in group.indices]
+        grads = [grads_of_replica[i] for i in group.indices]
         if group.are_contiguous:
             rows = list(map(Tensor.ravel, grads))
         else:
@@ -451,36 +483,3 @@ def _add(parts: Sequence[tuple[SlicedGrads, int]], grads: Sequence[Tensor]) -> N
             summands.append(grad)
     if sums:
         torch._foreach_add_(sums, summands)
-
-
-def reduce_scattered(
-    scatter: GradScatter,
-    variables: list[ReplicatedParam],
-    columns: list[ReplicaGrads],
-    targets: list[list[nn.Parameter]],
-    scale: float,
-    streams: ReplicaStreams | None,
-    replicas: Replicas,
-) -> tuple[list[ReplicatedParam], list[ReplicaGrads], list[list[nn.Parameter]]]:
-    """Scatters the gradients of the variables that are stepped in slices; returns the rest."""
-    indices = scatter.split(variables, targets)
-    chosen, mine = variables, columns
-    if indices is not None:
-        chosen = [variables[i] for i in indices]
-        mine = [[column[i] for i in indices] for column in columns]
-    scattering = scatter.begin(chosen, mine, streams) if chosen else None
-    if scattering is None:
-        return variables, columns, targets
-    replicas.timeline.begin(CROSS, REDUCTION, f"gradients of {len(chosen)} parameters")
-    scattering.reduce(replicas)
-    replicas.timeline.end(CROSS, REDUCTION)
-    scattering.finish(scale)
-    if indices is None:
-        return [], [[] for _ in columns], [[] for _ in targets]
-    gone = set(indices)
-    rest = [i for i in range(len(variables)) if i not in gone]
-    return (
-        [variables[i] for i in rest],
-        [[column[i] for i in rest] for column in columns],
-        [[own[i] for i in rest] for own in targets],
-    )

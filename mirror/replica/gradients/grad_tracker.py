@@ -29,9 +29,10 @@ strategy is created. The wrapper costs one microsecond per pass. It also splits 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -44,14 +45,22 @@ from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest_timeline
 from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
+from mirror.execution.lifecycle import do_nothing
+from mirror.execution.replica_thread import serial_graphs
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import Unverifiable, current, renaming
+from mirror.execution.run import Run, Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
-from mirror.execution.serial_graphs import serial_graphs
 from mirror.replica.collectives.autograd_nodes import order
+from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.parallel_backward import backward_at_once
-from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad, set_local_grad
-from mirror.replica.gradients.unmirrored import check_pass, leaves_of_pass
+from mirror.replica.gradients.ready_grads import (
+    ReadyGrads,
+    ReplicaGrads,
+    are_usual,
+    local_grad,
+    set_local_grad,
+)
+from mirror.replica.gradients.unmirrored import leaves_of_pass
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import MirroredParameter, all_leaves
@@ -81,24 +90,34 @@ class GradTracker:
             gradients: while there are any, ``pending`` is incomplete.
         may_have_arrived: whether a pass outside ``run`` may have brought gradients.
         changes: how often a copy was added, or its ``requires_grad`` has changed.
+        sources: the lists of ``pending`` and ``unsettled``.
+        in_flight: buckets that were launched in a pass and not collected. Each has ``copies``, per
+            replica, whose gradients it has taken.
+        arrivals: the copies that the last pass has brought gradients to, in the order of arrival.
         streams: on GPUs, the streams on which passes have brought unreduced gradients.
         mutex: held while entries of ``pending`` are removed or changed.
+        check_pass: called with the run, a replica and the engine's arguments, before its pass.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in replicas.devices)
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
+        self.sources = (*self.pending, *self.unsettled)
+        self.in_flight: list[Any] = []
         self._passes: tuple[list[BackwardPass], ...] = tuple([] for _ in self.pending)
         self.may_have_arrived = False
         self.changes = 0
         self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
+        self.arrivals: ReadyGrads | None = None
         self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
         self._is_second_pass = False  # one outside run, before the reduction of an earlier pass
+        self.check_pass: Callable[[Run, int, Sequence[Any]], object] = do_nothing
         self.after_fork()
         reinit_after_fork(self)
+        self._may_be_silent = replicas.mirrors and register_listener(self)
 
     def after_fork(self) -> None:
         """Creates a free lock: the old one may be held by a thread of the other process."""
@@ -175,6 +194,19 @@ class GradTracker:
 
     # Gradients that have arrived
 
+    def has_arrived(self, replica_id: int) -> bool:
+        """Whether a replica has unreduced gradients from backward passes."""
+        if self.unsettled[replica_id]:
+            self.scan_replica(replica_id)
+        return bool(self.pending[replica_id] or self.in_flight)
+
+    def have_arrived(self) -> bool:
+        """Whether any replica has unreduced gradients from backward passes."""
+        if not (self.may_have_arrived or any(self.sources)):
+            return False
+        self.scan()
+        return any(self.pending) or bool(self.in_flight)
+
     def scan(self) -> None:
         """Finds the gradients of passes outside ``run``, and of running passes."""
         if self.may_have_arrived or any(self._passes):
@@ -211,6 +243,22 @@ class GradTracker:
         """Empties the slots of a variable's copies, for these replicas."""
         self.mutex.call(_empty_slots, [variable.copies[r] for r in replica_ids])
 
+    def record_arrival_order(self) -> tuple[ReadyGrads, bool]:
+        """Returns the copies with gradients, and whether the pass before had the same order.
+
+        First are those in flight. Copies that arrive in the same order again lose their hooks.
+        """
+        arrived: Sequence[Sequence[ReplicaParameter]] = self.pending
+        if self.in_flight:
+            parts = [*[bucket.copies for bucket in self.in_flight], self.pending]
+            arrived = [[*chain(*of_replica)] for of_replica in zip(*parts, strict=True)]
+        if self.arrivals is not None and self.arrivals.are_ready(arrived):
+            if self.arrivals is not self._silent_order:
+                self._drop_hooks(self.arrivals)
+            return self.arrivals, True
+        self.arrivals = ReadyGrads(arrived)
+        return self.arrivals, False
+
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether these copies have arrived first on every replica, in this order.
 
@@ -221,8 +269,32 @@ class GradTracker:
             for pending, copies in zip(self.pending, order, strict=True)
         )
 
-    def remove(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
-        """Removes one entry of each taken gradient's copy. The caller holds the lock.
+    def take_complete(
+        self, copies: Sequence[Sequence[ReplicaParameter]], finite: NonFiniteCheck | None
+    ) -> list[ReplicaGrads] | None:
+        """Takes the gradients of a bucket, which is launched; ``None`` if it is not complete.
+
+        It is complete if all gradients are there, dense and finite. The caller holds the lock.
+        """
+        by_replica = [list(map(local_grad, mine)) for mine in copies]
+        if not all(map(are_usual, by_replica)):
+            return None
+        if finite is not None and not finite.all_finite(by_replica):
+            return None
+        self._remove_pending(copies)
+        if not self.in_flight:
+            for unsettled in self.unsettled:
+                unsettled.append(self.in_flight)
+        deque(map(set_local_grad, chain(*copies), repeat(None)), maxlen=0)
+        return by_replica
+
+    def settle(self) -> None:
+        """Records that the buckets in flight have been waited for."""
+        for unsettled in filter(None, self.unsettled):
+            unsettled[:] = [entry for entry in unsettled if entry is not self.in_flight]
+
+    def _remove_pending(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
+        """Removes one entry of each taken gradient's copy.
 
         A second entry, from another pass that has begun since, stays.
         """
@@ -242,6 +314,21 @@ class GradTracker:
         self._num_passes = [0] * len(self.pending)
         self._is_second_pass = False
 
+    def discard(self) -> bool:
+        """Drops the gradients in all slots; returns whether there were any.
+
+        No pass runs, so all entries of ``unsettled`` are stale.
+        """
+        self.drop_interrupted()
+        self.find()
+        were_there = any(self.pending)
+        for copies, unsettled in zip(self.pending, self.unsettled, strict=True):
+            _empty_slots(copies)
+            unsettled.clear()
+        self.clear()
+        self.forget_streams()
+        return were_there
+
     def _record_streams(self, replica_ids: Iterable[int]) -> None:
         """Records the current streams of replicas to which a pass has brought gradients.
 
@@ -259,7 +346,7 @@ class GradTracker:
 
     def forget(self, variable: ReplicatedParam) -> None:
         """Removes a variable that was freed. Takes no lock: a garbage collection may call it."""
-        self._silent_order = None
+        self._silent_order = self.arrivals = None
         self._silent = [
             [c for c in silent if c.variable is not variable] for silent in self._silent
         ]
@@ -270,9 +357,9 @@ class GradTracker:
 
     # Hooks
 
-    def drop_hooks(self, arrivals: ReadyGrads) -> None:
+    def _drop_hooks(self, arrivals: ReadyGrads) -> None:
         """Removes the hooks of copies that arrive in a known order."""
-        if arrivals is self._silent_order:
+        if not (self._may_be_silent and arrivals.is_regular):
             return
         self._silent_order = arrivals
         for r, copies in enumerate(arrivals.copies):
@@ -351,9 +438,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 raise Unverifiable("forward calls backward, which would add to gradients twice")
             if len(args[1]) > 1 or (args[1][0] is not None and args[1][0].dim()):
                 args = _clone_gradients(*args)
-            if accumulates:
-                check_pass(replica.run, lane, args)
-            else:
+            if not accumulates:
                 _refuse_hooks(args[4])
         elif accumulates:
             _refuse_during_runs(args)
@@ -361,8 +446,16 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_transformed(args[0], args[4])
         this, begun = BackwardPass(), list[tuple[GradTracker, int | None]]()
         try:
-            if accumulates:
-                _begin_in_trackers(this, begun)
+            within = current_graph_task_id() != -1
+            for reference in _trackers if accumulates else ():
+                tracker = reference()
+                if tracker is not None:
+                    replica_id = None
+                    if replica is not None and tracker.replicas is replica.replicas:
+                        replica_id = lane
+                        tracker.check_pass(replica.run, lane, args)
+                    tracker.begin_pass(this, replica_id, within=within)
+                    begun.append((tracker, replica_id))
             if replica is None and serial_graphs.alive:
                 with torch.autograd.set_multithreading_enabled(False):
                     order.advance()  # create_graph=True makes nodes
@@ -475,20 +568,3 @@ def _refuse_during_runs(args: Any) -> None:
             variable = param_of(leaf)
             if variable is not None and variable.replicas is tracker.replicas:
                 runner_of(tracker.replicas).check_between_runs("a backward pass")
-
-
-def _begin_in_trackers(this: BackwardPass, begun: list[tuple[GradTracker, int | None]]) -> None:
-    """Calls ``begin_pass`` of all trackers, and appends each to ``begun``.
-
-    The tracker of the current replica gets its index, the others get None.
-    """
-    replica = current.replica
-    within = current_graph_task_id() != -1
-    for reference in _trackers:
-        tracker = reference()
-        if tracker is not None:
-            replica_id = None
-            if replica is not None and tracker.replicas is replica.replicas:
-                replica_id = replica.replica_id
-            tracker.begin_pass(this, replica_id, within=within)
-            begun.append((tracker, replica_id))

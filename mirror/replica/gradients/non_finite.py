@@ -46,17 +46,17 @@ class NonFiniteCheck:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
-    def all_finite(self, columns: Sequence[Sequence[Tensor | None]]) -> bool:
+    def all_finite(self, by_replica: Sequence[Sequence[Tensor | None]]) -> bool:
         """Whether all gradients of all replicas are finite."""
-        return all(map(_are_finite, columns))
+        return all(map(_are_finite, by_replica))
 
     def raise_error(
-        self, columns: Sequence[Sequence[Tensor | None]], variables: Sequence[NamedParam | None]
+        self, by_replica: Sequence[Sequence[Tensor | None]], variables: Sequence[NamedParam | None]
     ) -> None:
         """Raises GradientError for the first gradient that is not finite."""
-        for column, name in zip(columns, self._names, strict=True):
-            if not _are_finite(column):
-                for grad, variable in zip(column, variables, strict=True):
+        for grads, name in zip(by_replica, self._names, strict=True):
+            if not _are_finite(grads):
+                for grad, variable in zip(grads, variables, strict=True):
                     if variable is not None and not _are_finite([grad]):
                         path = path_of(variable.owner(), variable.name)
                         assert grad is not None
@@ -140,23 +140,19 @@ class NonFinite:
         self.is_enabled = finite is not None
         self.found: GradientError | None = None
 
-    def are_non_finite(self, columns: Sequence[ReplicaGrads]) -> bool:
-        """Whether some gradients are not finite; records nothing."""
-        return self._finite is not None and not self._finite.all_finite(columns)
-
     def scan(
         self,
         variables: Sequence[ReplicatedParam | None],
-        columns: Sequence[ReplicaGrads],
+        by_replica: Sequence[ReplicaGrads],
         shares: Mapping[int, float],
     ) -> None:
         """Records the first gradient that is not finite, of replicas with a share."""
         if self._finite is None or self.found is not None:
             return
-        grads = [mine if shares.get(r) else [] for r, mine in enumerate(columns)]
-        if self.are_non_finite(grads):
+        counted = [grads if shares.get(r) else [] for r, grads in enumerate(by_replica)]
+        if not self._finite.all_finite(counted):
             try:
-                self._finite.raise_error(grads, variables)
+                self._finite.raise_error(counted, variables)
             except GradientError as error:
                 self.found = error
 

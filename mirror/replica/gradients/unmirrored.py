@@ -120,6 +120,37 @@ class UnmirroredParams:
         """Whether warnings for this strategy end: it is closed, or has mirrored something."""
         return runner_of(self.replicas).is_closed or self._registry.has_owned
 
+    def check_pass(self, run: Run, replica_id: int, args: Sequence[Any]) -> None:
+        """Checks the loss of a replica's backward pass, and the leaves that it accumulates into.
+
+        Args:
+            args: the arguments of the function that starts the engine.
+
+        Raises:
+            StrategyError: another replica trains one of the leaves too, and it is not mirrored.
+        """
+        if len(run.active) < 2 and not run.replicas.workers.is_multi_process:
+            return
+        # Of Tensor.backward, past torch.autograd.backward and our wrapper.
+        caller = sys._getframe(4)
+        place = (caller.f_code, caller.f_lasti, replica_id)
+        seen = self.passes.get(place, 0)
+        if seen >= _MAX_PASSES or len(self.passes) >= _MAX_CALL_SITES:
+            return
+        self.passes[place] = nth = seen + 1
+        self.losses.record(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
+        if not run.replicas.weighted:
+            return
+        leaves = [
+            leaf
+            for leaf in leaves_of_pass(args)
+            if not isinstance(leaf, (ReplicaParameter, MirroredTensor))
+        ]
+        if leaves:
+            self.leaves_in(run).claim(
+                leaves, replica_id, "their gradients would be added up, not averaged"
+            )
+
     def leaves_in(self, run: Run) -> UnmirroredLeaves:
         """Returns the unmirrored leaves that the replicas of a run have trained."""
         return self.leaves.setdefault(run, UnmirroredLeaves())
@@ -187,38 +218,6 @@ class UnmirroredLeaves:
         self.claim(parameters, replica_id, "they would be stepped once per replica")
         self.has_stepped |= any(
             isinstance(p, nn.Parameter) and not hasattr(p, "_copied_in_run") for p in parameters
-        )
-
-
-def check_pass(run: Run, replica_id: int, args: Sequence[Any]) -> None:
-    """Checks the loss of a replica's backward pass, and the leaves that it accumulates into.
-
-    Args:
-        args: the arguments of the function that starts the engine.
-
-    Raises:
-        StrategyError: another replica trains one of the leaves too, and it is not mirrored.
-    """
-    if len(run.active) < 2 and not run.replicas.workers.is_multi_process:
-        return
-    unmirrored = _unmirrored_of(run.replicas)
-    caller = sys._getframe(4)  # of Tensor.backward, past torch.autograd.backward and our wrapper
-    place = (caller.f_code, caller.f_lasti, replica_id)
-    seen = unmirrored.passes.get(place, 0)
-    if seen >= _MAX_PASSES or len(unmirrored.passes) >= _MAX_CALL_SITES:
-        return
-    unmirrored.passes[place] = nth = seen + 1
-    unmirrored.losses.record(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
-    if not run.replicas.weighted:
-        return
-    leaves = [
-        leaf
-        for leaf in leaves_of_pass(args)
-        if not isinstance(leaf, (ReplicaParameter, MirroredTensor))
-    ]
-    if leaves:
-        unmirrored.leaves_in(run).claim(
-            leaves, replica_id, "their gradients would be added up, not averaged"
         )
 
 

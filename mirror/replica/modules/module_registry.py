@@ -32,10 +32,10 @@ from mirror.device.device_mesh import disabling_remap
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
-from mirror.execution.replica_rng import stream_of_caller
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica
 from mirror.execution.runner import Runner
+from mirror.execution.swapped_state import stream_of_caller
 from mirror.replica.layers.sync_batch_norm import wrap_torch_sync_batch_norm
 from mirror.replica.layers.unsplit_layers import renormalizes, warn_of_frequencies
 from mirror.replica.modules.conversions import (

@@ -218,10 +218,7 @@ class PerReplicaAttribute:
                 return leaf
             if split is not None and split.is_batched(leaf):
                 leaf = split.rows(leaf, replica.replica_id)
-            device = replica.device
-            if places.is_model_parallel:
-                device = places.peers_of(leaf.device)[replica.replica_id]
-            own: Tensor = leaf.to(device, copy=True)
+            own: Tensor = leaf.to(places.peers_of(leaf.device)[replica.replica_id], copy=True)
             return own
 
         return map_structure(part, value)

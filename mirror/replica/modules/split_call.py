@@ -69,7 +69,7 @@ from mirror.execution.run import (
     save_context,
 )
 from mirror.execution.runner import Runner
-from mirror.replica.exactness.cross_example_ops import warn_if_mixing
+from mirror.replica.exactness.local_losses import warn_if_mixing
 from mirror.replica.layers.unsplit_layers import (
     LAYERS,
     call_with_sequences,
@@ -214,7 +214,7 @@ class CallInterceptor(Interceptor):
     def _call_outside(
         self, module: nn.Module, args: Any, kwargs: Any, each: Each | None = None
     ) -> Any:
-        hold = suspend_dynamo()
+        dynamo_callback = suspend_dynamo()
         try:
             whole: Callable[..., Any] = self.compiled or getattr(module, WHOLE_CALL)
             if current.in_whole_call:
@@ -227,19 +227,17 @@ class CallInterceptor(Interceptor):
             if recomputed is None or self.is_checkpointed:
                 if top_saved_tensors_hooks() is not None:  # activation checkpointing's, maybe
                     self.is_checkpointed = True
-                return self._split(module, args, kwargs, whole, hold, each)
+                return self._split(module, args, kwargs, whole, dynamo_callback, each)
             before = save_context()
             try:
                 replica = recomputing(self.replicas, recomputed)
                 push_context(self.replicas.strategy, replica)
-                if self.replicas.places.is_model_parallel:
-                    with renaming(replica):
-                        return whole(*args, **kwargs)
-                return whole(*args, **kwargs)
+                with renaming(replica):
+                    return whole(*args, **kwargs)
             finally:
                 current.replica, current.strategy, current.below = before
         finally:
-            resume_dynamo(hold)
+            resume_dynamo(dynamo_callback)
 
     def _split(
         self,
@@ -247,7 +245,7 @@ class CallInterceptor(Interceptor):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         whole: Callable[..., Any],
-        hold: DynamoCallback,
+        dynamo_callback: DynamoCallback,
         each: Each | None,
     ) -> Any:
         """Calls the module in the cross-replica context, on all replicas.
@@ -260,7 +258,7 @@ class CallInterceptor(Interceptor):
 
         Args:
             whole: calls the module without splitting.
-            hold: Dynamo's callback on the calling thread. See [Note: Compiled calls].
+            dynamo_callback: the calling thread's. See [Note: Compiled calls].
             each: makes the calls of the replicas, if the call is split.
 
         Raises:
@@ -284,13 +282,18 @@ class CallInterceptor(Interceptor):
         if not replicas.mirrors:
             if isinstance(module, LazyModuleMixin):
                 self.recorder.initialize(module, None, args, kwargs)
-            return _call_whole(runner, args, kwargs, partial(_call_held, hold, whole))
+            return _call_whole(
+                runner, args, kwargs, partial(_call_with_dynamo, dynamo_callback, whole)
+            )
         # 1. Plan how the arguments are split.
-        sizes = (
-            sizes_of_parts(replicas.num_replicas, args, kwargs) if self._splits(module) else None
-        )
+        leaves: Sequence[Any] = args
+        sizes: Sequence[int] | None = None
+        if self._splits(module):
+            if kwargs or len(args) != 1 or type(args[0]) is not Tensor:  # not the usual call
+                leaves = list(leaves_in((args, kwargs)))
+            sizes = sizes_of_parts(replicas.num_replicas, leaves)
         if sizes is None:
-            return self._call_unsplit(module, args, kwargs, whole, hold)
+            return self._call_unsplit(module, args, kwargs, whole, dynamo_callback)
         verified = None
         if modules.verify != "off" and each is None and sizes[1]:
             # Inline, and without a call in Python, since each call of a module does it. Parts of
@@ -310,10 +313,10 @@ class CallInterceptor(Interceptor):
             if kind not in self.verified:
                 verified = self._begin_to_verify(module, kind, args, kwargs, sizes)
         if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
-            return _call_lone(runner, module, args, kwargs, hold, sizes)
+            return _call_lone(runner, module, args, kwargs, dynamo_callback, sizes)
         split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies, self.writes_inputs)
         if runner.copies is not None:
-            split.pin((args, kwargs))
+            split.pin(leaves)
         parts: dict[int, ReplicaArgs] = {}
         names = _positional_names(module) if args[1:] else ()
 
@@ -327,14 +330,13 @@ class CallInterceptor(Interceptor):
             replica = current.replica
             assert replica is not None
             replica.run.is_split = True
-            part = parts[replica_id] = ReplicaArgs(split, replica_id)
-            own_args, own_kwargs = part.from_call(args, kwargs, names)
+            part = parts[replica_id] = ReplicaArgs(split, replica_id, args, kwargs, names)
             if each is not None:
-                own = partial(call_under_dynamo, hold, entry, own_args, own_kwargs)
+                own = partial(call_under_dynamo, dynamo_callback, entry, part.args, part.kwargs)
                 return each(replica_id, own)
-            if hold:
-                return call_under_dynamo(hold, entry, own_args, own_kwargs)
-            return entry(*own_args, **own_kwargs)
+            if dynamo_callback:
+                return call_under_dynamo(dynamo_callback, entry, part.args, part.kwargs)
+            return entry(*part.args, **part.kwargs)
 
         try:
             with limits_for(replicas.num_replicas):
@@ -352,8 +354,7 @@ class CallInterceptor(Interceptor):
             )
             take_changes(runner, own, list(run.results), args, kwargs)
         except Exception as error:
-            if _may_be_of_sizes(error):
-                add_note(error, _describe_sizes(module, split, args, kwargs))
+            _note_sizes(error, module, split, args, kwargs)
             raise
         finally:
             if runner.copies is not None:
@@ -422,7 +423,7 @@ class CallInterceptor(Interceptor):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         whole: Callable[..., Any],
-        hold: DynamoCallback,
+        dynamo_callback: DynamoCallback,
     ) -> Any:
         """Calls the module on the first replica alone."""
         runner, replicas = self.recorder.runner, self.replicas
@@ -431,7 +432,12 @@ class CallInterceptor(Interceptor):
             # It gets its parameters now, and is mirrored at its next use.
             self.recorder.record(module)
         elif replicas.has_parameter_device and next(module.parameters(), None) is not None:
-            return _call_on_first(runner, args, kwargs, partial(call_under_dynamo, hold, module))
+            # That device has no buffers, and the arguments do not go there.
+            def call_first(*args: Any, **kwargs: Any) -> Any:
+                call = partial(call_under_dynamo, dynamo_callback, module, args, kwargs)
+                return runner.run(lambda replica_id: call(), (0,)).results[0]
+
+            return _call_whole(runner, args, kwargs, call_first)
         current.in_whole_call = True
         try:
             return _call_whole(runner, args, kwargs, whole)
@@ -485,7 +491,7 @@ def _call_lone(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    hold: DynamoCallback,
+    dynamo_callback: DynamoCallback,
     sizes: Sequence[int],
 ) -> Any:
     """Calls a module on the only replica of one of several workers.
@@ -497,19 +503,18 @@ def _call_lone(
         replica = current.replica
         assert replica is not None
         replica.run.is_split = True
-        return call_under_dynamo(hold, module, args, kwargs)
+        return call_under_dynamo(dynamo_callback, module, args, kwargs)
 
     try:
         run = runner.run(call, (0,), weights=sizes)
         result = run.results[0]
         if type(result) is Tensor and result.shape[:1] == (sizes[0],):
             return result
-        part = ReplicaArgs(SplitPlan(sizes, runner.replicas.places, sizes[0]), 0)
-        return join_outputs(runner, run.results, sizes, [part], module)
+        split = SplitPlan(sizes, runner.replicas.places, sizes[0])
+        return join_outputs(runner, run.results, sizes, [ReplicaArgs(split, 0)], module)
     except Exception as error:
-        if _may_be_of_sizes(error):
-            split = SplitPlan(sizes, runner.replicas.places, sizes[0])
-            add_note(error, _describe_sizes(module, split, args, kwargs))
+        split = SplitPlan(sizes, runner.replicas.places, sizes[0])
+        _note_sizes(error, module, split, args, kwargs)
         raise
 
 
@@ -520,56 +525,41 @@ def _call_whole(
     if not must_move((args, kwargs), runner.replicas.places.replicas[0]):
         return whole(*args, **kwargs)
     split = SplitPlan([1], runner.replicas.places, None, runner.copies)
-    part = ReplicaArgs(split, 0)
-    split.pin((args, kwargs))
+    split.pin(leaves_in((args, kwargs)))
     try:
-        own_args, own_kwargs = part.from_call(args, kwargs)
-        result = whole(*own_args, **own_kwargs)
+        part = ReplicaArgs(split, 0, args, kwargs)
+        result = whole(*part.args, **part.kwargs)
     finally:
         split.finish()
     take_changes(runner, [part], [0], args, kwargs)
     return result
 
 
-def _call_on_first(
-    runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+def _call_with_dynamo(
+    dynamo_callback: DynamoCallback, whole: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a module in a run of the first replica, because of a parameter device.
-
-    That device has no buffers, and the arguments do not go there.
-    """
-
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        return runner.run(lambda replica_id: call(args, kwargs), (0,)).results[0]
-
-    return _call_whole(runner, args, kwargs, whole)
-
-
-def _call_held(hold: DynamoCallback, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a module of the only replica, compiled if the caller's code is."""
-    resume_dynamo(hold)
+    resume_dynamo(dynamo_callback)
     return whole(*args, **kwargs)
 
 
-def _may_be_of_sizes(error: Exception) -> bool:
-    """Returns whether an error in a split call may come from the sizes of the parts.
+def _note_sizes(
+    error: Exception, module: nn.Module, split: SplitPlan, args: tuple[Any, ...], kwargs: Any
+) -> None:
+    """Adds to an error in a split call how the call was split, if it may come from that.
 
     Errors of mirror have their own remedies. A layout that an operation lacks, memory that is
     used up, and the errors of ``find_remedy`` are not mended by another split.
     """
     others = (MirrorError, NotImplementedError, torch.OutOfMemoryError)
-    return not isinstance(error, others) and not find_remedy(error)
-
-
-def _describe_sizes(
-    module: nn.Module, split: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str:
-    """Returns how a call was split, for a note on its error."""
-    return (
+    if isinstance(error, others) or find_remedy(error):
+        return
+    add_note(
+        error,
         f"this call of {type(module).__name__} was split over {len(split.active)} replicas by the "
         f"first dimension, {split.num_examples}: {describe_split(split, args, kwargs)}. If "
         "something was split that holds no examples, give it another first dimension (x[None]) or "
-        "make it in forward; to split by hand, call the module inside strategy.run"
+        "make it in forward; to split by hand, call the module inside strategy.run",
     )
 
 

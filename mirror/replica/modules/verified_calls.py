@@ -60,8 +60,8 @@ from mirror.execution.run import (
     save_context,
 )
 from mirror.execution.runner import Runner
-from mirror.replica.exactness.cross_example_ops import GATHER_FIRST
 from mirror.replica.exactness.layer_sums import LayerSums, RoundingErrors
+from mirror.replica.exactness.local_losses import GATHER_FIRST
 from mirror.replica.exactness.output_comparison import OutputDifference, find_output_differences
 from mirror.replica.modules.trial_state import (
     Copies,
@@ -332,7 +332,8 @@ class VerifiedCall:
             sizes = [part[1], *[0] * (len(self._sizes) - 1)]
             split = SplitPlan(sizes, replicas.places, sum(self._sizes))
             split.starts[0] = part[0]
-            args, kwargs = ReplicaArgs(split, 0).from_call(args, kwargs)
+            part = ReplicaArgs(split, 0, args, kwargs)
+            args, kwargs = part.args, part.kwargs
         if isinstance(hook, RoundingErrors):
             args, kwargs = hook.add_to_inputs((args, kwargs))
         states = enter(keeping_generators(replicas.devices[0]))

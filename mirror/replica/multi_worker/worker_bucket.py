@@ -1,6 +1,5 @@
 """WorkerBucket: variables with gradients that travel between workers in one buffer; its layout.
 
-``Contributions`` is this worker's part of a reduction, summed over its replicas with their shares.
 ``Trailer`` has the numbers that travel after a bucket's gradients, and are summed with them. Each
 worker writes its own; after the sum every worker reads the same trailer:
 
@@ -18,14 +17,15 @@ sparse       1 from a worker that has set sparse gradients aside: all agree on a
 
 The layout of a bucket is the same on all workers: a gradient travels with the strides of its
 variable, not with its own. It stays in the buffer, and ``p.grad`` is a view of it, see
-``grad_access.py``. Sparse gradients are in no bucket; ``sum_sparse`` exchanges
-their indices and values as tensors of any size.
+``grad_access.py``.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -34,162 +34,26 @@ from torch import Tensor, nn
 
 from mirror.comm.host.host_backend import BufferAddresses, host_library
 from mirror.comm.packing import ALIGNMENT_BYTES, have_same_strides
-from mirror.comm.reduce_ops import reduce_tensors
-from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
-from mirror.device.streams import ReplicaStreams
-from mirror.errors import StrategyError
-from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.gradients.ready_grads import (
-    ReplicaGrads,
-    add_grads,
-    are_usual,
-    common_scale,
-    unshare,
-    weigh,
-)
-from mirror.replica.multi_worker.pass_weights import Deferred
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 
-
-class Contribution(NamedTuple):
-    """This worker's part of a bucket.
-
-    Attributes:
-        columns: per replica, real gradients with zeros for absent ones; or only their sums.
-        flags: one per variable, see ``worker_bucket.py``.
-        scales: the factor by which each column is still to be multiplied.
-    """
-
-    columns: Sequence[Sequence[Tensor]]
-    flags: Sequence[float]
-    scales: Sequence[float]
+FLAG_COUNTED, FLAG_ZERO_WEIGHT = 1.0, 2.0**-10
+NUM_MARKS = 16
+_MARKED = [[float(i == mark) for i in range(NUM_MARKS)] for mark in range(NUM_MARKS)]
+_MAX_TRAILERS = 4096  # one per bucket, mark and size of the batch
 
 
-class Contributions:
-    """Computes this worker's contributions.
+class Signals(NamedTuple):
+    """What a worker tells the others after the marks of a trailer; see the table above."""
 
-    Args:
-        deferred: the deferred gradients; a contribution removes those that it contains.
-        streams: on GPUs, the streams of the backward passes.
-    """
-
-    def __init__(
-        self,
-        replicas: Replicas,
-        reducer: Reducer,
-        deferred: Deferred,
-        streams: ReplicaStreams | None,
-    ) -> None:
-        self._devices, self._workers = replicas.devices, replicas.workers
-        self._reducer, self._deferred, self._streams = reducer, deferred, streams
-
-    def contribution_of(
-        self, bucket: WorkerBucket, columns: list[ReplicaGrads], shares: Mapping[int, float]
-    ) -> Contribution:
-        """Returns the contribution to a bucket.
-
-        Args:
-            columns: each replica's gradients, which are overwritten.
-        """
-        flags: Sequence[float] = bucket.all_count
-        if self._deferred or not self._all_count(columns, shares):
-            flags, shares = self._fill_absent(bucket, columns, shares)
-        if bucket.has_complex:
-            columns = [bucket.view_as_real(column) for column in columns]
-        if self._workers.sums_replicas:
-            return Contribution(columns, flags, [shares.get(r, 0.0) for r in range(len(columns))])
-        if len(columns) == 1 or not flags:
-            return Contribution(columns[:1], flags, [shares.get(0, 0.0)])
-        moved = self._reducer.move(columns, self._streams)
-        unshare(columns, moved.staying, self._streams)
-        scale = common_scale(shares) if len(shares) == len(columns) else None
-        if scale is None:
-            scale = 1.0
-            for r, column in enumerate(columns):
-                share = shares.get(r, 0.0)
-                if share not in (0.0, 1.0):  # with share 0 the column is zeros already
-                    torch._foreach_mul_(column, share)
-        self._reducer.all_reduce(moved, scale)
-        return Contribution(columns[:1], flags, [1.0])
-
-    def usual_scale(
-        self, columns: Sequence[ReplicaGrads], shares: Mapping[int, float]
-    ) -> float | None:
-        """Returns the common share of all replicas.
-
-        ``None`` if shares differ or are 0, or if a gradient is absent or not dense.
-        """
-        if self._deferred.has_passes or len(shares) < len(columns):
-            return None
-        if len(columns) == 1:
-            scale = shares.get(0)
-            return scale if scale and are_usual(columns[0]) else None
-        scale = common_scale(shares)
-        return scale if scale and all(map(are_usual, columns)) else None
-
-    @staticmethod
-    def _all_count(columns: Sequence[ReplicaGrads], shares: Mapping[int, float]) -> bool:
-        if len(shares) < len(columns) or not all(shares.values()):
-            return False
-        return all(map(are_usual, columns))
-
-    def _fill_absent(
-        self, bucket: WorkerBucket, columns: Sequence[ReplicaGrads], shares: Mapping[int, float]
-    ) -> tuple[list[float], Mapping[int, float]]:
-        """Replaces gradients that are absent or have no share by zeros; returns flags, shares."""
-        flags = [0.0] * len(bucket.variables)
-        for r, column in enumerate(columns):
-            counts = COUNTS if shares.get(r, 0.0) else IS_THERE
-            for i, grad in enumerate(column):
-                if grad is not None:
-                    flags[i] = max(flags[i], counts)
-        refuse_graphs(columns)
-        if self._deferred:  # deferred gradients are weighted already
-            weigh(list(columns), shares)
-            shares = dict.fromkeys(range(len(columns)), 1.0)
-            for i, variable in enumerate(bucket.variables):
-                kept = None if variable is None else self._deferred.pop_dense(variable)
-                for column, summand in zip(columns, kept or (), strict=False):
-                    column[i] = add_grads(column[i], summand)
-                    flags[i] = COUNTS
-        for r, (column, device) in enumerate(zip(columns, self._devices, strict=True)):
-            for i, grad in enumerate(column):
-                if grad is None or not shares.get(r, 0.0):  # replaced, since 0 * NaN is NaN
-                    column[i] = bucket.zeros(i, device)
-        return flags, shares
-
-    def sparse_contribution(
-        self, variable: ReplicatedParam, columns: list[ReplicaGrads], shares: Mapping[int, float]
-    ) -> Tensor | None:
-        """Returns the contribution to one variable, sparse if all replicas' gradients are."""
-        refuse_graphs(columns)
-        weigh(columns, shares)
-        kept = self._deferred.pop(variable, None) or [None] * len(columns)
-        own = (column[0] for column in columns)
-        grads = [add_grads(grad, summand) for grad, summand in zip(own, kept, strict=True)]
-        present = [grad for grad in grads if grad is not None]
-        if not all(grad.is_sparse for grad in present):
-            present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
-        return reduce_tensors(present, self._devices[0]) if present else None
+    weight: float = 0.0
+    more: float = 0.0
+    non_finite: float = 0.0
+    failed: float = 0.0
+    mixed: float = 0.0
+    sparse: float = 0.0
 
 
-def refuse_graphs(columns: Sequence[ReplicaGrads]) -> None:
-    """Raises StrategyError for gradients that carry a graph."""
-    if any(grad is not None and grad.requires_grad for column in columns for grad in column):
-        raise StrategyError(
-            "gradients of several workers carry no graph, but backward was called with "
-            "create_graph=True; call backward() without it: only gradients of the model's inputs "
-            "may have a graph, by torch.autograd.grad(..., create_graph=True)"
-        )
-
-
-COUNTS, IS_THERE = 1.0, 2.0**-10
-_MARKS = 16
-_MARKED = [[float(i == mark) for i in range(_MARKS)] for mark in range(_MARKS)]
-_NUM_AFTER_MARKS = 6
-NUM_OTHERS = _MARKS + _NUM_AFTER_MARKS
-_MAX_CACHED = 4 * _MARKS  # more than one per mark, as batches may have several sizes
+NUM_TRAILER_FIELDS = NUM_MARKS + len(Signals._fields)  # besides the flags
 
 
 class Trailer(NamedTuple):
@@ -197,86 +61,45 @@ class Trailer(NamedTuple):
 
     flags: Sequence[float]
     marks: Sequence[float]
-    weight: float
-    more: float
-    non_finite: float
-    failed: float
-    mixed: float
-    sparse: float
+    signals: Signals
 
     def is_marked(self, number: int, size: int) -> bool:
         """Whether all workers have written the mark of this number."""
-        return list(self.marks) == [size * mark for mark in _MARKED[number % _MARKS]]
+        return list(self.marks) == [size * mark for mark in _MARKED[number % NUM_MARKS]]
 
 
-class UsualTrailers:
-    """The trailers of the usual case: every worker has all gradients, and no flag is set.
-
-    They are cached per mark, and compared as a whole.
-
-    Args:
-        dtype: float32 or float64.
-    """
-
-    def __init__(self, num_flags: int, dtype: torch.dtype) -> None:
-        self._flags = [COUNTS] * num_flags
-        self._code = "f" if dtype == torch.float32 else "d"
-        self._own: dict[tuple[int, float], bytes] = {}
-        self._all: dict[tuple[int, float, int], bytes] = {}
-
-    def own_trailer(self, number: int, weight: float) -> bytes:
-        """Returns this worker's trailer, as bytes of the dtype."""
-        key = number % _MARKS, weight
-        known = self._own.get(key)
-        if known is None:
-            if len(self._own) >= _MAX_CACHED:
-                self._own.clear()
-            known = array(self._code, write_trailer(self._flags, number, weight)).tobytes()
-            self._own[key] = known
-        return known
-
-    def all(self, number: int, total: float, size: int) -> bytes:
-        """Returns the sum of all workers' trailers, as bytes of the dtype.
-
-        Args:
-            total: the sum of their weights.
-            size: the number of workers.
-        """
-        key = number % _MARKS, total, size
-        known = self._all.get(key)
-        if known is None:
-            if len(self._all) >= _MAX_CACHED:
-                self._all.clear()
-            numbers = [size * one for one in write_trailer(self._flags, number, 0.0)]
-            numbers[-_NUM_AFTER_MARKS] = total
-            known = self._all[key] = array(self._code, numbers).tobytes()
-        return known
-
-
-def write_trailer(
-    flags: Sequence[float],
-    number: int,
-    weight: float,
-    *,
-    more: bool = False,
-    non_finite: bool = False,
-    failed: bool = False,
-    mixed: bool = False,
-    sparse: bool = False,
-) -> list[float]:
+def write_trailer(flags: Sequence[float], number: int, signals: Signals) -> list[float]:
     """Returns a worker's trailer as numbers.
 
     Args:
         number: the number of the reduction and the bucket, which is marked modulo 16.
     """
-    return [*flags, *_MARKED[number % _MARKS], weight, more, non_finite, failed, mixed, sparse]
+    return [*flags, *_MARKED[number % NUM_MARKS], *signals]
 
 
 def read_trailer(numbers: Sequence[float]) -> Trailer:
     """Returns the trailer that the numbers encode."""
-    num_flags = len(numbers) - NUM_OTHERS
-    end = num_flags + _MARKS
-    return Trailer(numbers[:num_flags], numbers[num_flags:end], *numbers[end:])
+    num_flags = len(numbers) - NUM_TRAILER_FIELDS
+    end = num_flags + NUM_MARKS
+    return Trailer(numbers[:num_flags], numbers[num_flags:end], Signals(*numbers[end:]))
+
+
+@lru_cache(_MAX_TRAILERS)
+def usual_trailer(
+    num_flags: int, dtype: torch.dtype, mark: int, size: int, weight: float
+) -> bytes:
+    """Returns the trailer of the usual case, where all gradients are there, and no signal is set.
+
+    Args:
+        dtype: float32 or float64, in which the bytes are.
+        mark: the number of the reduction and the bucket, modulo 16.
+        size: the number of workers whose trailers are summed.
+        weight: the sum of their weights.
+    """
+    trailer = write_trailer([FLAG_COUNTED] * num_flags, mark, Signals())
+    numbers = [size * number for number in trailer]
+    numbers[-len(Signals._fields)] = weight
+    return array("f" if dtype == torch.float32 else "d", numbers).tobytes()
 
 
 # For ``map``, which costs less than a Python loop.
@@ -299,7 +122,7 @@ class WorkerBucket:
         all_count: the flags of a worker that has all gradients.
         ends_exactly: whether the wire dtype is precise enough for the weight in the trailer.
         num_elements, num_bytes: the size of the buffer without the trailer.
-        usual_trailers: the trailers of the usual case; ``None`` excludes ``sum_replicas``.
+        can_sum_replicas: whether ``sum_replicas`` can be called.
     """
 
     def __init__(
@@ -322,13 +145,13 @@ class WorkerBucket:
         self.devices = tuple(devices)
         self.dtype = real_dtype(targets[0]) if targets else torch.float32
         self.wire = self.dtype if wire_dtype is None else wire_dtype
-        self.all_count = [COUNTS] * len(variables)
+        self.all_count = [FLAG_COUNTED] * len(variables)
         self.ends_exactly = self.wire in _EXACT
         self._are_complex = [target.is_complex() for target in targets]
         self.has_complex = any(self._are_complex)
         self._is_contiguous = all(target.is_contiguous() for target in targets)
         self._layouts = [_layout(target) for target in targets]
-        sizes = [_number(shape) for shape, _ in self._layouts]
+        sizes = [math.prod(shape) for shape, _ in self._layouts]
         item = self.dtype.itemsize
         gaps = [-size * item % ALIGNMENT_BYTES // item for size in sizes]
         self._gaps: dict[torch.device, list[Tensor]] = {}
@@ -344,13 +167,12 @@ class WorkerBucket:
         ]
         self._shapes = [self._layouts[i][0] for i in self._shaped]
         self._strides = [self._layouts[i][1] for i in self._shaped]
-        packs = on_host and bool(variables) and self._is_contiguous and self.ends_exactly
-        self.usual_trailers: UsualTrailers | None = None
-        if packs and self.wire == self.dtype and not self.has_complex:
-            self.usual_trailers = UsualTrailers(len(variables), self.wire)
+        is_plain = self._is_contiguous and self.wire == self.dtype and not self.has_complex
+        self.can_sum_replicas = on_host and bool(variables) and is_plain and self.ends_exactly
+        if self.can_sum_replicas:
             offsets = [*accumulate(self._steps, initial=0)]
             self._places = BufferAddresses(sizes, offsets, self.dtype)
-            trailer_size = len(variables) + NUM_OTHERS
+            trailer_size = len(variables) + NUM_TRAILER_FIELDS
             self._size = self.num_elements + trailer_size
 
     def forget(self, variable: ReplicatedParam) -> None:
@@ -367,24 +189,24 @@ class WorkerBucket:
         shape, strides = self._layouts[i]
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device).zero_()
 
-    def view_as_real(self, column: Sequence[Tensor]) -> list[Tensor]:
+    def view_as_real(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns a replica's gradients with complex ones viewed as real."""
         return [
             torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
-            for grad in column
+            for grad in grads
         ]
 
     def sum_replicas(
-        self, columns: Sequence[Sequence[Tensor]], scale: float, trailer: bytes
+        self, by_replica: Sequence[Sequence[Tensor]], scale: float, trailer: bytes
     ) -> Tensor:
         """Returns a new buffer with the sums over the replicas, and a trailer, in one pass.
 
-        Only for a bucket with ``usual_trailers``. Gradients that are not contiguous are copied.
+        Only if ``can_sum_replicas``. Gradients that are not contiguous are copied.
         """
-        if len(columns) == 1:
-            rows = columns[0]
+        if len(by_replica) == 1:
+            rows = by_replica[0]
         else:
-            rows = [grad for row in zip(*columns, strict=True) for grad in row]
+            rows = [*chain(*zip(*by_replica, strict=True))]
         if not all(map(_is_contiguous, rows)):
             rows = [grad.contiguous() for grad in rows]
         buffer = torch.empty(self._size, dtype=self.dtype, device="cpu")
@@ -449,67 +271,3 @@ def _layout(target: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     elif have_same_strides([target]):
         return shape, target.stride()
     return shape, torch.empty(shape, device="meta").stride()
-
-
-def _number(shape: Sequence[int]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number
-
-
-_ABSENT, _SPARSE, _DENSE = 0.0, 1.0, 2.0
-
-
-def sum_sparse(
-    workers: LocalWorkerGroup,
-    mine: Sequence[Tensor | None],
-    variables: Sequence[ReplicatedParam | None],
-) -> list[Tensor | None]:
-    """Sums gradients over the workers, each sparse, dense or absent; sparse if all are.
-
-    Args:
-        mine: this worker's gradients; None for an absent one.
-        variables: their variables; ``None`` for a freed one.
-    """
-    like = [None if variable is None else variable.targets[0] for variable in variables]
-    kinds, tensors = [], list[Tensor]()
-    for grad in mine:
-        if grad is None:
-            kinds.append(_ABSENT)
-        elif grad.is_sparse:
-            kinds.append(_SPARSE)
-            grad = grad.coalesce()
-            tensors += [grad.indices(), grad.values()]
-        else:
-            kinds.append(_DENSE)
-            tensors.append(grad)
-    every = workers.exchange_tensors("sparse gradients", len(mine), tensors, kinds)
-    columns = [list(_decode(message, like)) for message in every]
-    totals: list[Tensor | None] = []
-    for parts, target in zip(zip(*columns, strict=True), like, strict=True):
-        present = [part for part in parts if part is not None]
-        if not present or target is None:
-            totals.append(None)
-            continue
-        if not all(part.is_sparse for part in present):
-            present = [part.to_dense() if part.is_sparse else part for part in present]
-        totals.append(reduce_tensors(present, target.device))
-    return totals
-
-
-def _decode(message: Message, like: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    """Yields the gradients of one worker."""
-    tensors = iter(message.tensors)
-    for kind, target in zip(message.numbers, like, strict=True):
-        if kind == _ABSENT:
-            yield None
-        elif kind == _DENSE:
-            yield next(tensors)
-        else:
-            rows = next(tensors), next(tensors)
-            yield (
-                None
-                if target is None
-                else torch.sparse_coo_tensor(*rows, target.shape, check_invariants=False)
-            )

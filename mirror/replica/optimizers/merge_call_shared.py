@@ -12,17 +12,17 @@ object that wraps an optimizer or keeps values anywhere.
                               over all workers
     anything else             the argument, which must be equal on all replicas
 
-Learning-rate schedulers step this way, and parameter groups are added this way; which optimizers
-do, ``step_dispatch.py`` decides. If every replica creates an optimizer inside ``run``, there are N
-optimizers over parameters that all replicas share: that raises an error when they step, because
-one replica may create it for all.
+Learning-rate schedulers step this way, and parameter groups are added this way. Which optimizers
+do, ``optimizer_traits.py`` decides. If every replica creates an optimizer inside ``run``, there
+are N optimizers over parameters that all replicas share: that raises an error when they step,
+because one replica may create it for all.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -157,8 +157,8 @@ def merge_call_shared(
 
     key, name = kind, what
     if serial is not None:
-        key = kind if _INIT_FINISHED in vars(target) else f"{kind} #{serial}"
         name = "optimizer.step"
+        key = kind if INIT_FINISHED in vars(target) else f"{kind} #{serial}"
     point = MergePoint(name, (key,), (target, tuple(args), dict(kwargs), seen), action)
     return context.run.merge(context.replica_id, point)
 
@@ -251,7 +251,7 @@ def _is_loss(leaf: Any) -> bool:
 
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
-_INIT_FINISHED = "_init_finished"  # in the __dict__ of an optimizer that is created in a run
+INIT_FINISHED = "_init_finished"  # in the __dict__ of an optimizer that is created in a run
 
 
 def watch_creation() -> None:
@@ -265,44 +265,17 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
         if current.replica is None:
             original(self, *args, **kwargs)
             return
-        vars(self)[_INIT_FINISHED] = False
+        vars(self)[INIT_FINISHED] = False
         original(self, *args, **kwargs)
-        vars(self)[_INIT_FINISHED] = True
+        vars(self)[INIT_FINISHED] = True
 
     return init
-
-
-def step_point(
-    optimizer: Optimizer | None, serial: int, what: str, payload: Any, action: Action
-) -> MergePoint:
-    """Returns the merge point of an optimizer's step; all replicas must step the same optimizer.
-
-    Optimizers that are created inside ``run`` may have any order, so their serial number does not
-    count.
-    """
-    kind = type(optimizer).__name__
-    if optimizer is None or _INIT_FINISHED not in vars(optimizer):
-        return MergePoint(what, (f"{kind} #{serial}",), payload, action)
-
-    def act_on_one(payloads: dict[int, Any]) -> dict[int, Any]:
-        if any(other is not optimizer for other, _ in payloads.values()):
-            _refuse_one_per_replica(kind)
-        return action({r: theirs for r, (_, theirs) in payloads.items()})
-
-    return MergePoint(what, (kind,), (optimizer, payload), act_on_one)
-
-
-def _refuse_one_per_replica(kind: str) -> NoReturn:
-    raise StrategyError(
-        f"every replica has made a {kind} of its own inside strategy.run, over parameters that "
-        "all share; make optimizers outside run"
-    )
 
 
 def _add_in_run(
     add: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
-    is_being_made = not vars(optimizer).get(_INIT_FINISHED, True)
+    is_being_made = not vars(optimizer).get(INIT_FINISHED, True)
     if is_being_made or find_replicas(optimizer) is not context.replicas:
         return add(optimizer, *args, **kwargs)
     args = tuple(map(_replace_copies, args))

@@ -164,6 +164,10 @@ class ReplicaStates:
             self.catch_up()
         return self._by_replica[replica_id]
 
+    def is_scattered(self, optimizer: Optimizer) -> bool:
+        """Whether the replicas hold the optimizer's state in parts now."""
+        return False
+
     def catch_up(self) -> None:
         """Copies the first replica's state to stale ones."""
         if self._are_behind:
@@ -335,8 +339,7 @@ def state_name(key: Any, variable: ReplicatedParam) -> str:
 
 
 HEARING_SECONDS = 0.05
-NO_REPLICA = -1  # swaps in no parameter groups
-ALL_REPLICAS = -2  # every replica steps a clone of the optimizer
+ALL_REPLICAS = -1  # every replica steps a clone of the optimizer
 
 
 class ParamGroupSwap:
@@ -348,6 +351,7 @@ class ParamGroupSwap:
         lent: contains this object while a replica uses the optimizer.
 
     Attributes:
+        states: the optimizer's state on every replica.
         parameters: the contents of the groups at the last step.
         groups: the optimizer's own groups, also while others are swapped in.
         is_begun: whether a step of the first replica is in progress. If it raises, parameters
@@ -362,17 +366,21 @@ class ParamGroupSwap:
         lent: set[SwappedOptimizer],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._states = states
+        self.states = states
         self._lent = lent
         self.parameters = ParamGroupsView(())
         self.groups: list[dict[str, Any]] = optimizer.param_groups
         self._of_replicas: list[list[dict[str, Any]]] = [[] for _ in range(num_replicas)]
-        self._no_groups: list[dict[str, Any]] = []  # what ``NO_REPLICA`` swaps in
         self._clones: list[Any] = []  # while all replicas step at once
         self._to: int | None = None
         self._alone = threading.Lock()  # held while lent
         self.is_begun = False
         reinit_after_fork(self)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, while it lives."""
+        return self._optimizer()
 
     def after_fork(self) -> None:
         """Swaps out in a forked process, where no replica runs."""
@@ -395,20 +403,13 @@ class ParamGroupSwap:
             self.parameters = ParamGroupsView(self.groups)
         for r in range(1 if only_first else len(self._of_replicas)):
             self._of_replicas[r] = self.parameters.groups_of(r, self.groups)
-        self._states.read(optimizer, is_whole=is_whole)
+        self.states.read(optimizer, is_whole=is_whole)
         if not only_first:
-            self._states.catch_up()  # before the first one steps
+            self.states.catch_up()  # before the first one steps
 
     def swap_in(self, replica_id: int) -> None:
-        """Swaps in a replica's groups and state; waits until no other replica has the optimizer.
-
-        Args:
-            replica_id: ``NO_REPLICA`` swaps in no groups, for the step of a replica with
-                parameters that have been updated already.
-        """
-        groups, state = self._no_groups, dict[Any, Any]()
-        if replica_id != NO_REPLICA:
-            groups, state = self._of_replicas[replica_id], self._states.state_of(replica_id)
+        """Swaps in a replica's groups and state; waits until no other one has the optimizer."""
+        groups, state = self._of_replicas[replica_id], self.states.state_of(replica_id)
         alone = self._alone
         while not alone.acquire(timeout=HEARING_SECONDS):
             # The replica that uses it may have failed.
@@ -434,9 +435,9 @@ class ParamGroupSwap:
         for r, groups in enumerate(self._of_replicas):
             clone = object.__new__(type(optimizer))
             vars(clone).update(vars(optimizer))
-            clone.param_groups, clone.state = groups, self._states.state_of(r)  # type: ignore[assignment]
+            clone.param_groups, clone.state = groups, self.states.state_of(r)  # type: ignore[assignment]
             self._clones.append(clone)
-        optimizer.param_groups = self._no_groups
+        optimizer.param_groups = []
         optimizer.state = {}  # type: ignore[assignment]
 
     def clone_of(self, replica_id: int) -> Optimizer:
@@ -453,9 +454,9 @@ class ParamGroupSwap:
             return
         if self._to in (0, ALL_REPLICAS):
             keep_options(self.groups, self._of_replicas[0])
-            self._states.publish_first()
+            self.states.publish_first()
         optimizer.param_groups = self.groups
-        optimizer.state = self._states.shared
+        optimizer.state = self.states.shared
         self._clones = []
         self._lent.discard(self)
         self._to = None  # last: after an interrupt before this line, all of it is repeated

@@ -21,7 +21,7 @@ from mirror.base.torch_private import WithoutSubclass
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
-from mirror.replica.params.shared_memory import lie_apart
+from mirror.replica.params.shared_memory import address_of, lie_alike
 from mirror.replica.params.torch_function import MirroredParameter
 from mirror.threads.schedule import count_own_hooks
 
@@ -86,10 +86,14 @@ class ParamGroupsView:
             variable.follow_target(replica_id)
 
     def _lie_apart(self, replica_id: int) -> bool:
-        with WithoutSubclass():
-            return bool(self.variables) and lie_apart(
-                self._copies[replica_id], self.targets[replica_id]
-            )
+        if not self.variables:
+            return False
+        copies, targets = self._copies[replica_id], self.targets[replica_id]
+        with WithoutSubclass():  # halves the time; 100 ns for each parameter
+            try:
+                return list(map(address_of, copies)) != list(map(address_of, targets))
+            except RuntimeError:  # a sparse tensor has none
+                return not all(map(lie_alike, copies, targets))
 
     def groups_of(self, replica_id: int, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns one replica's copies of these groups, with options of its own.
@@ -334,8 +338,6 @@ def step_hooks(optimizer: Any) -> StepHooks:
     return found
 
 
-def has_step_hooks(optimizer: Any) -> bool:
-    """Whether the program has hooks of this optimizer's steps, or of those of all optimizers."""
-    before, after = _global_step_hooks()
-    own_before, own_after = optimizer.__dict__.get(_HOOKS) or step_hooks(optimizer)
-    return bool(before or after or own_before or own_after)
+def all_step_hooks(optimizer: Any) -> StepHooks:
+    """Returns the dicts of the program's hooks of all optimizers' steps, and of this one's."""
+    return *_global_step_hooks(), *step_hooks(optimizer)

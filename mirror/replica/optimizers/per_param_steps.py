@@ -38,14 +38,15 @@ from torch.optim import Optimizer
 from mirror.devices import using
 from mirror.errors import StrategyError
 from mirror.execution.run import current
-from mirror.replica.optimizers.param_groups import StepOnce, has_step_hooks, keep_options
-from mirror.replica.optimizers.piecewise_optimizers import describe, rebuild
-from mirror.replica.optimizers.step_dispatch import (
+from mirror.replica.optimizers.optimizer_traits import (
+    describe,
     extra_state_of,
     is_torchs_own,
     numbers_of,
     raw_step,
+    rebuild,
 )
+from mirror.replica.optimizers.param_groups import StepOnce, all_step_hooks, keep_options
 
 _SIDES = ((6, 4, 3, 2, 2, 2), (5, 4, 3, 2, 2, 2))  # of the parameters of a measurement
 _NUM_STEPS = 3  # the first ones, and as many after each of:
@@ -84,7 +85,8 @@ def explain_not_per_param(optimizer: Optimizer) -> str | None:
 
 def calls_hooks_again(optimizer: Optimizer) -> bool:
     """Whether each clone's step would call the hooks of a step, as its base class's step does."""
-    return has_step_hooks(optimizer) and any(map(is_torchs_own, type(optimizer).__mro__[1:-2]))
+    bases = type(optimizer).__mro__[1:-2]
+    return any(all_step_hooks(optimizer)) and any(map(is_torchs_own, bases))
 
 
 def step_clones(
@@ -137,7 +139,7 @@ def step_alone(optimizer: Optimizer, *args: Any) -> Any:
     before = current.stepping
     try:
         current.stepping = (*before, optimizer)
-        return raw_step(type(optimizer))(optimizer, *args)
+        return raw_step(type(optimizer).step)(optimizer, *args)
     finally:
         current.stepping = before
 
@@ -155,7 +157,8 @@ def _refuse(optimizer: Optimizer, what: str) -> NoReturn:
 
 @cache
 def _has_arguments(kind: type) -> bool:
-    _, *parameters = inspect.signature(raw_step(kind)).parameters.values()
+    step = raw_step(kind.step)  # type: ignore[attr-defined]
+    _, *parameters = inspect.signature(step).parameters.values()
     return any(one.name != "closure" and one.kind not in _VARIADIC for one in parameters)
 
 

@@ -16,7 +16,8 @@ the same, so it is gathered when it is read::
 So what is read is a copy of that moment: it does not change with later steps, and changes to it
 count at the next step. A write after that step, into an entry that was read before it, would be
 lost: the next step or read raises ``StrategyError``. While the state is gathered, the first
-replica's device holds all of it.
+replica's device holds all of it. Entries are gathered in the order in which they were made: those
+of one step in the order of the groups.
 Inside ``run`` every replica gets a gathered copy of its own, as with replicated state, and each
 replica's changes count for the slices that it holds.
 
@@ -108,6 +109,8 @@ class ShardedStates(ReplicaStates):
     def __init__(self, replicas: Replicas) -> None:
         self.sliced: SlicedParams | None = None  # while the state is scattered
         self._shards: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
+        self._order: dict[Any, None] = {}  # the keys of optimizer.state, as one device has them
+        self._num_ordered = 0  # entries of shards, when their keys were last recorded
         self._reads: list[_ReadEntry] = []  # tensors that the program may still have
         super().__init__(replicas)
 
@@ -135,9 +138,11 @@ class ShardedStates(ReplicaStates):
         """
         self._refuse_late_writes()
         if self.sliced is sliced and optimizer.state is self.shared:
+            self._record_order(sliced)
             return
         self.gather()
         self.read(optimizer)
+        self._order = dict.fromkeys(dict.keys(self.shared))
         entries = [self._by_replica[0] if self._are_behind else own for own in self._by_replica]
         for variable, positions in sliced.of_variable.items():
             for i in positions:
@@ -153,7 +158,17 @@ class ShardedStates(ReplicaStates):
                 dict.__delitem__(self.shared, owner)
         self._by_replica = [defaultdict(dict) for _ in self._by_replica]
         self._are_behind, self.shared.seen = True, False
-        self.sliced = sliced
+        self.sliced, self._num_ordered = sliced, sum(map(len, self._shards))
+
+    def _record_order(self, sliced: SlicedParams) -> None:
+        """Records the parameters for which the last step has made the first entries."""
+        if self._num_ordered == (num_entries := sum(map(len, self._shards))):
+            return
+        self._num_ordered = num_entries
+        for variable, positions in sliced.of_variable.items():
+            slices = [(sliced.slices[i].replica_id, sliced.stepped[i]) for i in positions]
+            if any(stepped in self._shards[r] for r, stepped in slices):
+                self._order.setdefault(variable.owner())
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -167,13 +182,18 @@ class ShardedStates(ReplicaStates):
         sliced = self.sliced
         if sliced is None:  # another replica has gathered it
             return
+        self._record_order(sliced)
+        whole = dict(dict.items(self.shared))
         with torch.inference_mode(False):
             for variable in sliced.of_variable:
                 entry = self._gather_entry(variable, sliced)
-                owner = variable.owner()
-                if entry is not None and owner is not None:
+                if entry is not None:
                     # Of a plain dict there are no weak references: see ``_record_read``.
-                    self.shared.put(owner, OrderedDict(entry))
+                    whole[variable.owner()] = OrderedDict(entry)
+        dict.clear(self.shared)
+        for key in self._order:
+            if key is not None and key in whole:  # else its parameter was freed, or has no state
+                self.shared.put(key, whole[key])
         self._by_replica[0] = defaultdict(dict)
         for key, value in dict.items(self.shared):
             of_key = param_of(key)

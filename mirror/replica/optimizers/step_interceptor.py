@@ -6,7 +6,7 @@ inwards:
 
     optimizer.step(closure)
     1. ``wrapper``         a step of the same optimizer that is in progress: calls the method
-    2. ``_step_in_run``    inside ``run``: one step for all replicas, or a step of each replica
+    2. ``_step_in_run``    in ``run``, for some classes and placements: one step for all replicas
     3. ``_step``           starts the step on the timeline; finds the ``MirroredOptimizer``
     4. ``MirroredOptimizer`` swaps in the parameters of one replica: [Note: Lending an optimizer]
     5. torch               the user's hooks, global ones first
@@ -24,7 +24,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from mirror.base.dynamo import (
@@ -51,23 +50,23 @@ from mirror.replica.optimizers.merge_call_shared import (
     watch_schedulers,
     wrap_in_subclasses,
 )
-from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, optimizers_of
-from mirror.replica.optimizers.param_groups import (
-    ParamGroupsView,
-    find_replicas,
-    has_step_hooks,
-    options_of,
-    refuse_different,
-    refuse_unmirrored,
-    replicas_in,
-)
-from mirror.replica.optimizers.sharded_optimizer import ShardedOptimizer
-from mirror.replica.optimizers.step_dispatch import (
+from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.optimizer_traits import (
     hooked_code,
     is_torchs_own,
     may_step_leader_first,
     refuse_wrappers,
     step_without_draws,
+)
+from mirror.replica.optimizers.param_groups import (
+    ParamGroupsView,
+    all_step_hooks,
+    find_replicas,
+    options_of,
+    refuse_different,
+    refuse_unmirrored,
+    replicas_in,
 )
 
 Step = Callable[..., Any]
@@ -134,11 +133,17 @@ def _wrap(step: Step) -> Step:
             current.stepping = (*before, self)
             if replica is None or not replica.replicas.mirrors:
                 return _step(step, self, replica, args, kwargs)
-            hold = suspend_dynamo()
+            dynamo_callback = suspend_dynamo()
             try:
+                replicas, is_traced = replica.replicas, replica.tracing is not None
+                if replica.replica_id == replica.run.active[0] and not is_traced:
+                    refuse_wrappers(self)  # once: all replicas run the same code
+                is_moved = replicas.shards_state or replicas.has_parameter_device
+                if not is_moved and (is_traced or is_torchs_own(type(self))):
+                    return _step(step, self, replica, args, kwargs)
                 return _step_in_run(step, self, replica, args, kwargs)
             finally:
-                resume_dynamo(hold)
+                resume_dynamo(dynamo_callback)
         except BaseException as error:
             mirror: MirroredOptimizer | None = vars(self).get("_mirror")
             if mirror is not None:
@@ -152,12 +157,11 @@ def _wrap(step: Step) -> Step:
 
 def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
     """Makes a step that one replica has called. See [Note: Step dispatch]."""
-    if context.tracing is not None:
-        return _step(step, optimizer, context, args, kwargs)
-    refuse_wrappers(optimizer)
     is_apart, is_sharded = context.replicas.has_parameter_device, context.replicas.shards_state
+    if context.tracing is not None:  # a program has no state there
+        return context.tracing.update(optimizer, args, kwargs)
     is_own = is_torchs_own(type(optimizer)) and not is_sharded
-    is_own = is_own and not (is_apart and has_step_hooks(optimizer))
+    is_own = is_own and not (is_apart and any(all_step_hooks(optimizer)))
     if is_own or find_replicas(optimizer) is not context.replicas:
         return _step(step, optimizer, context, args, kwargs)
     if context.lent and len(current.stepping) > 1:  # a step of one replica has called this one
@@ -167,16 +171,10 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
         return _current_mirror(optimizer, context.replicas).step_leader_first(
             own_step, optimizer, context
         )
-    loss, serial = None, None
-    has_own_loss = is_sharded and is_torchs_own(type(optimizer))
-    if has_own_loss:  # each replica has called its own closure, and gets its own loss
+    serial = None
+    if is_sharded and is_torchs_own(type(optimizer)):
         serial = _current_mirror(optimizer, context.replicas).serial
-        closure = args[0] if args else kwargs.get("closure")
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            args, kwargs = args[1:], {n: v for n, v in kwargs.items() if n != "closure"}
-    result = merge_call_shared(
+    return merge_call_shared(
         context,
         _wrap_step(step, context),
         optimizer,
@@ -186,7 +184,6 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
         check=lambda seen: refuse_different(optimizer, seen, "before a step"),
         serial=serial,
     )
-    return loss if has_own_loss else result
 
 
 def _current_mirror(optimizer: Any, replicas: Replicas) -> MirroredOptimizer:
@@ -214,7 +211,7 @@ def _wrap_step(step: Step, context: Replica) -> Step:
             result = step_without_draws(own_step, context.replicas.devices[0])
         mirror = vars(optimizer).get("_mirror")
         if mirror is not None:
-            context.run.stepped.setdefault(mirror, {})  # its options are compared when run ends
+            mirror.record_step(optimizer, context.run)
         return result
 
     step_once.__name__ = "step"
@@ -242,14 +239,14 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
         if mirror is None:
             result = step(optimizer, *args, **kwargs)
         else:
-            hold = suspend_dynamo()
+            dynamo_callback = suspend_dynamo()
             try:
                 if replica is not None and replica.replicas is mirror.replicas:
                     result = mirror.step_in_run(step, optimizer, replica, args, kwargs)
                 else:
                     result = mirror.step_cross_replica(step, optimizer, args, kwargs)
             finally:
-                resume_dynamo(hold)
+                resume_dynamo(dynamo_callback)
     finally:
         if timeline is not None:
             timeline.end(lane, OPTIMIZER)
@@ -296,8 +293,7 @@ def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> MirroredOptimizer:
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is None or mirror.replicas is not replicas:
         # In the attributes it lives as long as the optimizer; copies and pickles leave it out.
-        kind = ShardedOptimizer if replicas.shards_state else MirroredOptimizer
-        mirror = kind(optimizer, optimizers_of(replicas))
+        mirror = MirroredOptimizer(optimizer, optimizers_of(replicas))
         optimizer.__dict__["_mirror"] = mirror
     mirror.loan.parameters = ParamGroupsView(optimizer.param_groups)
     return mirror
@@ -312,9 +308,12 @@ def _wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
     @disable_dynamo
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         mirror: MirroredOptimizer | None = self.__dict__.get("_mirror")  # since its first step
-        if current.replica is not None and current.replica.tracing is not None:
-            mirror = None
-        if mirror is None or not set_to_none or not mirror.clear_gradients():
-            original(self, set_to_none)
+        is_traced = current.replica is not None and current.replica.tracing is not None
+        if mirror is not None and set_to_none and not is_traced:
+            parameters = mirror.loan.parameters
+            if parameters.are_in(self.param_groups):
+                if mirror.gradients.clear(parameters.variables, parameters.targets):
+                    return
+        original(self, set_to_none)
 
     return zero_grad

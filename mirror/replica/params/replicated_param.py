@@ -191,6 +191,18 @@ class ReplicaParameter(nn.Parameter):
         return self.make_plain().__reduce_ex__(protocol)
 
 
+class Deferred(Protocol):
+    """The gradients deferred by ``no_sync``.
+
+    Attributes:
+        is_open: whether a ``no_sync`` is open.
+        has_passes: whether passes were deferred since the last reduction.
+    """
+
+    is_open: bool
+    has_passes: bool
+
+
 class Unreduced(Protocol):
     """The local gradients that are not reduced yet; plain attributes, for speed.
 
@@ -199,17 +211,15 @@ class Unreduced(Protocol):
         unsettled: per replica, running passes and buckets; while there are any, ``pending`` is
             incomplete.
         deferred: the gradients deferred by ``no_sync``.
-        deferring: whether a ``no_sync`` is open.
         scattered: the reduced gradients of which each replica has a part.
     """
 
     pending: tuple[list[ReplicaParameter], ...]
     unsettled: tuple[list[object], ...]
-    deferring: bool
 
     @property
-    def deferred(self) -> Sized:
-        """The deferred gradients, by variable."""
+    def deferred(self) -> Deferred:
+        """The deferred gradients."""
 
     @property
     def scattered(self) -> Sized:

@@ -248,7 +248,7 @@ class ReplicatedParams:
         changed = []
         rows = self.memory.rows or self.memory.make_rows()
         with WithoutSubclass():  # halves the time of what is read for each variable
-            # ``lie_apart``, without a call: this runs in every run.
+            # Addresses, not ``lie_alike``: this runs in every run.
             if list(map(address_of, rows.placed)) != list(map(address_of, rows.homes)):
                 for variable in rows.variables:
                     variable.follow_leaves()

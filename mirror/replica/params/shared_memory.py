@@ -225,14 +225,3 @@ def lie_alike(a: Tensor, b: Tensor) -> bool:
         and a.shape == b.shape
         and a.stride() == b.stride()
     )
-
-
-def lie_apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether tensors have other addresses than their counterparts; 100 ns for each pair.
-
-    The caller sets ``WithoutSubclass``, which halves the time.
-    """
-    try:
-        return list(map(address_of, some)) != list(map(address_of, others))
-    except RuntimeError:  # a sparse tensor has none
-        return not all(map(lie_alike, some, others))

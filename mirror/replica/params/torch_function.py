@@ -87,8 +87,8 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         if (
             unreduced.pending[r]
             or unreduced.unsettled[r]
-            or unreduced.deferring
-            or unreduced.deferred
+            or unreduced.deferred.is_open
+            or unreduced.deferred.has_passes
             or unreduced.scattered
             or torch.compiler.is_compiling()
         ):
@@ -424,10 +424,8 @@ def _run_as_replica(run: Callable[..., Any]) -> Callable[..., Any]:
         before = save_context()
         try:
             push_context(replicas.strategy, replica := recomputing(replicas, replica_id))
-            if replicas.places.is_model_parallel:
-                with renaming(replica):
-                    return run(node, *args)
-            return run(node, *args)
+            with renaming(replica):
+                return run(node, *args)
         finally:
             current.replica, current.strategy, current.below = before
 

@@ -41,12 +41,12 @@ from mirror.execution.runner import Runner
 from mirror.replica.exactness.loss_reduction import (
     Branched,
     Divided,
-    NotReducible,
     Weights,
     is_compiled,
     weighted_sum,
     weights_of,
 )
+from mirror.replica.exactness.node_rules import NotReducible
 from mirror.replica.gradients.parallel_backward import mark_boundary
 from mirror.replica.layers.unsplit_layers import is_state
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
@@ -461,8 +461,8 @@ def _are_equal_values(parts: Sequence[Any]) -> bool:
 
 _warned: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
-# Models that divide a sum by a number of the part. Where it is equal in all parts by chance, it is
-# no constant: the parts' values are averaged, as at other calls.
+# Models that divide a sum by a number of the replica. Where it is equal on all by chance, it is
+# not a constant: the replicas' values are averaged, as at other calls.
 _divided: WeakSet[nn.Module] = WeakSet()
 
 

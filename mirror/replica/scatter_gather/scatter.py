@@ -22,9 +22,9 @@ that all replicas share, raises ``StrategyError`` and leaves the caller's object
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from mirror.base.containers import (
     leaves_in,
     snapshot,
 )
-from mirror.data.split_batch import split_sizes
+from mirror.data.split_batch import split_evenly
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
@@ -53,6 +53,7 @@ from mirror.values import ABSENT, PerReplica, are_identical, is_number, rebuild_
 # Larger tensors that are not batched are shared by replicas: a change of one is refused.
 _MOST_COPIED_BYTES = 2**20
 _COUNT = "num_items_in_batch"
+_NO_KWARGS: dict[str, Any] = {}
 _MOST_DESCRIBED = 12
 
 
@@ -116,10 +117,10 @@ class SplitPlan:
         # narrow, not split: a single view may be changed in place under autograd.
         return tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
 
-    def pin(self, arguments: Any) -> None:
-        """Pins the host tensors among the arguments, once for all replicas' parts."""
+    def pin(self, leaves: Iterable[Any]) -> None:
+        """Pins the host tensors among the arguments' leaves, once for all replicas' parts."""
         if self._copies is not None:
-            for value in leaves_in(arguments):
+            for value in leaves:
                 if _is_pinnable(value):
                     whole = self._copies.pin(value)
                     self._pinned[id(value)] = value, whole
@@ -168,7 +169,12 @@ class SplitPlan:
 class ReplicaArgs:
     """One replica's arguments, and the records by which its changes are found.
 
+    Args:
+        args, kwargs: the caller's.
+        names: the names of the positional parameters.
+
     Attributes:
+        args, kwargs: the replica's.
         own: by ``id`` of a caller's value: that value, and the replica's value for it.
         given: the caller's objects, the replica's copies, and the copies' first contents.
         tensors: the caller's tensors, the replica's, and the replica's first versions and nodes.
@@ -178,10 +184,18 @@ class ReplicaArgs:
     """
 
     __slots__ = (
-        *("given", "has_share", "own", "replica_id", "shared", "split", "tensors", "unsplit"),
+        *("args", "given", "has_share", "kwargs", "own", "replica_id", "shared", "split"),
+        *("tensors", "unsplit"),
     )
 
-    def __init__(self, split: SplitPlan, replica_id: int) -> None:
+    def __init__(
+        self,
+        split: SplitPlan,
+        replica_id: int,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] = _NO_KWARGS,
+        names: Sequence[str] = (),
+    ) -> None:
         self.split = split
         self.replica_id = replica_id
         self.own: dict[int, tuple[Any, Any]] = {}
@@ -190,6 +204,13 @@ class ReplicaArgs:
         self.shared: list[tuple[Any, dict[Any, Any]]] = []
         self.unsplit: list[Any] = []
         self.has_share = False
+        self.args, self.kwargs = tuple(map(self.part_of, args)), kwargs
+        if _COUNT in names and names.index(_COUNT) < len(args):
+            own = list(self.args)
+            own[names.index(_COUNT)] = self._share(args[names.index(_COUNT)])
+            self.args = tuple(own)
+        if kwargs:
+            self.kwargs = {key: self._part_of_entry(key, value) for key, value in kwargs.items()}
 
     def has_ignored(self) -> bool:
         """Returns whether an integer tensor has values below zero, which losses ignore.
@@ -200,21 +221,6 @@ class ReplicaArgs:
             part for _, part in self.own.values() if isinstance(part, Tensor) and part.numel()
         ]
         return any(bool((t < 0).any()) for t in tensors if t.dtype in (torch.int32, torch.int64))
-
-    def from_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the replica's arguments.
-
-        Args:
-            names: the names of the positional parameters.
-        """
-        own = list(map(self.part_of, args))
-        if _COUNT in names and names.index(_COUNT) < len(own):
-            own[names.index(_COUNT)] = self._share(args[names.index(_COUNT)])
-        if not kwargs:
-            return tuple(own), kwargs
-        return tuple(own), {key: self._part_of_entry(key, value) for key, value in kwargs.items()}
 
     def part_of(self, value: Any) -> Any:
         """Returns the replica's part of a value; the same part for the same object.
@@ -373,36 +379,30 @@ class ReplicaArgs:
         self.given.append((tensor.__dict__, part.__dict__, contents))
 
 
-def sizes_of_parts(
-    num_replicas: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
+def sizes_of_parts(num_replicas: int, leaves: Iterable[Any]) -> Sequence[int] | None:
+    """Returns the sizes of the parts; ``None`` without any tensor that could be split.
+
+    Args:
+        leaves: those of the arguments, in their order.
+    """
     num_examples, distributed = None, None
-    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # the usual call
-        if args[0].is_nested:
-            _refuse_nested()
-        shape = args[0].shape
-        return split_sizes(shape[0], num_replicas) if shape and not args[0].is_meta else None
-    for leaf in leaves_in((args, kwargs)):
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.is_nested and (num_examples is None or leaf.layout is torch.strided):
-                _refuse_nested()
-            if num_examples is None and leaf.dim() > 0:
-                num_examples = leaf.shape[0]
+                raise BatchError(
+                    "a nested tensor cannot be split over the replicas; pass the padded tensor "
+                    "and its lengths, and make the nested one in forward; or call the module "
+                    "inside strategy.run"
+                )
+            if num_examples is None and (shape := leaf.shape):
+                num_examples = shape[0]
                 if leaf.is_meta:
                     return None  # a tensor without values has no parts
         elif isinstance(leaf, PerReplica) and distributed is None:
             distributed = _sizes_of(leaf, num_replicas)
     if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
         return distributed
-    return split_sizes(num_examples, num_replicas)
-
-
-def _refuse_nested() -> NoReturn:
-    raise BatchError(
-        "a nested tensor cannot be split over the replicas; pass the padded tensor and its "
-        "lengths, and make the nested one in forward; or call the module inside strategy.run"
-    )
+    return split_evenly(num_examples, num_replicas)
 
 
 def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
@@ -428,17 +428,10 @@ def _is_pinnable(value: Any) -> bool:
 
 def must_move(value: Any, devices: Sequence[torch.device]) -> bool:
     """Returns whether a value has a tensor that a call on these devices must copy there."""
-    found, seen = [value], set[int]()
-    while found:
-        value = found.pop()
-        if isinstance(value, Tensor):
-            is_remote = value.device not in devices and not value.is_meta
-            if is_remote and not isinstance(value, MirroredTensor):
+    for leaf in leaves_in(value, with_objects=True):
+        if isinstance(leaf, Tensor) and leaf.device not in devices and not leaf.is_meta:
+            if not isinstance(leaf, MirroredTensor):
                 return True
-        elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):
-            seen.add(id(value))
-            if not is_shared(value):
-                found += contents_of(value).values()
     return False
 
 

@@ -9,7 +9,6 @@ something was forked in between and keeps descriptors open.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -92,32 +91,25 @@ _SPAWN_KEYS = (
 
 
 class ProcessEngine(BaseEngine["ProcessActor"]):
-    """Starts actors as processes on this machine.
+    """Starts actors as processes on this machine, which only this machine can connect to."""
 
-    Args:
-        host: the address on which actors listen; by default, only this machine can connect.
-    """
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.id = secrets.token_hex(8)
-        self._host, self._key = host, new_key()
+        self._key = new_key()
         self._stop_all = weakref.finalize(self, _stop_all, self._actors)
-        self._is_tls = not ipaddress.ip_address(
-            socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
-        ).is_loopback
         register_key(self.id, self._key)
         fork_server()  # starts to import torch
 
     def _make(self, name: str, role: str, init: Header) -> ProcessActor:
-        port = bind(self._host, 0)
+        port = bind("127.0.0.1", 0)
         address = {
             "engine": "process",
             "id": self.id,
             "name": name,
-            "host": self._host,
+            "host": "127.0.0.1",
             "port": port.getsockname()[1],
-            "tls": self._is_tls,
+            "tls": False,
         }
         return ProcessActor(address, port, {"key": self._key.hex(), "role": role, "init": init})
 

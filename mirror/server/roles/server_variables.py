@@ -24,7 +24,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError, short_repr
-from mirror.replica.optimizers.piecewise_optimizers import check_piecewise, describe, options_of
+from mirror.replica.optimizers.optimizer_traits import (
+    check_piecewise,
+    describe,
+    hyperparameters_of,
+)
 from mirror.server import server_messages
 from mirror.server.cluster_tasks import Settings
 from mirror.server.persistent_ids import PersistentId, dump
@@ -379,7 +383,7 @@ class RemoteOptimizer:
     def description(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """Returns the description for ``rebuild`` on servers and workers."""
         position = {id(tensor): i for i, tensor in enumerate(tensors)}
-        self._sent_options = repr(options_of(self.optimizer))
+        self._sent_options = repr(hyperparameters_of(self.optimizer))
         return describe(self.optimizer, lambda p: position[id(p)])
 
     def check(self, tensors: Sequence[Tensor], layout: Layout) -> None:
@@ -395,11 +399,11 @@ class RemoteOptimizer:
 
     def has_other_options(self) -> bool:
         """Returns whether hyperparameters have changed since they were sent."""
-        return repr(options_of(self.optimizer)) != self._sent_options
+        return repr(hyperparameters_of(self.optimizer)) != self._sent_options
 
     def dump_options(self) -> bytes:
         """Returns the pickled hyperparameters, and records that they are sent."""
-        options = options_of(self.optimizer)
+        options = hyperparameters_of(self.optimizer)
         self._sent_options = repr(options)
         return pickle.dumps(options)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mirror.data.input_options import InputContext
 from mirror.errors import ActorDied, StepError, StrategyError, short_repr
-from mirror.replica.optimizers.piecewise_optimizers import options_of, rebuild
+from mirror.replica.optimizers.optimizer_traits import hyperparameters_of, rebuild
 from mirror.server.engine.engine_types import ActorClient
 from mirror.server.engine.socket_client import connect_actor
 from mirror.server.persistent_ids import PersistentId, dump, load_pickled
@@ -79,7 +79,7 @@ class WorkerModel:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            if repr(options_of(optimizer)) != self._options[index]:
+            if repr(hyperparameters_of(optimizer)) != self._options[index]:
                 raise StrategyError(
                     f"a step has changed the options of {type(optimizer).__name__}; change them, "
                     "and step schedulers, between steps, in the coordinator's process"
@@ -89,13 +89,13 @@ class WorkerModel:
 
         optimizer.step = step  # type: ignore[method-assign]
         self.optimizers.append(optimizer)
-        self._options.append(repr(options_of(optimizer)))
+        self._options.append(repr(hyperparameters_of(optimizer)))
 
     def set_options(self, index: int, options: Sequence[Any]) -> None:
         """Sets the hyperparameters that the coordinator's process has sent."""
         for group, values in zip(self.optimizers[index].param_groups, options, strict=True):
             group.update(values)
-        self._options[index] = repr(options_of(self.optimizers[index]))
+        self._options[index] = repr(hyperparameters_of(self.optimizers[index]))
 
     def members(self, index: int) -> list[int]:
         """Returns the indices of an optimizer's variables."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mirror.replica.exactness.cross_example_ops import GATHER_FIRST, MIXES_EXAMPLES
+from mirror.replica.exactness.local_losses import GATHER_FIRST, MIXES_EXAMPLES
 from mirror.replica.params.buffer_differences import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
 from mirror.tools.check.check_result import CheckResult
 from mirror.tools.check.differences import Difference, align, nearest_of
@@ -82,8 +82,8 @@ def explain_difference(
     result: CheckResult,
     shallow: Difference,
     deep: Difference | None,
-    ones: Sequence[RecordedEvent],
-    manys: Sequence[RecordedEvent],
+    one_events: Sequence[RecordedEvent],
+    many_events: Sequence[RecordedEvent],
     one: Record,
     many: Record,
 ) -> CheckResult:
@@ -92,7 +92,7 @@ def explain_difference(
     Args:
         shallow: the first difference outside modules.
         deep: the first difference of that step, inside modules or outside.
-        ones, manys: the events of that step, on one device and under the strategy.
+        one_events, many_events: the events of that step, on one device and under the strategy.
         one, many: the whole runs.
     """
     first = deep or shallow
@@ -100,10 +100,10 @@ def explain_difference(
     if event.depth == 0 and event.kind == INPUT:
         return _explain_data(result, first, one, many)
     if event.kind == GRADIENT:
-        first = _find_nearly_equal_loss(shallow, ones, manys) or first
+        first = _find_nearly_equal_loss(shallow, one_events, many_events) or first
         event = first.event
-    result.module, result.line = _module_of(event, ones), event.where
-    result.module_class = _class_of(result.module, ones)
+    result.module, result.line = _module_of(event, one_events), event.where
+    result.module_class = _class_of(result.module, one_events)
     if event.kind == OP:
         result.operation = str(event.info.get("op", ""))
     if first.reason == "other" or event.info.get("op") == "branch":
@@ -114,13 +114,13 @@ def explain_difference(
         return _explain_statistics(result)
     if event.info.get("dropout") or event.info.get("random"):
         return _explain_random(result, "torch")
-    drawn = _find_draws(event, ones)
+    drawn = _find_draws(event, one_events)
     if drawn and drawn != ["torch"]:
         return _explain_random(result, " and ".join(drawn))
-    written = _find_write_outside(event, ones, manys)
+    written = _find_write_outside(event, one_events, many_events)
     if written is not None:
         return _explain_state(result, written)
-    source, is_product = _find_source(first, ones, manys)
+    source, is_product = _find_source(first, one_events, many_events)
     if not is_product and event.kind == OP and first.one is not None and first.many is not None:
         numbers = first.one.info.get("numbers")
         of_replicas = first.many.info.get("numbers_of_replicas")
@@ -129,9 +129,9 @@ def explain_difference(
     if event.kind == LOSS:
         return _explain_loss_in_run(first, result)
     if event.kind in (GRADIENT, PARAMETER):
-        return _explain_gradient(first, result, manys)
+        return _explain_gradient(first, result, many_events)
     if _is_loss_output(shallow, first, is_product):
-        return _explain_loss_output(shallow, first, result, manys)
+        return _explain_loss_output(shallow, first, result, many_events)
     return _explain_mixing(result, source)
 
 
@@ -153,14 +153,14 @@ def _is_scalar(event: RecordedEvent) -> bool:
 
 
 def _find_nearly_equal_loss(
-    shallow: Difference, ones: Sequence[RecordedEvent], manys: Sequence[RecordedEvent]
+    shallow: Difference, one_events: Sequence[RecordedEvent], many_events: Sequence[RecordedEvent]
 ) -> Difference | None:
     """Returns the first 0-d value in forward that differs by a little more than rounding.
 
     For example, the mean of the replicas' root mean squares is nearly that of the whole batch, but
     its gradients differ.
     """
-    for i, a, c in align(ones, manys):
+    for i, a, c in align(one_events, many_events):
         if a is None or c is None or a.key != c.key or a is shallow.one:
             return None
         if a.depth == 0 or not _is_scalar(a) or "values_of_replicas" not in c.info:
@@ -222,16 +222,16 @@ def _find_draws(event: RecordedEvent, events: Sequence[RecordedEvent]) -> list[s
 
 
 def _find_write_outside(
-    event: RecordedEvent, ones: Sequence[RecordedEvent], manys: Sequence[RecordedEvent]
+    event: RecordedEvent, one_events: Sequence[RecordedEvent], many_events: Sequence[RecordedEvent]
 ) -> RecordedEvent | None:
     """Returns the event where the call uses a tensor outside the model that forward changes."""
-    call = _call_of(event, ones)
+    call = _call_of(event, one_events)
     for earlier in call:
         if earlier.info.get("writes_outside"):
             return earlier
         if earlier is event:
             break
-    for one, many in zip(call, _same_call_of_many(call, ones, manys), strict=False):
+    for one, many in zip(call, _same_call_of_many(call, one_events, many_events), strict=False):
         if one.key != many.key:
             break
         sums = many.info.get("outside_of_replicas")
@@ -243,13 +243,15 @@ def _find_write_outside(
 
 
 def _same_call_of_many(
-    call: Sequence[RecordedEvent], ones: Sequence[RecordedEvent], manys: Sequence[RecordedEvent]
+    call: Sequence[RecordedEvent],
+    one_events: Sequence[RecordedEvent],
+    many_events: Sequence[RecordedEvent],
 ) -> Sequence[RecordedEvent]:
     """Returns the strategy's events from the same outermost call on."""
-    start = next((i for i, e in enumerate(ones) if call and e is call[0]), 0)
-    number = sum(e.depth == 0 and e.kind == INPUT for e in ones[:start])
-    begins = [i for i, e in enumerate(manys) if e.depth == 0 and e.kind == INPUT]
-    return manys[begins[number] :] if number < len(begins) else ()
+    start = next((i for i, e in enumerate(one_events) if call and e is call[0]), 0)
+    number = sum(e.depth == 0 and e.kind == INPUT for e in one_events[:start])
+    begins = [i for i, e in enumerate(many_events) if e.depth == 0 and e.kind == INPUT]
+    return many_events[begins[number] :] if number < len(begins) else ()
 
 
 # What it is
@@ -377,12 +379,12 @@ def _explain_loss_in_run(first: Difference, result: CheckResult) -> CheckResult:
 
 
 def _explain_gradient(
-    first: Difference, result: CheckResult, manys: Sequence[RecordedEvent]
+    first: Difference, result: CheckResult, many_events: Sequence[RecordedEvent]
 ) -> CheckResult:
     event = first.event
     result.module = event.name.rpartition(".")[0]
     result.line = ""
-    losses = [e for e in manys if e.kind == LOSS and e.info.get("values_of_replicas")]
+    losses = [e for e in many_events if e.kind == LOSS and e.info.get("values_of_replicas")]
     if losses:
         result.line = losses[0].where
         return _explain_loss_in_run(Difference(0, None, losses[0], 0.0), result)
@@ -403,11 +405,17 @@ def _explain_gradient(
 
 
 def _explain_loss_output(
-    shallow: Difference, first: Difference, result: CheckResult, manys: Sequence[RecordedEvent]
+    shallow: Difference,
+    first: Difference,
+    result: CheckResult,
+    many_events: Sequence[RecordedEvent],
 ) -> CheckResult:
     result.cause = "a loss that is no mean over examples"
     name = shallow.event.name
-    outputs = [first.many, *(e for e in manys if e.kind in (PART, OUTPUT) and e.name == name)]
+    outputs = [
+        first.many,
+        *(e for e in many_events if e.kind in (PART, OUTPUT) and e.name == name),
+    ]
     values = next(
         (e.info["values_of_replicas"] for e in outputs if e and _has_replica_values(e)), None
     )
@@ -455,7 +463,7 @@ def _explain_mixing(result: CheckResult, source: RecordedEvent | None) -> CheckR
 
 
 def _find_source(
-    first: Difference, ones: Sequence[RecordedEvent], manys: Sequence[RecordedEvent]
+    first: Difference, one_events: Sequence[RecordedEvent], many_events: Sequence[RecordedEvent]
 ) -> tuple[RecordedEvent | None, bool]:
     """Returns an earlier operation that compares examples with each other or reduces over them.
 
@@ -467,8 +475,8 @@ def _find_source(
     """
     if first.one is None or first.many is None:
         return None, False
-    ops = [e for e in _events_until(ones, first.one) if e.kind == OP]
-    ops_of_many = [e for e in _events_until(manys, first.many) if e.kind == OP]
+    ops = [e for e in _events_until(one_events, first.one) if e.kind == OP]
+    ops_of_many = [e for e in _events_until(many_events, first.many) if e.kind == OP]
     reduction = None
     for a, c in zip(ops, ops_of_many, strict=False):
         if a.key != c.key or not a.prints or a is first.one:
@@ -536,9 +544,9 @@ def _first_draw(
     first: Difference, one: Record, many: Record
 ) -> tuple[str, RecordedEvent, str] | None:
     """Returns the generator that differs at the input, since when, and a drawing line."""
-    ones = [e for e in one.events if e.depth == 0 and e.info.get("rng")]
-    manys = [e for e in many.events if e.depth == 0 and e.info.get("rng")]
-    for a, c in zip(ones, manys, strict=False):
+    one_events = [e for e in one.events if e.depth == 0 and e.info.get("rng")]
+    many_events = [e for e in many.events if e.depth == 0 and e.info.get("rng")]
+    for a, c in zip(one_events, many_events, strict=False):
         if a.info["rng"] != c.info["rng"]:
             pairs = zip(_GENERATORS, a.info["rng"], c.info["rng"], strict=True)
             name = next(n for n, x, y in pairs if x != y)

@@ -231,9 +231,9 @@ def find_first_deep(
     one: Record, many: Record, spread: Record | None, step: int, tolerances: Tolerances
 ) -> tuple[Difference | None, list[RecordedEvent], list[RecordedEvent]]:
     """Returns the first difference inside the modules of one step, and that step's events."""
-    ones, manys = deep_events(one, step), deep_events(many, step)
+    one_events, many_events = deep_events(one, step), deep_events(many, step)
     noisy = [] if spread is None else deep_events(spread, step)
-    for difference in find_differences(ones, manys, tolerances):
+    for difference in find_differences(one_events, many_events, tolerances):
         b = None
         if difference.index < len(noisy) and difference.one is not None:
             candidate = noisy[difference.index]
@@ -242,5 +242,5 @@ def find_first_deep(
             continue
         if difference.reason == "shape" and difference.event.depth > 0:
             continue  # the parts of a state cannot be joined here; later events decide
-        return difference, ones, manys
-    return None, ones, manys
+        return difference, one_events, many_events
+    return None, one_events, many_events

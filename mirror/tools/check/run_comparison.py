@@ -264,7 +264,9 @@ class RunComparison:
     def _report_difference(self, found: Difference) -> CheckResult:
         one, many = self._one, self._many
         step = found.event.step
-        deep, ones, manys = find_first_deep(one, many, self._spread, step, self._tolerances)
+        deep, one_events, many_events = find_first_deep(
+            one, many, self._spread, step, self._tolerances
+        )
         event = found.event
         result = CheckResult(
             DIFFERENT,
@@ -277,7 +279,7 @@ class RunComparison:
             name=event.name,
             reported=bool(_WARNED.search(many.output)),
         )
-        explain_difference(result, found, deep, ones, manys, one, many)
+        explain_difference(result, found, deep, one_events, many_events, one, many)
         written = next((call for call in many.unequal_calls if WRITTEN in call), "")
         if event.kind == PARAMETER and written:
             result.cause = "a parameter that forward writes"

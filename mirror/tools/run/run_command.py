@@ -32,8 +32,7 @@ from mirror.devices import is_simulated, resolve
 from mirror.errors import MirrorError, StrategyError
 from mirror.replica.layers.sync_batch_norm import synchronize_all
 from mirror.replica.params.buffer_differences import statistics_are_warnings
-from mirror.strategy.central_storage import CentralStorageStrategy
-from mirror.strategy.mirrored import MirroredStrategy, OneDeviceStrategy
+from mirror.strategy.mirrored import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import Schedule, Verify

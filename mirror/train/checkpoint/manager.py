@@ -19,7 +19,6 @@ from typing import SupportsIndex
 
 import torch
 
-from mirror.base.argument_types import is_int
 from mirror.base.migration_hints import call_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.errors import CheckpointError, short_repr
@@ -35,6 +34,7 @@ from mirror.train.checkpoint.checkpoint_directory import (
 )
 from mirror.train.checkpoint.checkpoint_file import Manifest
 from mirror.train.checkpoint.snapshot import Contents, read_contents, read_manifest_of
+from mirror.values import is_int
 
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}([0-9]{{1,18}})", re.ASCII)

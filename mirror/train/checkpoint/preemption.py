@@ -41,7 +41,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from mirror.base.argument_types import is_int, is_real
 from mirror.base.migration_hints import call_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.data.distributed_dataset import DistributedDataset
@@ -50,6 +49,7 @@ from mirror.execution.lifecycle import step_ends
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
+from mirror.values import is_int, is_real
 
 _open: list[PreemptionCheckpointHandler] = []
 _replaced: dict[int, Any] = {}  # the former handlers of signals

@@ -1,7 +1,7 @@
 """The objects of a checkpoint: their kinds, how their states are taken, checked and restored.
 
 Between runs the global random generators are the whole state of the replicas' random numbers: see
-``mirror/execution/replica_rng.py``. Replica 0 continues with the
+``mirror/execution/swapped_state.py``. Replica 0 continues with the
 generator of the CPU. The numbers of any other replica follow from that state and its index. So
 training continues bit for bit with the same number of replicas. With another number, the old
 replicas draw what they would have drawn, and new ones get generators of their own. The generator

@@ -13,14 +13,13 @@ import time
 import torch
 from torch import Tensor
 
-from mirror.base.argument_types import is_int, is_real
 from mirror.errors import StrategyError, short_repr
 from mirror.server.roles.closure_queue import RemoteValue
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.loop.steps_in_flight import StepsInFlight
-from mirror.values import PerReplica
+from mirror.values import PerReplica, is_int, is_real
 
 Value = float | Tensor
 AnyStrategy = MirroredStrategy | ParameterServerStrategy

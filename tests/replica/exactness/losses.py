@@ -107,6 +107,14 @@ EXACT = {
         )
     ).mean(),
     "stacked sums of examples": lambda m, h: torch.stack([o.square().sum() for o in h]).mean(),
+    "loop over examples, scaled": lambda m, h: 0.3 * looped(h, range(len(h))),
+    "loop over examples, and a mean": lambda m, h: looped(h, range(len(h))) + h.abs().mean(),
+    "loop over two views": lambda m, h: torch.stack(
+        [o.sin().sum() for o in torch.cat([h, h.cos()])]
+    ).mean(),
+    "stacked examples": lambda m, h: torch.stack([o.sin() for o in h]).softmax(1)[:, 0].mean(),
+    "sum by column, divided": lambda m, h: torch.stack([h, h.sin()]).sum(1).mean() / len(h),
+    "normalised and permuted": lambda m, h: h.T.log_softmax(0)[1].mean(),
     "times sums of parameters": lambda m, h: (h * sum(scaled(m, h))).mean(),
     "mse": lambda m, h: F.mse_loss(h, torch.zeros_like(h)),
     "l1": lambda m, h: F.l1_loss(h, h.detach() + 1),
@@ -281,6 +289,10 @@ INEXACT = {
     "softmax over examples": lambda m, h: h.softmax(0).square().sum(1).mean(),
     "distance to the mean": lambda m, h: (h - h.mean(0, keepdim=True)).norm(dim=1).mean(),
     "standardised": lambda m, h: ((h - h.mean()) / (h.std() + 1e-5) * h.square()).mean(),
+    "softmax over examples, permuted": lambda m, h: h.T.softmax(1).square().mean(),
+    "divided by a number of them": lambda m, h: (h / h.detach().square().sum()).tanh().mean(),
+    "the first example": lambda m, h: (h - h[0]).square().mean(),
+    "difference of two examples": lambda m, h: h[0].sum() - h[1].sum(),
     "reversed": lambda m, h: (h - h.flip(0)).square().mean(),
     "rolled": lambda m, h: (h * h.roll(1, 0)).mean(),
     "differences of neighbours": lambda m, h: (h[1:] - h[:-1]).square().mean(),

@@ -149,7 +149,7 @@ def test_a_part_that_takes_another_branch_warns(way, name, replicas, n):
         # A constant takes no pass.
         return value if way != "stepped" or value.requires_grad else value + h.sum() * 0
 
-    with pytest.warns(UserWarning, match="the result of another branch in some parts"):
+    with pytest.warns(UserWarning, match="the result of another branch on some replicas"):
         outputs(loss, replicas, n, "off") if way == "split" else gradients(way, loss, replicas, n)
 
 

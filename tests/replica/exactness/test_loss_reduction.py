@@ -174,7 +174,7 @@ def test_a_divisor_that_once_differed_from_part_to_part_is_no_constant_where_it_
     mirrored = strategy.mirror(copy.deepcopy(plain))
     x, y, mask = batch(8)
     y[:, 0] = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0])
-    with pytest.warns(UserWarning, match="a number that differs from part to part"):
+    with pytest.warns(UserWarning, match="a number that differs between replicas"):
         mirrored(x, y, mask)
     y[:, 0] = torch.tensor([1, 1, 1, 0, 1, 1, 1, 0])
     compare(plain, mirrored, (x, y, mask))
@@ -191,7 +191,7 @@ def test_a_branch_of_a_later_call_warns_though_the_first_one_was_compared():
     y[:, 0] = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0])
     mirrored(x, y, mask)
     y[4:, 0] = 0
-    with pytest.warns(UserWarning, match="the result of another branch in some parts"):
+    with pytest.warns(UserWarning, match="the result of another branch on some replicas"):
         mirrored(x, y, mask)
 
 

@@ -34,9 +34,9 @@ def launches(monkeypatch):
     launched = []
     original = mirror.replica.gradients.buckets.Buckets._launch
 
-    def launch(self, order, part):
+    def launch(self, order, bounds):
         before = len(self.in_flight)
-        original(self, order, part)
+        original(self, order, bounds)
         if len(self.in_flight) > before:
             launched.append([variable.name for variable in self.in_flight[-1].variables])
 

@@ -71,7 +71,7 @@ def test_an_error_while_a_bucket_is_on_its_way_leaves_nothing_behind(make_bucket
         @staticmethod
         def backward(ctx, grad):
             if mirror.get_replica_context().replica_id_in_sync_group == 1:
-                assert schedule == "staggered" or strategy._group.gradients.buckets.in_flight
+                assert schedule == "staggered" or strategy._group.gradients.tracker.in_flight
                 reached.set()
                 raise ValueError("in backward")
             return grad

@@ -167,7 +167,7 @@ def test_a_known_step_has_no_hook_but_those_that_end_buckets(make_small_buckets,
         for parameter in model.parameters()
         for copy in parameter._mirrored.copies
     ]
-    ends = len(strategy._group.gradients.buckets._plan.ends)
+    ends = len(strategy._group.gradients._reduction._buckets._plan.ends)
     assert sum(hooks) == 2 * ends
 
 

@@ -10,9 +10,9 @@ from torch import nn
 import mirror
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import DivergenceError
-from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.multi_worker.in_flight import BucketOrder, agree
-from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
+from mirror.replica.gradients.ready_grads import DeferredGrads, Reducer
+from mirror.replica.gradients.shares import PassWeights
+from mirror.replica.multi_worker.bucket_order import BucketOrder, agree
 from mirror.replica.params.replicated_params import param_of
 from tests.multi_worker import strategy_of
 from tests.replica.multi_worker import test_multi_worker_gradients as programs
@@ -34,16 +34,11 @@ def sequence_of(variables, sparse=(), bytes_per_pack=64):
 
 def test_the_order_is_that_of_arrival_then_that_of_registration_from_the_last(variables):
     workers = LocalWorkerGroup(2)
-    order, sparse = agree(workers, variables, [variables[1]], 5.0)
+    order, sparse, total = agree(workers, variables, [variables[1]], 5.0)
     assert [variables.index(v) for v in order] == [1, 3, 2, 0]
     assert sparse == []
-    assert workers.reference == 5.0
-
-
-def test_a_reference_is_never_nothing(variables):
-    workers = LocalWorkerGroup(2)
-    agree(workers, variables, [], 0.0)
-    assert workers.reference == 2.0
+    assert total == 5.0
+    assert agree(workers, variables, [], 0.0)[2] == 2.0  # never 0: weights are divided by it
 
 
 def test_it_is_cut_into_buckets(variables):
@@ -72,19 +67,27 @@ def test_what_is_gone_keeps_its_place(variables):
 
 
 def test_weights_are_shares_of_the_workers_total():
-    weights = PassWeights({0: 3.0, 1: 1.0}, 4.0)
+    weights = PassWeights({0: 3.0, 1: 1.0})
+    weights.total = 4.0
     assert weights.shares(8.0) == {0: 0.375, 1: 0.125}
     assert weights.shares(0.0) == {0: 0.0, 1: 0.0}
-    assert PassWeights({0: 1.0}, None).shares(8.0) == {0: 1.0}
+    assert PassWeights({0: 1.0}).shares(8.0) == {0: 1.0}
 
 
-def test_what_was_kept_back_may_be_nothing():
-    kept = Deferred()
-    assert not kept
-    kept.has_passes = True  # of no weight: other workers wait for a reduction
-    assert kept
-    kept.release()
-    assert not kept
+@pytest.mark.parametrize("is_multi_process", [False, True])
+def test_a_deferred_pass_without_gradients_counts_among_several_workers(
+    variables, is_multi_process
+):
+    deferred = DeferredGrads(is_multi_process=is_multi_process)
+    assert not deferred.has_passes
+    deferred.add(variables[:1], [[None], [None]])  # other workers wait for a reduction
+    assert deferred.has_passes == is_multi_process
+    deferred.add(variables[:1], [[torch.ones(8)], [None]])
+    assert deferred.has_passes
+    deferred.drop(variables[0], [0, 1])
+    assert deferred.has_passes == is_multi_process
+    deferred.release()
+    assert not deferred.has_passes
 
 
 PROGRAMS = ("trains", "leaves_out", "uses_by_sign", "freezes", "accumulates", "passes_twice")

@@ -6,9 +6,10 @@ from torch import nn
 
 import mirror
 from mirror.replica.multi_worker.worker_bucket import (
-    UsualTrailers,
+    Signals,
     WorkerBucket,
     read_trailer,
+    usual_trailer,
     write_trailer,
 )
 from mirror.replica.params.replicated_params import param_of
@@ -88,7 +89,7 @@ def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, 
     columns = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(2)]
     columns[1][0] = torch.randn(5, 3, dtype=dtype).t()  # as a hook may have left it
     before = [[grad.clone() for grad in column] for column in columns]
-    trailer = bucket.usual_trailers.own_trailer(3, 2.0)
+    trailer = usual_trailer(len(shapes), dtype, 3, 1, 2.0)
     for n in (1, 2):
         sums = [sum(row) for row in zip(*columns[:n], strict=True)]
         slowly = bucket.pack([scale * one for one in sums], 1.0, [])
@@ -101,12 +102,12 @@ def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, 
         assert all(map(torch.equal, column, kept))
 
 
-def test_what_the_host_library_cannot_pack_has_no_usual_tails(bucket_of):
-    assert bucket_of([torch.zeros(3)])[0].usual_trailers is not None
-    assert bucket_of([torch.zeros(3)], wire=torch.bfloat16)[0].usual_trailers is None
-    assert bucket_of([torch.zeros(3, dtype=torch.bfloat16)])[0].usual_trailers is None
-    assert bucket_of([torch.zeros(3, dtype=torch.complex64)])[0].usual_trailers is None
-    assert bucket_of([torch.zeros(2, 3).t()])[0].usual_trailers is None
+def test_what_the_host_library_cannot_pack_is_packed_by_torch(bucket_of):
+    assert bucket_of([torch.zeros(3)])[0].can_sum_replicas
+    assert not bucket_of([torch.zeros(3)], wire=torch.bfloat16)[0].can_sum_replicas
+    assert not bucket_of([torch.zeros(3, dtype=torch.bfloat16)])[0].can_sum_replicas
+    assert not bucket_of([torch.zeros(3, dtype=torch.complex64)])[0].can_sum_replicas
+    assert not bucket_of([torch.zeros(2, 3).t()])[0].can_sum_replicas
 
 
 # Trailers report what each worker contributes, and which worker is at another reduction
@@ -118,43 +119,32 @@ def summed(*trailers):
 
 def test_what_workers_have_brought_is_counted():
     trailer = summed(
-        write_trailer([1.0, 0.0], 5, 3.0, more=True),
-        write_trailer([1.0, 1.0], 5, 4.0, non_finite=True, failed=True),
+        write_trailer([1.0, 0.0], 5, Signals(3.0, more=True)),
+        write_trailer([1.0, 1.0], 5, Signals(4.0, non_finite=True, failed=True)),
     )
     assert list(trailer.flags) == [2.0, 1.0]
-    assert (trailer.weight, trailer.more, trailer.non_finite, trailer.failed) == (
-        7.0,
-        1.0,
-        1.0,
-        1.0,
-    )
+    assert trailer.signals == Signals(7.0, more=1.0, non_finite=1.0, failed=1.0)
 
 
 def test_another_reduction_has_another_mark():
-    same = summed(write_trailer([], 21, 1.0), write_trailer([], 21, 1.0))
+    mine, other = write_trailer([], 21, Signals(1.0)), write_trailer([], 28, Signals(1.0))
+    same = summed(mine, mine)
     assert same.is_marked(21, 2)
     assert not same.is_marked(22, 2)
     assert not same.is_marked(21, 3)
-    assert not summed(write_trailer([], 21, 1.0), write_trailer([], 28, 1.0)).is_marked(21, 2)
+    assert not summed(mine, other).is_marked(21, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
-    trailers = UsualTrailers(2, dtype)
-    for number in (3, 19, 21):
+    for mark in (3, 11, 15):
         for weight in (8.0, 2.5):
-            own = torch.frombuffer(bytearray(trailers.own_trailer(number, weight)), dtype=dtype)
-            assert own.tolist() == write_trailer([1.0, 1.0], number, weight)
-            both = own + torch.tensor(write_trailer([1.0, 1.0], number, 4.0), dtype=dtype)
+            own = torch.frombuffer(
+                bytearray(usual_trailer(2, dtype, mark, 1, weight)), dtype=dtype
+            )
+            assert own.tolist() == write_trailer([1.0, 1.0], mark, Signals(weight))
+            both = own + torch.tensor(write_trailer([1.0, 1.0], mark, Signals(4.0)), dtype=dtype)
             arrived = both.numpy().tobytes()
-            assert arrived == trailers.all(number, weight + 4.0, 2)
-            assert arrived != trailers.all(number + 1, weight + 4.0, 2)
-            assert arrived != trailers.all(number, weight, 2)
-
-
-def test_usual_tails_of_ever_other_weights_are_not_all_kept():
-    trailers = UsualTrailers(1, torch.float32)
-    for weight in range(500):
-        trailers.own_trailer(1, float(weight))
-        trailers.all(1, float(weight), 2)
-    assert max(len(trailers._own), len(trailers._all)) < 100
+            assert arrived == usual_trailer(2, dtype, mark, 2, weight + 4.0)
+            assert arrived != usual_trailer(2, dtype, (mark + 1) % 16, 2, weight + 4.0)
+            assert arrived != usual_trailer(2, dtype, mark, 2, weight)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.replica.optimizers.mirrored_optimizer import optimizers_of
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from tests.oracle import assert_same, in_run
 from tests.pairs import each_once
 from tests.toy_models import ONES, mirrored_layer

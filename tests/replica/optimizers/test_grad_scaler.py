@@ -10,7 +10,7 @@ from torch import nn
 
 import mirror
 from mirror.amp import GradScaler
-from mirror.threads import stall_detector
+from mirror.threads import schedule
 from tests.oracle import assert_same, finishes
 from tests.pairs import each_once
 
@@ -312,8 +312,8 @@ def test_replicas_of_gpus_need_not_be_seen_to_wait_for_what_is_inf(make_strategy
     strategy._group.runner.locksteps.schedule = (
         "staggered"  # the schedule of GPUs, without stall detection
     )
-    monkeypatch.setattr(stall_detector, "FIRST_SECONDS", 1e6)
-    monkeypatch.setattr(stall_detector, "LAST_SECONDS", 1e6)
+    monkeypatch.setattr(schedule, "FIRST_SECONDS", 1e6)
+    monkeypatch.setattr(schedule, "LAST_SECONDS", 1e6)
     model = pair(strategy, nn.Linear(3, 2))
     together = threading.Barrier(3, timeout=20)
 

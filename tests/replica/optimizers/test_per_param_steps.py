@@ -325,7 +325,7 @@ def test_a_wrapper_steps_as_it_is_and_what_it_wraps_is_sharded(kind, way, caplog
     with mirror.MirroredStrategy(["cpu"] * 2, optimizer_state="sharded") as strategy:
         found, optimizer, _ = trained(strategy, kind, True, way)
         inner = optimizer.children[0] if kind is TwoChildren else optimizer.base
-        assert inner._mirror.sliced is not None
+        assert inner._mirror.sharded.sliced is not None
         assert_same(found, expected)
     assert "it steps other optimizers; only the state of these is sharded" in caplog.text
 
@@ -416,7 +416,7 @@ def test_each_class_of_torch_is_divided_as_documented(name, inside):
             for _ in range(2):
                 model(x).sum().backward()
                 optimizer.step()
-        slices = optimizer._mirror.sliced.slices
+        slices = optimizer._mirror.sharded.sliced.slices
         held = optimizer._mirror.states.bytes_of_replicas()
     is_cut = name in BY_ELEMENT and not is_sparse  # a sparse gradient cannot be cut
     assert any(one.stop - one.start < 64 for one in slices) is is_cut

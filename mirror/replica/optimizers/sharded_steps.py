@@ -1,6 +1,6 @@
-"""ShardedOptimizer: one step, of which every replica makes its part.
+"""ShardedSteps: one step, of which every replica makes its part.
 
-With ``optimizer_state="sharded"`` an optimizer of torch's own steps once for all replicas, in the
+With ``optimizer_state="sharded"`` an optimizer steps once for all replicas, in the
 cross-replica context; inside ``run`` that is a merge. [Note: Sharded state] says where the state
 is.
 
@@ -22,8 +22,7 @@ Hooks of the step run once, around all of this, as on one device.
     parameters of no module, or that       the logger warns, see [Note: Step dispatch]
     share memory
 
-A class is measured, not listed: it steps small tensors, whole and in parts, and the results are
-compared (``piecewise_optimizers.py`` for torch's own classes).
+A class is measured, not listed: see [Note: Optimizers over pieces].
 """
 
 from __future__ import annotations
@@ -39,12 +38,18 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import put_hooks_around
 from mirror.devices import using
 from mirror.errors import StrategyError
-from mirror.replica.exactness.replica_checks import ComparePair, VisitValue
 from mirror.replica.gradients.buckets import bucket_ends
 from mirror.replica.gradients.grad_scatter import SlicedGrads
 from mirror.replica.gradients.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.merge_call_shared import average_loss_over_workers
-from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer, Step
+from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
+from mirror.replica.optimizers.optimizer_state import ParamGroupSwap
+from mirror.replica.optimizers.optimizer_traits import (
+    Divisible,
+    is_torchs_own,
+    measure_divisible,
+    raw_step,
+)
 from mirror.replica.optimizers.param_groups import (
     ParamGroupsView,
     keep_options,
@@ -56,10 +61,8 @@ from mirror.replica.optimizers.per_param_steps import (
     explain_not_per_param,
     step_clones,
 )
-from mirror.replica.optimizers.piecewise_optimizers import Divisible, measure_divisible
 from mirror.replica.optimizers.sharded_states import ShardedStates
 from mirror.replica.optimizers.sliced_params import SlicedParams, is_cuttable
-from mirror.replica.optimizers.step_dispatch import is_torchs_own, raw_step
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.params.shared_memory import find_shared
@@ -67,39 +70,45 @@ from mirror.replica.params.shared_memory import find_shared
 _logger = logging.getLogger("mirror")
 
 
-class ShardedOptimizer(MirroredOptimizer):
-    """One optimizer over mirrored parameters, with its state sharded over the replicas.
+class ShardedSteps:
+    """The steps of one optimizer with its state sharded over the replicas.
 
     Attributes:
         sliced: the slices of its last step; ``None`` before, and if its state is not sharded.
     """
 
-    states: ShardedStates
-    states_kind = ShardedStates
-    sliced: SlicedParams | None = None
-    _grads: SlicedGrads | None = None  # of these slices
-    _whole: frozenset[ReplicatedParam] = frozenset()  # with gradients that cannot be cut
-    _undivided: ParamGroupsView | None = None  # groups that are known to have no sharded state
-    _warned_of: str | None = None  # the reason
+    def __init__(
+        self, optimizers: OptimizerRegistry, swap: ParamGroupSwap, states: ShardedStates
+    ) -> None:
+        self._optimizers, self._swap, self._states = optimizers, swap, states
+        self._replicas, self._runner = optimizers.replicas, optimizers.runner
+        self._gradients = optimizers.gradients
+        self.sliced: SlicedParams | None = None
+        self._grads: SlicedGrads | None = None  # of these slices
+        self._whole: frozenset[ReplicatedParam] = frozenset()  # with gradients that cannot be cut
+        self._undivided: ParamGroupsView | None = None  # groups known to have no sharded state
+        self._warned_of: str | None = None  # the reason
 
-    def step_cross_replica(self, step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Makes one step for all replicas, each of which updates its slices."""
-        if self._find_slices(optimizer) is None or (
-            not is_torchs_own(type(optimizer)) and calls_hooks_again(optimizer)
-        ):
-            return super().step_cross_replica(step, optimizer, args, kwargs)
+    def can_step(self, optimizer: Optimizer) -> bool:
+        """Whether every replica updates its slices of the optimizer's parameters."""
+        if self._find_slices(optimizer) is None:
+            return False
+        return is_torchs_own(type(optimizer)) or not calls_hooks_again(optimizer)
+
+    def step_with_hooks(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Makes one step for all replicas, with hooks around it; returns the closure's loss."""
         return _step_with_hooks()(optimizer, *args, **kwargs)
 
-    def step_slices(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Makes the step itself, without hooks; returns the closure's loss."""
         result, closure = None, _closure_of(optimizer, args, kwargs)
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-            workers = self.replicas.workers
+            workers = self._replicas.workers
             if workers.is_multi_process:
-                result = average_loss_over_workers(self.replicas, result, workers.weight)
-        self.runner.prepare("optimizer.step")
+                result = average_loss_over_workers(self._replicas, result, workers.weight)
+        self._runner.prepare("optimizer.step")
         self._optimizers.reduce()
         sliced = self._find_slices(optimizer)
         assert sliced is not None
@@ -108,7 +117,7 @@ class ShardedOptimizer(MirroredOptimizer):
             self._whole, self.sliced = self._whole.union(uncut), None
             sliced = self._find_slices(optimizer)
             assert sliced is not None
-        self.states.scatter(optimizer, sliced)
+        self._states.scatter(optimizer, sliced)
         scatter, grads = self._gradients.unreduced.scatter, self._grads
         assert grads is not None
         is_scattered = scatter is not None and scatter.prepare_step(grads)
@@ -117,9 +126,9 @@ class ShardedOptimizer(MirroredOptimizer):
         if not is_own:  # it may also change parameters without a gradient
             positions = tuple(range(len(sliced.slices)))
         versions = sliced.grad_versions()
-        clones = [self._clone(optimizer, sliced, r) for r in range(self.replicas.num_replicas)]
-        step, devices = raw_step(type(optimizer)), self.replicas.devices
-        self.runner.unfinished = self.loan.is_begun = True
+        clones = [self._clone(optimizer, sliced, r) for r in range(self._replicas.num_replicas)]
+        step, devices = raw_step(type(optimizer).step), self._replicas.devices
+        self._runner.unfinished = self._swap.is_begun = True
         try:
             if not is_own:
                 step_clones(optimizer, clones, devices, result, has_closure=closure is not None)
@@ -132,22 +141,22 @@ class ShardedOptimizer(MirroredOptimizer):
         if is_own:
             keep_options(optimizer.param_groups, clones[0].param_groups)
         mark_synced(sliced.variables_of(positions))
-        self.loan.is_begun = False
-        self.runner.unfinished = self.runner.running is not None
+        self._swap.is_begun = False
+        self._runner.unfinished = self._runner.running is not None
         return result
 
     def _clone(self, optimizer: Optimizer, sliced: SlicedParams, replica_id: int) -> Optimizer:
         """Returns an optimizer of the same class over the slices of one replica."""
         groups: Sequence[dict[str, Any]] = optimizer.param_groups
         if replica_id:
-            groups = [own_options(options, self.replicas, replica_id) for options in groups]
+            groups = [own_options(options, self._replicas, replica_id) for options in groups]
         clone: Any = object.__new__(type(optimizer))
         vars(clone).update(vars(optimizer))
         clone.param_groups = [
             options | {"params": [*mine]}
             for options, mine in zip(groups, sliced.params_of(replica_id), strict=True)
         ]
-        clone.state = self.states.shard_of(replica_id)
+        clone.state = self._states.shard_of(replica_id)
         made: Optimizer = clone
         return made
 
@@ -155,7 +164,7 @@ class ShardedOptimizer(MirroredOptimizer):
 
     def _find_slices(self, optimizer: Optimizer) -> SlicedParams | None:
         """Returns the slices of the optimizer's parameters; ``None`` if it has none."""
-        parameters, sliced = self.loan.parameters, self.sliced
+        parameters, sliced = self._swap.parameters, self.sliced
         if sliced is not None and sliced.are_valid(parameters):
             return sliced
         if self._undivided is not None and self._undivided is parameters:
@@ -174,20 +183,20 @@ class ShardedOptimizer(MirroredOptimizer):
                     "the state of %s is not sharded, and is on %s: %s; each of its steps is made "
                     "once, and the new values are copied to the other replicas",
                     type(optimizer).__name__,
-                    self.replicas.names[0],
+                    self._replicas.names[0],
                     reason,
                 )
             return None
         if scatter is not None and former is not None:
             scatter.unregister(former)
-        self.sliced = SlicedParams(parameters, self._plan(optimizer, parameters), self.replicas)
+        self.sliced = SlicedParams(parameters, self._plan(optimizer, parameters), self._replicas)
         self._grads = SlicedGrads(parameters.variables, self.sliced.slices)
         if scatter is not None:
             scatter.register(self._grads)
         return self.sliced
 
     def _plan(self, optimizer: Optimizer, parameters: ParamGroupsView) -> list[ParamSlice]:
-        variables, num_replicas = parameters.variables, self.replicas.num_replicas
+        variables, num_replicas = parameters.variables, self._replicas.num_replicas
         sizes = [variable.targets[0].numel() for variable in variables]
         whole = set(range(len(variables)))
         is_own = is_torchs_own(type(optimizer))
@@ -209,28 +218,9 @@ class ShardedOptimizer(MirroredOptimizer):
             begin = end
         return [*plan_cut(sizes, buckets, num_replicas), *plan_whole(sizes, whole, num_replicas)]
 
-    # Comparing
-
-    def check(self, compare: ComparePair) -> None:
-        """Shows the state that replicas have in common to ``compare``, and checks the slices."""
-        optimizer = self.optimizer
-        if optimizer is None or not self.states.is_scattered(optimizer):
-            super().check(compare)
-            return
-        self.states.check(self.loan.parameters.variables, compare)
-
-    def visit_first(self, visit: VisitValue) -> None:
-        """Shows the state of whole parameters to ``visit``."""
-        optimizer = self.optimizer
-        if optimizer is None or not self.states.is_scattered(optimizer):
-            super().visit_first(visit)
-            return
-        self.states.visit_first(self.loan.parameters.variables, visit)
-
 
 def _step_slices(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    mirror: ShardedOptimizer = vars(optimizer)["_mirror"]
-    return mirror.step_slices(optimizer, *args, **kwargs)
+    return vars(optimizer)["_mirror"].sharded.step(optimizer, *args, **kwargs)
 
 
 @cache

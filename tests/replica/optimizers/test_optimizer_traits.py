@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.replica.optimizers import piecewise_optimizers
-from mirror.replica.optimizers.piecewise_optimizers import (
+from mirror.replica.optimizers import optimizer_traits
+from mirror.replica.optimizers.optimizer_traits import (
     Divisible,
     check_piecewise,
     describe,
+    hyperparameters_of,
     measure_divisible,
-    options_of,
     rebuild,
     set_options,
 )
@@ -82,7 +82,7 @@ def test_a_rebuilt_optimizer_has_the_options_and_none_of_the_weights():
     pieces = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     found = rebuild(pickle.loads(sent), lambda index: pieces[:2] if index == 0 else pieces[2:])
     assert type(found) is torch.optim.AdamW
-    assert options_of(found) == options_of(made)
+    assert hyperparameters_of(found) == hyperparameters_of(made)
     assert [len(group["params"]) for group in found.param_groups] == [2, 1]
     set_options(found, [{"lr": 0.1}, {"lr": 0.2}])
     assert [group["lr"] for group in found.param_groups] == [0.1, 0.2]
@@ -99,7 +99,7 @@ def test_a_rebuilt_optimizer_has_the_options_and_none_of_the_weights():
 def test_how_small_parts_may_be_is_measured_also_before_a_warm_up(
     name, expected, rate, monkeypatch
 ):
-    monkeypatch.setattr(piecewise_optimizers, "_divisible", {})
+    monkeypatch.setattr(optimizer_traits, "_divisible", {})
     optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(4, 4))], lr=0.1)
     optimizer.param_groups[0]["lr"] = rate  # as in a warm-up
     before = torch.get_rng_state()

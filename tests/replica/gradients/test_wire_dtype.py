@@ -8,7 +8,7 @@ from torch import nn
 
 import mirror
 from mirror.comm.packing import flatten
-from mirror.replica.collectives.reducer import Reducer
+from mirror.replica.gradients.ready_grads import Reducer
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-6, torch.float64: 1e-6}
 
