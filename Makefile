@@ -5,7 +5,7 @@
 # make mutants IN=mirror/execution   how many of 50 small faults the tests find
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 # make exhaustive-test   whole products, long soaks, every fault at every point: hours
-# make third-party  trains programs over public libraries, and writes docs/third-party.md
+# make third-party  trains programs over public libraries, and writes build/third-party.md
 # make wheel  the sdist, of it a wheel for manylinux_2_28, checked, and that of extras/tpu, in dist/
 # make installed   these wheels installed outside the checkout, and used: under a minute
 # make docs   the documents and the API as a site, in build/site; what is broken is an error
@@ -31,9 +31,9 @@ IN ?= mirror
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
-QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.py \
+QUICK := $(wildcard tests/strategy/test_*.py) tests/programs tests/test_layers.py \
     tests/project/test_public_api.py
-THREADED := tests/threads tests/execution tests/interrupts tests/training \
+THREADED := tests/threads tests/execution tests/interrupts tests/programs \
     tests/replica/modules tests/replica/optimizers tests/replica/collectives tests/replica/gradients \
     tests/train/checkpoint
 # A process for each core, with one intra-op thread: small tensors gain nothing from more.
@@ -114,7 +114,7 @@ core:
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH)-$(notdir $(PYTHON)) core-here
 
 core-here: $(VENV)/core.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/training tests/replica/optimizers \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/programs tests/replica/optimizers \
 	    tests/compiler tests/base/test_torch_private.py
 
 # Not part of make test: jax and a pre-release of torchax, whose import changes torch.

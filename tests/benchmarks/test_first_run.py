@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairs import EXHAUSTIVE
+
+pytestmark = list(EXHAUSTIVE)  # programs that measure: what breaks them may be found a day later
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NEEDS = ("gpu", "two_gpus", "libraries", "cupy", "nccl", "peers", "sanitizer", "pytest")
 

@@ -12,6 +12,9 @@ import torch
 
 from tests.gpu.compiling import compiling_gpus
 from tests.gpu.graphs import graphs_on
+from tests.pairs import EXHAUSTIVE
+
+pytestmark = list(EXHAUSTIVE)  # programs that measure: what breaks them may be found a day later
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairs import EXHAUSTIVE
+
+pytestmark = list(EXHAUSTIVE)  # programs that measure: what breaks them may be found a day later
+
 ROOT = Path(__file__).parents[2]
 
 

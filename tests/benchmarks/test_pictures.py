@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import mirror
+from tests.pairs import EXHAUSTIVE
+
+pytestmark = list(EXHAUSTIVE)  # programs that measure: what breaks them may be found a day later
 
 pytest.importorskip("matplotlib")
 

@@ -14,6 +14,11 @@ from mirror.cli import main
 ROOT = Path(__file__).parents[2]
 
 
+def nightly(test):
+    """Marks the test of a program that measures: it takes seconds, and may break for a day."""
+    return pytest.mark.slow(pytest.mark.exhaustive(test))
+
+
 @pytest.fixture
 def run(script_pool):
     def run(program, *options):
@@ -29,6 +34,7 @@ def load(monkeypatch):
     return importlib.import_module
 
 
+@nightly
 def test_all_reduce_compares_the_backends_with_gloo_and_a_copy(run, tmp_path):
     # 4 KiB, for which no target is set: a busy machine must not fail this.
     found = tmp_path / "found.json"
@@ -45,6 +51,7 @@ def test_all_reduce_compares_the_backends_with_gloo_and_a_copy(run, tmp_path):
             assert row["max_error"] < 1e-4
 
 
+@nightly
 def test_checkpoint_compares_saves_with_safetensors(run, tmp_path):
     # Tensors for which no target is set: a busy machine must not fail this.
     options = "--tensors 3 --elements 100 --rounds 2 --folder".split()
@@ -58,8 +65,7 @@ def test_checkpoint_compares_saves_with_safetensors(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
+@nightly
 def test_train_step_gives_everybody_turns_and_judges_the_ratios(run, tmp_path):
     found, picture = tmp_path / "found.json", tmp_path / "found.png"
     # One thread: teams of threads suffer from other work on the machine.
@@ -239,6 +245,7 @@ def test_the_models_have_their_parameters_and_learn_from_their_batch(load, name,
     assert loss.item() == pytest.approx(guess.item(), rel=0.3)
 
 
+@nightly
 def test_tfrecord_compares_the_ways_to_read_with_plain_reads(run, tmp_path):
     found = tmp_path / "found.json"
     options = "--record-bytes 300 --file-bytes 3000 --rounds 2 --json".split()
@@ -253,6 +260,7 @@ def test_tfrecord_compares_the_ways_to_read_with_plain_reads(run, tmp_path):
         assert 0 < row["mb_per_second"][1] <= row["mb_per_second"][0] <= row["mb_per_second"][2]
 
 
+@nightly
 def test_input_compares_reading_ahead_with_a_plain_loop(run, tmp_path):
     # Small, so that nothing is learnt of speed; the exit code tells of targets missed.
     found = tmp_path / "found.json"
@@ -268,8 +276,7 @@ def test_input_compares_reading_ahead_with_a_plain_loop(run, tmp_path):
         assert 0 < low <= median <= high
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
+@nightly
 def test_train_compares_several_workers_with_ddp(run, tmp_path):
     found = tmp_path / "found.json"
     model = "0.7 MB, 8 tensors"

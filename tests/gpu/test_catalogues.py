@@ -16,7 +16,7 @@ import mirror
 from mirror.values import map_structure
 from tests.gpu.fake import FakeGpus
 from tests.oracle import assert_same, train, train_loop
-from tests.pairs import each_once
+from tests.pairs import EXHAUSTIVE, each_once
 from tests.replica.modules.test_module_db import (
     NOT_SPLIT,
     build,
@@ -148,8 +148,12 @@ def first_that_can_be_split(info, inputs):
     raise AssertionError("no sample of this entry can be split: NOT_SPLIT lacks it")
 
 
-def infos(found):
-    return [pytest.param(info, id=info.name) for info in found]
+def infos(found, step=1):
+    """Returns params; those between each so many are exhaustive."""
+    return [
+        pytest.param(info, id=info.name, marks=() if i % step == 0 else EXHAUSTIVE)
+        for i, info in enumerate(found)
+    ]
 
 
 @each_once(info=infos(module_db), where=DEVICES)
@@ -238,14 +242,14 @@ def assert_trains(strategy, way, info, kwargs):
     assert_same(model.state_dict(), plain.state_dict(), f"{kwargs}: state", tolerance)
 
 
-@each_once(info=infos(optim_db), **{"where,way": [*itertools.product(DEVICES, (1, 3))]})
+@each_once(info=infos(optim_db, 2), **{"where,way": [*itertools.product(DEVICES, (1, 3))]})
 def test_optimizers(info, where, way):
     with on(where) as strategy:
         for kwargs in hyperparameters(info, "cuda"):
             assert_trains(strategy, 1 if info.step_requires_closure else way, info, kwargs)
 
 
-@pytest.mark.parametrize("info", infos(optim_db))
+@pytest.mark.parametrize("info", infos(optim_db, 3))
 def test_optimizers_made_in_a_scope(info):
     """Before its first use, the model there is on the CPU, and so is what a constructor makes."""
     for where, state in itertools.product(DEVICES, ("replicated", "sharded")):

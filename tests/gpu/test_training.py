@@ -14,7 +14,7 @@ from tests.gpu.compiling import Training, compiling_gpus, model
 from tests.gpu.fake import FakeGpus
 from tests.gpu.graphs import graphs_on
 from tests.gpu.programs import ROWS, WAYS, names, train
-from tests.pairs import EXHAUSTIVE, each_once
+from tests.pairs import EXHAUSTIVE, each_once, quick_of
 from tests.toy_models import replica_id
 
 TWICE = ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
@@ -29,8 +29,7 @@ def expected():
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=EXHAUSTIVE), 8])
+@each_once(n=[1, 2, pytest.param(4, marks=EXHAUSTIVE), 8], way=WAYS)
 def test_training_is_in_order_and_has_the_losses_of_simulated_devices(n, way, expected):
     with FakeGpus(n) as gpus:
         losses = train(names(n), way)
@@ -45,7 +44,7 @@ def test_every_schedule_is_in_order(way, schedule):
         train(names(2), way, schedule=schedule)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick_of(WAYS, ["replicas", "transparent", "dataset"]))
 def test_replicas_that_share_gpus_are_in_order(way):
     with FakeGpus(2):
         train(TWICE, way)

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
-from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror import StrategyError
@@ -22,102 +20,8 @@ from tests.mistakes.mistake import (
     same,
     sgd,
     step,
-    trains_as_plain,
 )
 from tests.toy_models import replica_id
-
-
-def averaged_again(model):
-    for p in model.parameters():
-        p.grad = context().all_reduce("mean", p.grad)
-
-
-def update_by_hand(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.1 * p.grad
-
-
-def update_data(model):
-    for p in model.parameters():
-        p.data -= 0.1 * p.grad.data
-
-
-def clamp_gradients(model):
-    for p in model.parameters():
-        p.grad.data.clamp_(-0.01, 0.01)
-
-
-def micro_batches(model, x, y):
-    for part, labels in zip(x.split(2), y.split(2), strict=True):
-        (loss_of(model, part, labels) * len(part) / len(x)).backward()
-
-
-def checkpointed(model, x, y):
-    output = checkpoint(model, x, use_reentrant=False)
-    nn.functional.cross_entropy(output, y).backward()
-
-
-def functional(model, x, y):
-    output = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
-    nn.functional.cross_entropy(output, y).backward()
-
-
-ACTIONS = {
-    "zero": lambda model, optimizer, x, y: optimizer.zero_grad(),
-    "zeros": lambda model, optimizer, x, y: optimizer.zero_grad(set_to_none=False),
-    "zero the model": lambda model, optimizer, x, y: model.zero_grad(),
-    "backward": lambda model, optimizer, x, y: loss_of(model, x, y).backward(),
-    "backward of half": lambda model, optimizer, x, y: (loss_of(model, x, y) / 2).backward(),
-    "micro-batches": lambda model, optimizer, x, y: micro_batches(model, x, y),
-    "checkpointed backward": lambda model, optimizer, x, y: checkpointed(model, x, y),
-    "functional backward": lambda model, optimizer, x, y: functional(model, x, y),
-    "average again": lambda model, optimizer, x, y: averaged_again(model),
-    "clip": lambda model, optimizer, x, y: clip_grad_norm_(model.parameters(), 0.01),
-    "clamp": lambda model, optimizer, x, y: clamp_gradients(model),
-    "step": lambda model, optimizer, x, y: optimizer.step(),
-    "update by hand": lambda model, optimizer, x, y: update_by_hand(model),
-    "update of data": lambda model, optimizer, x, y: update_data(model),
-}
-
-
-@pytest.mark.parametrize(
-    "actions",
-    [
-        "backward, step, zero",
-        "zero the model, backward, step",
-        "backward, step",
-        "backward, zero, step",
-        "zeros, backward, step",
-        "step, backward",
-        "backward",
-        "zero, backward, step, step",
-        # It trains with half the rate, as on one device.
-        "zero, backward of half, step",
-        "zero, backward, average again, step",
-        "zero, micro-batches, step",
-        "zero, checkpointed backward, step",
-        "zero, functional backward, step",
-        "zero, backward, clip, step",
-        "zero, backward, clamp, step",
-        "zero the model, backward, update by hand",
-        "zero the model, backward, update of data",
-    ],
-)
-@pytest.mark.parametrize("in_run", [False, True])
-def test_a_loop_trains_as_on_one_device(actions, in_run, strategy):
-    def program(model, optimizer, x=X, y=Y):
-        for action in actions.split(", "):
-            ACTIONS[action](model, optimizer, x, y)
-
-    if in_run:
-        trains_as_plain(strategy, program, steps=3)
-    else:
-        model, optimizer, _ = mirrored(strategy)
-        for _ in range(3):
-            program(model, optimizer)
-        strategy.check_replicas()
-        assert same(model, plain(program, steps=3))
 
 
 def backward_twice(model, x, y):
@@ -176,15 +80,6 @@ def test_training_on_what_inference_mode_made_is_refused(strategy):
     loss_of(model, made).backward()
 
 
-def test_a_forward_in_inference_mode_leaves_training_as_it_was(strategy):
-    model, optimizer, _ = mirrored(strategy)
-    with torch.inference_mode():
-        model(X)
-    for _ in range(2):
-        step(model, optimizer)
-    assert same(model, plain())
-
-
 def test_gradients_averaged_by_the_strategy_outside_run_stay_as_they_are(strategy):
     """The gradient in the cross-replica context is the whole one; its mean is itself."""
     model, optimizer, batch = mirrored(strategy)
@@ -217,15 +112,6 @@ def test_a_step_in_run_and_again_outside_steps_twice(strategy):
         strategy.run(step, args=(model, optimizer, *batch))
         optimizer.step()
     assert same(model, plain(program))
-
-
-def test_gradients_accumulate_over_two_runs(strategy):
-    model, optimizer, batch = mirrored(strategy)
-    expected = plain(lambda m, o: ((loss_of(m) * 2).backward(), o.step()), steps=1)
-    for _ in range(2):
-        strategy.run(lambda x, y: loss_of(model, x, y).backward(), args=batch)
-    optimizer.step()
-    assert same(model, expected)
 
 
 @pytest.mark.parametrize("in_run", [False, True])

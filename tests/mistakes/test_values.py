@@ -380,7 +380,7 @@ def test_hidden_states_of_replicas_are_repackaged_or_the_error_says_how(kinds):
     plain = torch.nn.LSTM(3, 2, batch_first=True)
     model = mirror.MirroredStrategy(["cpu"] * 2).mirror(copy.deepcopy(plain))
     if kinds is torch.Tensor:
-        with pytest.raises(TypeError, match=r"is no torch\.Tensor.* mirror\.PerReplica"):
+        with pytest.raises(TypeError, match=r"is not a torch\.Tensor.* mirror\.PerReplica"):
             train(model)
     else:
         assert torch.allclose(train(model), train(plain))

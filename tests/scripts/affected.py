@@ -3,7 +3,8 @@
 The tests of a changed file are
 
 - of a test file: the file; of a helper of tests: every test file that imports it;
-- of mirror/a/b.py: tests/a/test_b.py first, then the other tests of the folder tests/a;
+- of mirror/a/b.py: tests/a/test_b.py first, then the other tests of the folder tests/a, and the
+  catalogue of programs where ``TRAINS`` has the folder;
 - of other files: what ``ELSEWHERE`` names;
 
 and always the layer tests and those of the public API. pytest-testmon, which chooses by coverage,
@@ -34,6 +35,9 @@ ELSEWHERE = {
     "mirror/strategy/": ("tests/mistakes",),
     "README.md": ("tests/examples/test_documents.py",),
 }
+# What every training goes through.
+TRAINS = ("mirror/execution/", "mirror/replica/", "mirror/threads/")
+PROGRAMS = "tests/programs/test_programs.py"
 
 
 def main() -> int:
@@ -78,6 +82,8 @@ def affected_tests(files: Iterable[str], root: Path) -> list[str]:
         elif file.startswith("mirror/") and file.endswith(".py"):
             named += tests_named_like(file, root)
             folders.append(_test_folder(file, root))
+            if file.startswith(TRAINS):
+                folders.append(PROGRAMS)
     found = dict.fromkeys([*named, *folders, *ALWAYS])
     return [test for test in found if test and (root / test).exists()]
 

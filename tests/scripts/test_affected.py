@@ -4,7 +4,10 @@ import subprocess
 
 import pytest
 
+from tests.pairs import EXHAUSTIVE
 from tests.scripts.affected import ALWAYS, ELSEWHERE, ROOT, affected_tests, changed_files
+
+pytestmark = list(EXHAUSTIVE)  # of a tool for developers
 
 
 @pytest.fixture

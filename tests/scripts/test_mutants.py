@@ -4,10 +4,13 @@ import ast
 
 import pytest
 
+from tests.pairs import EXHAUSTIVE
 from tests.scripts.affected import ROOT
 from tests.scripts.mutants import __main__ as mutants
 from tests.scripts.mutants.__main__ import EQUIVALENT, FOUND, MISSED, TIMEOUT, reasons, table
 from tests.scripts.mutants.mutations import mutants_of, spread
+
+pytestmark = list(EXHAUSTIVE)  # of a tool for developers
 
 CODE = """
 def counted(items):

@@ -9,7 +9,7 @@ from torch import nn
 import mirror
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.pairs import each_once
-from tests.training.cases import CASES, WAYS, compare, make_batches, prepared
+from tests.programs.cases import CASES, WAYS, compare, make_batches, prepared
 
 SIZES = [7, 3, 1]
 

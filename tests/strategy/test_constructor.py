@@ -8,9 +8,9 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
+from tests.programs.cases import CASES, WAYS, compare, make_batches, prepared
 from tests.strategy.programs import ids, values
 from tests.toy_models import replica_id
-from tests.training.cases import CASES, WAYS, compare, make_batches, prepared
 
 
 def test_devices_default_to_what_is_visible():

@@ -200,13 +200,13 @@ def test_a_program_ends_without_a_message(tmp_path, kept, size, options, port):
 @pytest.mark.parametrize(
     ("kept", "options"),
     [
-        *((kept, {}) for kept in ("nothing", "closed", "close")),
-        *((kept, {"in_main": True}) for kept in ("nothing", "module")),
+        ("nothing", {}),
+        ("module", {"in_main": True}),
+        *((kept, {"num_local": 2}) for kept in ("parameters", "scope", "iterator")),
         *(
-            (kept, {"num_local": 2})
-            for kept in ("parameters", "optimizer", "strategy", "scope", "iterator")
+            pytest.param(kept, {"in_main": True}, marks=EXHAUSTIVE)
+            for kept in ("nothing", "closed", "close", "optimizer", "strategy")
         ),
-        *(pytest.param(kept, {"in_main": True}, marks=EXHAUSTIVE) for kept in ("closed", "close")),
     ],
 )
 def test_a_program_ends_without_a_message_at_any_order_of_teardown(

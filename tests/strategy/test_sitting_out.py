@@ -1,17 +1,14 @@
 """Idle replicas: they skip a step without examples, and get what merge_call changes."""
 
-import copy
 import threading
 
 import pytest
 import torch
-from torch import nn
 
 import mirror
 from mirror.threads import schedule
 from mirror.threads.schedule import StallDetector
-from tests.oracle import assert_same, finishes, in_run
-from tests.pairs import each_once
+from tests.oracle import finishes, in_run
 from tests.strategy.programs import values
 from tests.toy_models import mirrored_layer, replica_id, sgd
 
@@ -54,43 +51,6 @@ def test_collectives_span_the_replicas_that_take_part(make_strategy):
     assert values(strategy, mean) == [1.0] * 3
     assert [t.tolist() for t in strategy.local_results(gathered)] == [[0.0, 1.0, 2.0]] * 3
     assert values(strategy, merged) == [3.0] * 3
-
-
-@each_once(size=[1, 2, 3], where=["inside", "outside"])
-def test_idle_replicas_keep_equal_variables_and_optimizer_state(size, where, make_strategy):
-    strategy = make_strategy(4)
-    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    model = strategy.mirror(copy.deepcopy(plain))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
-
-    def backward(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    def step(x):
-        optimizers[1].zero_grad()
-        backward(x)
-        optimizers[1].step()
-
-    for length in (size, 8, size, size, 5):
-        x = torch.randn(length, 3)
-        optimizers[0].zero_grad()
-        plain(x).square().mean().backward()
-        optimizers[0].step()
-        (batch,) = strategy.distribute_dataset([x])
-        if where == "inside":
-            strategy.run(step, args=(batch,))
-        else:
-            optimizers[1].zero_grad()
-            strategy.run(backward, args=(batch,))
-            optimizers[1].step()
-        assert strategy.check_replicas() == 4
-    assert_same(model.state_dict(), plain.state_dict())
-    assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
-    whole = strategy.run(lambda: [p.detach().clone() for p in model.parameters()])
-    for parameters in strategy.local_results(whole):
-        assert_same(parameters, [p.detach() for p in plain.parameters()])
 
 
 def test_replica_zero_sits_out_after_all_have_run(leaks):

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.step_inputs import StateTensor
 from mirror.execution.lifecycle import AllLifecycleHooks, step_ends
 from mirror.execution.replicas import Replicas
@@ -29,6 +28,9 @@ from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.params.mirrored_buffer import record_writes
 from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced
+
+if TYPE_CHECKING:  # importing mirror does not import the compiler of torch
+    from mirror.compiler.capture.tracer import CollectivePoint
 
 T = TypeVar("T")
 

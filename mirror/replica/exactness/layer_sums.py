@@ -1,6 +1,6 @@
 """Forward hooks for trials of a call: sums of the outputs of layers, and rounding errors in them.
 
-Sums over the examples of the parts add up to those over the whole batch, if every layer's output
+The sums over each replica's examples add up to those over the whole batch, if every layer's output
 for an example depends on that example alone. So two numbers for each call of a layer show the
 first layer for which that does not hold.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_TOLERANCE = 1e-3  # relative to the squares; what differs by less is no cause
+_TOLERANCE = 1e-3  # relative to the squares; a smaller difference is rounding
 _MOST_CALLS = 10_000
 
 
@@ -41,28 +41,29 @@ class LayerSums:
             index, calls[0] = calls[0], calls[0] + 1
             if index >= _MOST_CALLS:
                 return
-            found = _sums_of(output, weights)
+            sums = _sums_of(output, weights)
             if index == len(self._sums):
                 self._layers.append(layer)
-                self._sums.append(found)
+                self._sums.append(sums)
                 return
-            known = self._sums[index]
-            if known is None or found is None or self._layers[index] is not layer:
+            before = self._sums[index]
+            if before is None or sums is None or self._layers[index] is not layer:
                 self._sums[index] = None
             else:
-                self._sums[index] = known[0] + found[0], known[1] + found[1]
+                self._sums[index] = before[0] + sums[0], before[1] + sums[1]
 
         return add
 
     def first_other_than(self, other: LayerSums) -> nn.Module | None:
         """Returns the layer of the first call with other sums; ``None`` if none is known."""
-        rows = zip(self._layers, self._sums, other._layers, other._sums, strict=False)
-        for layer, mine, others_layer, others in rows:
-            if layer is not others_layer:
+        calls = zip(self._layers, self._sums, other._layers, other._sums, strict=False)
+        for layer, sums, other_layer, other_sums in calls:
+            if layer is not other_layer:
                 return None
-            if mine is not None and others is not None:
-                scale = math.sqrt(max(mine[1], others[1])) + max(mine[1], others[1])
-                if any(abs(a - b) > _TOLERANCE * scale for a, b in zip(mine, others, strict=True)):
+            if sums is not None and other_sums is not None:
+                squares = max(sums[1], other_sums[1])
+                limit = _TOLERANCE * (math.sqrt(squares) + squares)
+                if any(abs(a - b) > limit for a, b in zip(sums, other_sums, strict=True)):
                     return layer
         return None
 
@@ -76,15 +77,15 @@ def _sums_of(output: Any, weights: Tensor) -> tuple[float, float] | None:
     if not output.is_floating_point() or output.layout is not torch.strided:
         return None
     rows = output.detach().reshape(len(weights), -1).double()
-    own = weights.to(rows.device)
-    return float(own @ rows.sum(1)), float(own @ rows.square().sum(1))
+    weights = weights.to(rows.device)
+    return float(weights @ rows.sum(1)), float(weights @ rows.square().sum(1))
 
 
 class RoundingErrors:
     """A forward hook that multiplies outputs of layers by 1 + eps or 1 - eps of their dtype.
 
-    Inputs, too: the first layer may subtract a mean that is large. Not those of whole numbers,
-    which are masks, lengths and the like, and know no rounding.
+    Inputs are changed as well: the first layer may subtract a mean that is large. Those of whole
+    numbers are not: these are masks, lengths and the like, which have no rounding errors.
     """
 
     def __init__(self) -> None:

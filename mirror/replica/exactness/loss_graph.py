@@ -16,7 +16,7 @@ from mirror.replica.exactness.node_classes import (
     UNREADABLE,
     Shape,
     depends_on_more,
-    is_layer_node,
+    is_of_layer,
     is_parameter,
     name_of,
 )
@@ -92,7 +92,7 @@ class _GraphReader:
             if node is None or node in self._nodes or len(self._nodes) > _MOST_NODES:
                 continue
             name = name_of(node)
-            of_layer = is_layer_node(node, name)
+            of_layer = is_of_layer(node, name)
             is_end = name in _ENDS or (of_layer and not through_layers)
             edges = () if is_end else node.next_functions
             self._nodes[node] = name, of_layer, edges

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirror.base.bitwise import have_equal_numbers
 from mirror.comm.reduce_ops import reduce_tensors
 from mirror.replica.exactness.loss_graph import read_terms
 from mirror.replica.exactness.node_rules import NonlinearInExamples, NotReducible, Term
@@ -321,7 +322,7 @@ def normalize_weights(weights: Sequence[Any], device: torch.device) -> Weights:
 
 def _is_equal(some: Any, other: Any) -> bool:
     if isinstance(some, Tensor) and isinstance(other, Tensor) and some.dim():
-        return some.shape == other.shape and torch.equal(some.to(other.device), other)
+        return have_equal_numbers(some, other)
     return math.isclose(float(some), float(other), rel_tol=1e-5)
 
 

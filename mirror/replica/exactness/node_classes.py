@@ -108,7 +108,7 @@ def walk(roots: Iterable[Any], goes_on: Callable[[Any], bool]) -> Iterator[Any]:
                     todo.append(below)
 
 
-def is_layer_node(node: Any, name: str) -> bool:
+def is_of_layer(node: Any, name: str) -> bool:
     """Returns whether a node is a layer's: a product with parameters, or none of torch's, too."""
     if name.startswith(LAYERS) or not (type(node).__name__[-1:].isdigit() or name == "CopySlices"):
         return True

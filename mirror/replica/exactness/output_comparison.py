@@ -42,7 +42,7 @@ def find_output_differences(
 ) -> Iterator[OutputDifference]:
     """Yields the outputs of a split call that differ from those of one device.
 
-    A PerReplica is no difference: it says that the parts have no joined value.
+    A PerReplica is not a difference: it says that the replicas' values have no joined value.
 
     Args:
         joined: what the caller of the split call gets.
@@ -80,22 +80,22 @@ class _Comparison:
             yield from self._compare_contents(path, joined, whole)
 
     def _compare_contents(self, path: str, joined: Any, whole: Any) -> Iterator[OutputDifference]:
-        mine, others = contents_of(joined), contents_of(whole)
+        entries, expected = contents_of(joined), contents_of(whole)
         if isinstance(whole, (set, frozenset)):
-            if self._values and mine.keys() != others.keys():
+            if self._values and entries.keys() != expected.keys():
                 yield OutputDifference(path, "has other elements than on one device", "structure")
             return
-        if len(mine) != len(others):
-            what = f"has {len(mine)} entries, and on one device {len(others)}"
+        if len(entries) != len(expected):
+            what = f"has {len(entries)} entries, and on one device {len(expected)}"
             yield OutputDifference(path, what, "structure")
-        elif mine.keys() != others.keys():
-            what = f"has the keys {[*mine]}, and on one device {[*others]}"
+        elif entries.keys() != expected.keys():
+            what = f"has the keys {[*entries]}, and on one device {[*expected]}"
             yield OutputDifference(path, what, "structure")
         else:
             is_indexed = isinstance(whole, (list, tuple, dict)) or hasattr(whole, "keys")
-            for key, value in others.items():
+            for key, value in expected.items():
                 inner = f"{path}[{key!r}]" if is_indexed else f"{path}.{key}"
-                yield from self.compare(inner, mine[key], value)
+                yield from self.compare(inner, entries[key], value)
 
     def _compare_tensors(
         self, path: str, joined: Tensor, whole: Tensor
@@ -158,7 +158,7 @@ class _Comparison:
 def _repeats(joined: Tensor, whole: Tensor) -> bool:
     """Returns whether the joined tensor has one device's only row for each example.
 
-    Such as the positions of a cache: in parts of one example it looks like their rows.
+    Such as the positions of a cache: on replicas with one example it looks like their rows.
     """
     if whole.shape[:1] != (1,) or joined.shape[1:] != whole.shape[1:] or len(joined) < 2:
         return False

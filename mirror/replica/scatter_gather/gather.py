@@ -461,8 +461,8 @@ def _are_equal_values(parts: Sequence[Any]) -> bool:
 
 _warned: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
-# Models that divide a sum by a number of the part. Where it is equal in all parts by chance, it is
-# no constant: the parts' values are averaged, as at other calls.
+# Models that divide a sum by a number of the replica. Where it is equal on all by chance, it is
+# not a constant: the replicas' values are averaged, as at other calls.
 _divided: WeakSet[nn.Module] = WeakSet()
 
 

@@ -99,7 +99,7 @@ def test_a_step_runs_by_kernels_or_a_compiler(make, mode, num_replicas, operatio
         (lambda: Images(LARGE), "auto", "kernels"),
         (lambda: Images(SMALL), "auto", "compiler"),
         (lambda: Vectors(4096), "auto", "compiler"),
-        (lambda: Images(LARGE), "inductor", "compiler"),
+        pytest.param(lambda: Images(LARGE), "inductor", "compiler", marks=pytest.mark.slow),
         (lambda: Images(SMALL), "trace", "kernels"),
     ],
 )

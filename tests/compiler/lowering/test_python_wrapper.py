@@ -10,6 +10,7 @@ from mirror.compiler.runtime import build_program
 from tests.compiler.training import Beside, batches
 
 
+@pytest.mark.slow
 def test_a_program_that_python_calls_trains_as_one_device(monkeypatch):
     libraries = []
     library_program = torch_internals.library_program

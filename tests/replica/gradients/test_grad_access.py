@@ -1,6 +1,5 @@
 """grad_access.py: gradients follow variables; gradients on a parameter device."""
 
-import copy
 import threading
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import mirror
 from mirror.errors import StrategyError
-from tests.oracle import assert_same, finishes, in_run
+from tests.oracle import assert_same, finishes
 from tests.replica.gradients.at_once import batch_of, grads_of, small
 from tests.toy_models import ONES, mirrored_layer, sgd
 
@@ -149,32 +148,6 @@ def test_a_gradient_that_is_set_is_the_one_that_is_there(make_strategy):
 
 
 SIZES = [7, 3, 1]
-
-
-@pytest.mark.parametrize("within", [True, False])
-def test_accumulated_gradients_equal_one_device(within, central):
-    torch.manual_seed(2)
-    plain = nn.Linear(6, 3)
-    strategy = central(2)
-    model = strategy.mirror(copy.deepcopy(plain))
-    optimizers = sgd(plain), sgd(model)
-    batches = [(torch.randn(n, 6), torch.randint(3, (n,))) for n in (4, 5, 3)]
-
-    def backward(batch, model):
-        F.cross_entropy(model(batch[0]), batch[1]).backward()
-
-    def go(model, place):
-        with strategy.no_sync():
-            place(batches[0], model)
-            place(batches[1], model)
-        place(batches[2], model)
-
-    for batch in batches:
-        backward(batch, plain)
-    optimizers[0].step()
-    go(model, lambda b, m: in_run(strategy, backward, b, m) if within else backward(b, m))
-    optimizers[1].step()
-    assert_same(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("within", [True, False])

@@ -14,8 +14,6 @@ from tests.replica.params.coherence import (
     N,
     Net,
     assert_all_see,
-    momentum,
-    train_a_step,
     values_seen,
 )
 from tests.toy_models import ONES, mirrored_layer, ones_layer, sgd
@@ -100,13 +98,6 @@ def test_zero_grad_outside_run_clears_every_replica(who, set_to_none, strategy):
         assert value is None if set_to_none else torch.equal(value, torch.zeros(2, 2))
 
 
-def test_zero_grad_inside_run_clears_what_the_cross_replica_context_sees(strategy):
-    _, model = with_gradients(strategy)
-    strategy.run(model.zero_grad)
-    assert model.weight.grad is None
-    with_gradients(strategy)
-
-
 def test_gradients_accumulate_over_contexts(strategy):
     plain, model = with_gradients(strategy)
     x = torch.randn(7, 2)
@@ -149,55 +140,6 @@ def test_requires_grad_reaches_every_replica(strategy):
 # autograd
 
 
-def test_autograd_grad_outside_run_is_the_whole_gradient(strategy):
-    plain = nn.Linear(2, 2)
-    model = strategy.mirror(copy.deepcopy(plain))
-    x = torch.randn(10, 2)
-    results = []
-    for m in (plain, model):
-        loss = m(x).square().mean() + m.weight.square().sum()
-        results.append(torch.autograd.grad(loss, list(m.parameters())))
-        assert m.weight.grad is None
-    assert_same(results[1], results[0])
-
-
-def test_autograd_grad_in_run_is_the_replicas_own(strategy):
-    plain = nn.Linear(2, 2)
-    model = strategy.mirror(copy.deepcopy(plain))
-    x = torch.randn(10, 2)
-    (batch,) = strategy.distribute_dataset([x])
-
-    def fn(part):
-        return torch.autograd.grad(model(part).square().mean(), list(model.parameters()))
-
-    results = strategy.local_results(strategy.run(fn, args=(batch,)))
-    for part, result in zip(torch.tensor_split(x, N), results, strict=True):
-        expected = torch.autograd.grad(plain(part).square().mean(), list(plain.parameters()))
-        assert_same(result, expected)
-    assert model.weight.grad is None
-
-
-def test_a_gradient_penalty_equals_one_device(strategy):
-    """Double backward through autograd.grad with create_graph, in run and through a call."""
-    plain = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-    model = strategy.mirror(copy.deepcopy(plain))
-
-    def penalty(m, x):
-        x = x.detach().clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
-        return gradient.square().sum(1).mean()
-
-    x = torch.randn(10, 2)
-    penalty(plain, x).backward()
-    penalty(model, x).backward()
-    expected = [p.grad for p in plain.parameters()]
-    assert_same([p.grad for p in model.parameters()], expected, "transparent")
-    model.zero_grad()
-    (batch,) = strategy.distribute_dataset([x])
-    strategy.run(lambda part: penalty(model, part).backward(), args=(batch,))
-    assert_same([p.grad for p in model.parameters()], expected, "in run")
-
-
 def test_parameters_work_in_any_expression_outside_run(strategy, model):
     w = model.linear.weight
     plain = w.detach().clone().requires_grad_()
@@ -218,32 +160,6 @@ def test_parameters_work_in_any_expression_outside_run(strategy, model):
     assert f"{w[0, 0].item():.3f}"[:3] in repr(w)
     assert len(w) == 2
     assert w.tolist() == plain.tolist()
-
-
-def test_functional_call_takes_the_given_parameters(strategy):
-    model = strategy.mirror(nn.Linear(2, 2))
-    other = {"weight": torch.eye(2), "bias": torch.ones(2)}
-    x = torch.randn(6, 2)
-
-    def fn():
-        return torch.func.functional_call(model, other, (x,))
-
-    for value in strategy.local_results(strategy.run(fn)):
-        assert_same(value, x + 1)
-
-
-def test_weight_norm_and_parametrizations_train_as_on_one_device(strategy):
-    plain = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
-    model.load_state_dict(plain.state_dict())
-    strategy.mirror(model)
-    optimizers = [momentum(m.parameters()) for m in (plain, model)]
-    for _ in range(3):
-        x = torch.randn(10, 2)
-        train_a_step(strategy, plain, optimizers[0], x)
-        train_a_step(strategy, model, optimizers[1], x)
-    assert_same(model.state_dict(), plain.state_dict())
-    strategy.check_replicas()
 
 
 # Gradients and weights

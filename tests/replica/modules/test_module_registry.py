@@ -1,7 +1,5 @@
 """The structure of a mirrored module may change: new parts are mirrored, removed ones freed."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -12,9 +10,6 @@ from tests.replica.params.coherence import (
     N,
     Net,
     assert_all_see,
-    momentum,
-    train_a_step,
-    values_seen,
 )
 from tests.toy_models import ONES, ones_layer, replica_id, sgd
 
@@ -27,25 +22,6 @@ def strategy(make_strategy):
 @pytest.fixture
 def model(strategy):
     return strategy.mirror(Net())
-
-
-def test_a_submodule_replaced_later_is_mirrored_and_trained(strategy):
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = strategy.mirror(copy.deepcopy(plain))
-    x = torch.randn(10, 2)
-    model(x)
-    head = nn.Linear(2, 1)
-    plain[1], model[1] = head, copy.deepcopy(head)
-    for m in (plain, model):
-        optimizer = momentum(m.parameters())
-        for _ in range(3):
-            train_a_step(strategy, m, optimizer, x)
-    assert mirror.is_mirrored(model[1].weight)
-    assert strategy.check_replicas() == 4
-    assert_same(model.state_dict(), plain.state_dict())
-    for value in values_seen(strategy, lambda: model[1].weight):
-        assert_same(value, plain[1].weight)
 
 
 def test_a_module_added_later_is_mirrored(strategy):
@@ -89,19 +65,6 @@ def test_a_buffer_registered_later_is_mirrored(persistent, strategy, model):
     strategy.run(lambda: model.later.add_(replica_id()))
     assert_same(model.later, torch.full((2,), 5.0))
     assert ("later" in model.state_dict()) == persistent
-
-
-def test_to_another_dtype_keeps_the_model_mirrored(strategy):
-    plain = nn.Linear(2, 2)
-    model = strategy.mirror(copy.deepcopy(plain))
-    plain.double()
-    assert model.double() is model
-    x = torch.randn(7, 2, dtype=torch.float64)
-    for m in (plain, model):
-        m(x).square().mean().backward()
-    assert model.weight.dtype == torch.float64
-    assert_same(model.weight.grad, plain.weight.grad)
-    assert [v.dtype for v in values_seen(strategy, lambda: model.weight)] == [torch.float64] * N
 
 
 def test_module_first_called_in_inference_mode_can_train(make_strategy):

@@ -81,17 +81,6 @@ def uses_by_sign(place):
         place.keep(model)
 
 
-def freezes(place):
-    with place.scope():
-        model = net()
-    for step, batch in enumerate(place.batches * 2):
-        model.zero_grad()
-        model[0].requires_grad_(step < 3 or step > 10)
-        model[4].requires_grad_(step % 2 == 0)
-        place.backward(cross_entropy(model), *batch)
-        place.keep(model)
-
-
 def grows(place):
     """A module comes, and one goes, while training goes on."""
     with place.scope():
@@ -106,21 +95,6 @@ def grows(place):
                 last = nn.Linear(3, 3)
             model.append(last)
         place.backward(cross_entropy(model), *batch)
-        place.keep(model)
-
-
-def accumulates(place):
-    """Passes with and without no_sync before a read, of different sizes."""
-    with place.scope():
-        model = net()
-    batches = iter(place.batches)
-    for num_kept in (1, 2, 0):
-        model.zero_grad()
-        with place.no_sync():
-            for _ in range(num_kept):
-                place.backward(cross_entropy(model), *next(batches))
-        for _ in range(2 if num_kept < 2 else 0):
-            place.backward(cross_entropy(model), *next(batches))
         place.keep(model)
 
 
@@ -291,24 +265,6 @@ def mixes_dtypes(place):
         place.keep(model)
 
 
-def is_adversarial(place):
-    """Two networks and optimizers; one is frozen for half a step."""
-    with place.scope():
-        maker, judge = nn.Linear(4, 4), net()
-        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (maker, judge)]
-    for batch in place.batches:
-        optimizers[1].zero_grad()
-        place.backward(lambda x, y: F.cross_entropy(judge(maker(x).detach()), y), *batch)
-        optimizers[1].step()
-        judge.requires_grad_(False)
-        optimizers[0].zero_grad()
-        place.backward(lambda x, y: F.cross_entropy(judge(maker(x)), (y + 1) % 3), *batch)
-        optimizers[0].step()
-        judge.requires_grad_(True)
-        place.keep(maker, judge)
-    place.keep(maker, judge, grads=False)
-
-
 def asks_for_losses(place):
     """An optimizer that takes a closure, and decides by its loss."""
     with place.scope():
@@ -329,15 +285,12 @@ def asks_for_losses(place):
 PROGRAMS = [
     leaves_out,
     uses_by_sign,
-    freezes,
     grows,
-    accumulates,
     passes_twice,
     drops,
     hooks,
     looks_up,
     mixes_dtypes,
-    is_adversarial,
 ]
 
 

@@ -1,7 +1,6 @@
 """Replicas that share a device step once; each sees what its own step would leave."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
-from tests.pairs import each_once, quick_of
+from tests.pairs import each_once
 from tests.replica.optimizers.stepping import (
     SIZE,
     adam,
@@ -42,33 +41,6 @@ def plain_step(model, optimizer, batch):
 
 
 # Step of
-
-
-@pytest.mark.parametrize(
-    "strategy", quick_of(["lockstep", "staggered"], ["staggered"]), indirect=True
-)
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [
-        adam,
-        momentum,
-        lambda params: torch.optim.Adam(params, lr=0.05, foreach=True, amsgrad=True),
-        lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
-        lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True, momentum=0.5),
-        lambda params: torch.optim.ASGD(params, lr=0.05, t0=1),
-        lambda params: torch.optim.Rprop(params, lr=0.05),
-        lambda params: torch.optim.Adafactor(params, lr=0.05),
-        lambda params: Counting(params, lr=0.1, momentum=0.9),
-    ],
-    ids=["adam", "momentum", "amsgrad", "fused", "rmsprop", "asgd", "rprop", "adafactor", "own"],
-)
-def test_any_optimizer_is_that_of_one_device(strategy, way, make_optimizer):
-    (plain, plain_optimizer), (model, optimizer) = pair(strategy, make_optimizer)
-    data = batches()
-    losses = train(way, strategy, model, optimizer, data, loss_of)
-    assert_same(losses, train_loop(plain, plain_optimizer, data, loss_of))
-    assert_same_training(model, optimizer, plain, plain_optimizer)
 
 
 def test_a_class_of_the_users_counts_every_step_once(strategy):
@@ -186,22 +158,6 @@ def test_replicas_that_sit_out_take_the_step_over(strategy, size):
         plain_step(plain, plain_optimizer, batch)
         step_in_run(strategy, model, optimizer, batch)
         strategy.check_replicas()
-    assert_same_training(model, optimizer, plain, plain_optimizer)
-
-
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("way", [1, 3])
-def test_copies_of_model_and_optimizer_train_on_one_device(strategy, make_copy, way):
-    (plain, plain_optimizer), (model, optimizer) = pair(strategy, adam)
-    data = batches(2)
-    train(way, strategy, model, optimizer, data, loss_of)
-    train_loop(plain, plain_optimizer, data, loss_of)
-    copied, copied_optimizer = make_copy((model, optimizer))
-    assert not any(map(mirror.is_mirrored, (copied, copied_optimizer, *copied.parameters())))
-    train_loop(copied, copied_optimizer, data, loss_of)
-    train_loop(plain, plain_optimizer, data, loss_of)
-    assert_same_training(copied, copied_optimizer, plain, plain_optimizer)
-    train(way, strategy, model, optimizer, data, loss_of)
     assert_same_training(model, optimizer, plain, plain_optimizer)
 
 

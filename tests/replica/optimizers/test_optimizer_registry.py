@@ -10,8 +10,8 @@ from torch import nn
 from mirror.values import leaves_of
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
 from tests.pairs import each_once
+from tests.programs.cases import CASES, WAYS, compare, make_batches, prepared
 from tests.toy_models import ONES, mirrored_layer, sgd
-from tests.training.cases import CASES, WAYS, compare, make_batches, prepared
 
 SIZES = [7, 3, 1]
 

@@ -151,38 +151,6 @@ def test_fused_optimizers_update_every_replica(name, way, strategy):
         assert_same(value, plain.weight)
 
 
-def test_a_parameter_group_added_later_is_trained_on_every_replica(strategy):
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = strategy.mirror(copy.deepcopy(plain))
-    x = torch.randn(10, 2)
-    for m in (plain, model):
-        optimizer = momentum(m[0].parameters())
-        train_a_step(strategy, m, optimizer, x)
-        optimizer.add_param_group({"params": m[1].parameters(), "lr": 0.2})
-        train_a_step(strategy, m, optimizer, x)
-    assert_same(model.state_dict(), plain.state_dict())
-    strategy.check_replicas()
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_parameters_that_are_not_mirrored_train_along(n, make_strategy):
-    """An optimizer over a mirrored module and a plain temperature, in the unchanged loop."""
-    plain = nn.Linear(2, 2)
-    model = make_strategy(n).mirror(copy.deepcopy(plain))
-    x = torch.randn(10, 2)
-    temperatures = []
-    for m in (plain, model):
-        temperature = nn.Parameter(torch.tensor(2.0))
-        optimizer = momentum([*m.parameters(), temperature])
-        for _ in range(3):
-            optimizer.zero_grad()
-            (m(x) * temperature).square().mean().backward()
-            optimizer.step()
-        temperatures.append(temperature)
-    assert_same(temperatures[1], temperatures[0])
-    assert_same(model.state_dict(), plain.state_dict())
-
-
 # Values and identity of parameters and buffers
 
 

@@ -1,20 +1,18 @@
 """State and groups that change between steps, or in run, are used by the shared step."""
 
-import copy
 import sys
 
 import pytest
 import torch
 
 import mirror
-from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
+from tests.oracle import assert_same, assert_same_training, in_run
 from tests.replica.optimizers.stepping import (
     SIZE,
     adam,
     batches,
     loss_of,
     momentum,
-    net,
     pair,
     step_in_run,
 )
@@ -73,53 +71,7 @@ def test_parameters_made_to_differ_in_run_are_found(strategy):
         strategy.check_replicas()
 
 
-@pytest.mark.parametrize("way", [1, 3])
-def test_state_changed_or_loaded_between_steps_is_used(strategy, way):
-    (plain, plain_optimizer), (model, optimizer) = pair(strategy, adam)
-
-    def steps(count):
-        data = batches(count)
-        train_loop(plain, plain_optimizer, data, loss_of)
-        train(way, strategy, model, optimizer, data, loss_of)
-
-    steps(2)
-    saved = copy.deepcopy(plain_optimizer.state_dict())
-    assert_same(optimizer.state_dict(), saved)
-    steps(2)
-    optimizer.load_state_dict(saved)
-    plain_optimizer.load_state_dict(copy.deepcopy(saved))
-    steps(1)
-    assert_same_training(model, optimizer, plain, plain_optimizer)
-    for m, o in ((plain, plain_optimizer), (model, optimizer)):
-        o.state[m[0].weight]["exp_avg"].zero_()
-        del o.state[m[2].weight]
-    steps(2)
-    assert_same_training(model, optimizer, plain, plain_optimizer)
-
-
 # Groups
-
-
-@pytest.mark.parametrize("way", [1, 2, 3])
-def test_groups_and_options_changed_between_steps_are_used(strategy, way):
-    plain = net()
-    model = strategy.mirror(copy.deepcopy(plain))
-    optimizers = [torch.optim.SGD(m[0].parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
-
-    def steps():
-        data = batches(2)
-        train_loop(plain, optimizers[0], data, loss_of)
-        train(way, strategy, model, optimizers[1], data, loss_of)
-        assert_same_training(model, optimizers[1], plain, optimizers[0])
-
-    steps()
-    for m, optimizer in zip((plain, model), optimizers, strict=True):
-        optimizer.add_param_group({"params": list(m[2].parameters()), "lr": 0.3})
-    steps()
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] = 0.01
-        del optimizer.state[optimizer.param_groups[1]["params"].pop()]
-    steps()
 
 
 def test_code_in_run_sees_the_groups_between_steps(strategy):

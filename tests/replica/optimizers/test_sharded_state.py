@@ -3,13 +3,11 @@
 import contextlib
 import copy
 import gc
-import pickle
 import random
 import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import mirror
@@ -94,36 +92,6 @@ def test_every_optimizer_of_torch_equals_one_device(info, way, n, implementation
     assert_same_training(model, optimizers[1], plain, optimizers[0])
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_program_inside_the_scope_and_outside_equals_one_device(n, inside, tmp_path):
-    def program(scope, save):
-        with scope():
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        with scope() if inside else contextlib.nullcontext():
-            for x in batches():
-                loss = F.mse_loss(model(x), torch.ones(len(x), 3))
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                scheduler.step()
-                save(model, optimizer)
-            return model.state_dict(), optimizer.state_dict()
-
-    expected = program(contextlib.nullcontext, lambda *_: None)
-    with mirror.MirroredStrategy(["cpu"] * n, optimizer_state="sharded") as strategy:
-
-        def save(model, optimizer):
-            mirror.Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "c")
-            strategy.check_replicas()
-
-        assert_same(program(strategy.scope, save), expected)
-
-
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("way", [1, 3])
 def test_every_replica_holds_its_share_of_the_state(n, way, sharded):
@@ -188,75 +156,6 @@ def test_state_read_is_gathered_and_scattered_by_the_next_step(sharded):
     assert weight in optimizer.state
     assert len(optimizer.state) == 4
     assert set(dict(optimizer.state)) == set(model.parameters())
-
-
-@pytest.mark.parametrize("change", ["in place", "new entry", "clear", "load"])
-@pytest.mark.parametrize("way", [1, 3])
-def test_what_the_program_changes_in_the_state_counts(way, change, sharded):
-    strategy = sharded(3)
-    plain, model = net(), strategy.mirror(net())
-    optimizers = [adamw(plain.parameters()), adamw(model.parameters())]
-    saved = None
-    for step in range(3):
-        x = batches()[step]
-        train_loop(plain, optimizers[0], [x], loss_of)
-        train(way, strategy, model, optimizers[1], [x], loss_of)
-        for one, module in zip(optimizers, (plain, model), strict=True):
-            state = one.state[module[0].weight]
-            if change == "in place":
-                state["exp_avg"].mul_(0.5)
-            elif change == "new entry":
-                one.state[module[0].weight] = {**state, "exp_avg": torch.ones(5, 6)}
-            elif change == "clear":
-                one.state.clear()
-            elif step == 0:
-                saved = copy.deepcopy(one.state_dict())
-            else:
-                one.load_state_dict(copy.deepcopy(saved))
-    assert_same_training(model, optimizers[1], plain, optimizers[0])
-
-
-@pytest.mark.parametrize("way", [1, 2, 3])
-def test_frozen_tied_unused_and_later_parameters(way, sharded):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.two.weight = self.one.weight
-            self.frozen = nn.Linear(6, 6).requires_grad_(False)
-            self.unused = nn.Linear(6, 6)
-
-        def forward(self, x):
-            x = self.two(self.frozen(torch.tanh(self.one(x))))
-            return x if not hasattr(self, "later") else self.later(x)
-
-    strategy, results = sharded(3), []
-    for run_way in (0, way):
-        torch.manual_seed(0)
-        model = Tied() if run_way == 0 else strategy.mirror(Tied())
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [model.one.weight], "lr": 0.1},
-                {"params": [model.one.bias, model.two.bias, *model.unused.parameters()]},
-                {"params": list(model.frozen.parameters())},
-            ],
-            lr=0.01,
-        )
-        for i, x in enumerate(batches()):
-            if i == 1:
-                torch.manual_seed(1)
-                model.later = nn.Linear(6, 4)
-                optimizer.add_param_group({"params": list(model.later.parameters()), "lr": 0.2})
-            if i == 3:
-                model.frozen.requires_grad_(True)
-                model.one.requires_grad_(False)
-            if run_way == 0:
-                train_loop(model, optimizer, [x], loss_of)
-            else:
-                train(way, strategy, model, optimizer, [x], loss_of)
-            optimizer.zero_grad()
-        results.append((model.state_dict(), optimizer.state_dict()))
-    assert_same(results[1], results[0])
 
 
 @pytest.mark.parametrize("way", [1, 2, 3])
@@ -363,16 +262,6 @@ def test_checkpoints_move_between_numbers_of_replicas_and_kinds_of_state(make_st
         mirror.Checkpoint(model=model, optimizer=optimizer).restore(tmp_path / first)
         train(3, other, model, optimizer, batches(), loss_of)
         assert_same_training(model, optimizer, plain, on_one)
-
-
-def test_copies_and_pickles_have_the_whole_state(sharded):
-    model, optimizer = compared(sharded(3), 1)
-    expected = optimizer.state_dict()
-    loss_of(model, batches()[0]).backward()
-    optimizer.zero_grad()
-    for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert_same(made.state_dict(), expected)
-        assert not mirror.is_mirrored(made)
 
 
 @pytest.mark.parametrize("way", [1, 2, 3])

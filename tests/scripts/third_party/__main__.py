@@ -1,6 +1,6 @@
 """Trains programs over public libraries on 3 replicas and plainly: make third-party.
 
-Writes docs/third-party.md. Each library runs in a process of its own, one after the other. The
+Writes build/third-party.md. Each library runs in a process of its own, one after the other. The
 rows of finished libraries are kept in .third-party.json, and a later run continues with the rest;
 ``--again`` starts over, as is needed after a change of mirror.
 """
@@ -25,7 +25,7 @@ from tests.scripts.third_party.program import CASES, rows_of, silent
 from tests.scripts.third_party.torchvision_shim import define_operators
 
 ROOT = Path(__file__).parents[3]
-TABLE = ROOT / "docs" / "third-party.md"
+TABLE = ROOT / "build" / "third-party.md"
 KEPT = ROOT / ".third-party.json"
 FILES = ("vision", "text", "science", "optimizers", "frameworks")
 SECONDS_PER_CASE = 240
@@ -43,6 +43,7 @@ def main() -> None:
             for row in _rows(library):
                 print(page.line(row), flush=True)
         return
+    TABLE.parent.mkdir(exist_ok=True)
     seen = json.loads(KEPT.read_text()) if KEPT.exists() and not args.again else {}
     for library in sorted(CASES, key=str.lower):
         if library not in seen:

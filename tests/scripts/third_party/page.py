@@ -1,4 +1,4 @@
-"""The text of docs/third-party.md, from the rows of all libraries."""
+"""The text of build/third-party.md, from the rows of all libraries."""
 
 import importlib.metadata
 import os
@@ -14,15 +14,9 @@ import torch
 
 from tests.scripts.third_party.program import CASES, PAIRS
 
-_HEAD = """# Third-party code seen to work
+_HEAD = """# Third-party code, program by program
 
-Each program trains a model from a public library, in plain PyTorch and on
-3 simulated devices, with batches of 7, 5, 8 and 2 examples, twice over: none divides by 3, and the
-last leaves a replica without an example. Way 1 is the unchanged loop, way 3 the whole step in
-`run`. Batch normalisation is converted with `mirror.nn.convert_sync_batchnorm`; where a library
-wrote its own it is in eval mode in both. Dropout is off. Everything is float64 unless said.
-What else goes over the whole batch must be converted or avoided by hand, as on several devices
-anywhere: `torch_geometric.nn.LayerNorm` without `batch=` is such a layer, and nothing warns.
+docs/third-party.md says how programs are compared, and sums these rows up.
 
 - *difference*: the largest of all losses (relative), and of all parameters and buffers after the
   last step (relative to the change of the tensor in training). *right* is below 1e-6, in float32
@@ -36,15 +30,9 @@ anywhere: `torch_geometric.nn.LayerNorm` without `batch=` is such a layer, and n
 
 {run}
 
-`make third-party` writes this page; a run that was interrupted continues.
-`tests/scripts/third_party/` holds the programs and pins. {total}
+{total}
 
 """
-# What is known of rows that are not right.
-_KNOWN = {
-    ("tab-transformer-pytorch", "DIFFERS"): "it computes in float32 inside; with that taken out "
-    "the difference is 8e-15",
-}
 _COLUMNS = "library | version | what was trained | way | difference | ratio | verdict | remark"
 _RULE = "---|---|---|---|---|---|---|---"
 
@@ -87,9 +75,7 @@ def line(row: dict) -> str:
     """Returns a row of the table."""
     difference, ratios = row.get("difference"), row.get("ratios")
     spread = f"{median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})" if ratios else ""
-    known = _KNOWN.get((row["library"], row["verdict"]), "")
-    seen = re.sub(r" \(/[^)]*\)?", "", row["remark"])  # paths of the machine
-    remark = "; ".join(filter(None, (known, seen)))
+    remark = re.sub(r" \(/[^)]*\)?", "", row["remark"])  # paths of the machine
     cells = [
         row["library"],
         _version(row["library"]),

@@ -11,7 +11,26 @@ from torch import nn
 
 from mirror.testing import compare_with_one_device
 from mirror.tools.check.check_result import DIFFERENT, EQUAL
+from tests.pairs import every
+from tests.programs.catalogue import Place, all_programs
 from tests.tools.check import different_programs, equal_programs
+
+NOT_CHECKED = {
+    "reading_grad_of_buffers_and_parameters": "no optimizer steps",
+    "autograd_grad_outside_run_gives_the_whole_gradient": "no optimizer steps",
+    "backward_with_inputs_fills_only_their_gradients": "a fault: it is called different",
+    "an_averaged_model": "its normalization sees parts in a scope",
+    "training_outside_the_main_thread": "the draws of another thread are not those of this one",
+}
+
+
+def programs_outside_run():
+    """Returns one case of each program of the catalogue that can be a loop."""
+    found = {}
+    for program in all_programs():
+        if "loop" in program.ways:
+            found.setdefault(program.function.__name__, program)
+    return [program for name, program in found.items() if name not in NOT_CHECKED]
 
 
 @pytest.mark.parametrize(
@@ -20,6 +39,13 @@ from tests.tools.check import different_programs, equal_programs
 )
 def test_a_program_is_equal(program, replicas):
     result = compare_with_one_device(program, replicas)
+    assert result.exit_code == EQUAL, str(result)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("program", every(3, programs_outside_run()), ids=lambda p: p.name)
+def test_a_program_of_the_catalogue_is_equal(program):
+    result = compare_with_one_device(lambda: program(Place()), 2)
     assert result.exit_code == EQUAL, str(result)
 
 

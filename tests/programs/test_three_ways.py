@@ -13,13 +13,12 @@ from torch.nn.utils import clip_grad_norm_
 import mirror
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.pairs import each_once, pairwise
-from tests.training.cases import (
+from tests.programs.cases import (
     CASES,
     REPLICAS,
     WAYS,
     Case,
     Classifier,
-    clip_norm,
     compare,
     cross_entropy,
     make_batches,
@@ -28,7 +27,7 @@ from tests.training.cases import (
 )
 
 
-@pairwise(case=CASES, n=REPLICAS, way=WAYS)
+@pairwise(case=CASES, n=[2, 3], way=WAYS)
 def test_replicas_equal_one_device(case, n, way, make_strategy):
     case = CASES[case]
     plain, model, batches = prepared(case)
@@ -38,35 +37,12 @@ def test_replicas_equal_one_device(case, n, way, make_strategy):
     compare(case, way, strategy, model, optimizer, plain, batches)
 
 
-@each_once(case=["sgd-momentum", "adamw", "lstm", "tied-weights"], n=REPLICAS, way=WAYS)
-def test_a_model_made_in_scope_equals_one_device(case, n, way, make_strategy):
-    case = CASES[case]
-    strategy = make_strategy(n)
-    torch.manual_seed(3)
-    plain = case.build()
-    torch.manual_seed(3)
-    with strategy.scope():
-        model = case.build()
-        optimizer = case.optimizer(model)
-        compare(case, way, strategy, model, optimizer, plain, make_batches(case))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_one_device_on_every_kind_of_device(way, strategy):
     case = CASES["clipped-norm-adamw"]
     plain = case.build().to(strategy.devices[0])
     model = copy.deepcopy(plain)
     batches = [tuple(t.to(strategy.devices[0]) for t in b) for b in make_batches(case)]
-    strategy.mirror(model)
-    compare(case, way, strategy, model, case.optimizer(model), plain, batches)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", [2, 4])
-def test_staggered_replicas_equal_one_device(n, way, make_strategy):
-    case = CASES["clipped-norm"]
-    plain, model, batches = prepared(case)
-    strategy = make_strategy(n, schedule="staggered")
     strategy.mirror(model)
     compare(case, way, strategy, model, case.optimizer(model), plain, batches)
 
@@ -180,57 +156,6 @@ def test_sum_reduction_leaves_a_backward_outside_run_alone(way, make_strategy):
     strategy = make_strategy(3, gradient_reduction="sum")
     strategy.mirror(model)
     compare(case, way, strategy, model, case.optimizer(model), plain, batches)
-
-
-@each_once(n=REPLICAS, way=WAYS)
-def test_accumulation_under_no_sync_equals_one_device(n, way, make_strategy):
-    """Three backward passes a step, of uneven batches, two of them under no_sync."""
-    case = CASES["clipped-norm"]
-    plain, model, batches = prepared(case)
-    groups = [batches[i : i + 3] for i in range(0, 18, 3)]
-    plain_optimizer = case.optimizer(plain)
-    for group in groups:
-        plain_optimizer.zero_grad()
-        for batch in group:
-            (cross_entropy(plain, batch) / 3).backward()
-        clip_norm(plain)
-        plain_optimizer.step()
-
-    strategy = make_strategy(n)
-    strategy.mirror(model)
-    optimizer = case.optimizer(model)
-
-    def backward(batch):
-        (cross_entropy(model, batch) / 3).backward()
-
-    def last(batch):
-        backward(batch)
-        clip_norm(model)
-        optimizer.step()
-
-    def accumulate(batch):
-        if way == 1:
-            backward(batch)
-        elif way == 2:
-            losses = strategy.run(cross_entropy, args=(model, batch))
-            (strategy.reduce("mean", losses) / 3).backward()
-        else:
-            strategy.run(backward, args=(batch,))
-
-    for group in groups:
-        optimizer.zero_grad()
-        *held, final = group if way == 1 else list(strategy.distribute_dataset(group))
-        with strategy.no_sync():
-            for batch in held:
-                accumulate(batch)
-        if way == 3:
-            strategy.run(last, args=(final,))
-        else:
-            accumulate(final)
-            clip_norm(model)
-            optimizer.step()
-        strategy.check_replicas()
-    assert_same_training(model, optimizer, plain, plain_optimizer)
 
 
 @pytest.mark.parametrize("n", [2, 3])

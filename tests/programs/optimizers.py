@@ -1,31 +1,26 @@
-"""What programs do with optimizers, with sharded state: a catalogue, each beside one device.
+"""What programs do with optimizers and with their state, between steps and within them."""
 
-A program gets ``Place``, builds a model and optimizers, trains, and returns what it wants
-compared. It knows nothing of replicas.
-"""
-
-import contextlib
 import copy
 import io
 import pickle
 from collections import defaultdict
+from functools import partial
 
-import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
-import mirror
-from tests.oracle import assert_same
-from tests.pairs import each_once
+from tests.programs import catalogue
+from tests.programs.catalogue import ON_HOST, Place
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is experimental:UserWarning")
-GENERATOR = torch.Generator()
+# Sharded state has most to do here; eps bounds what rounding of a tiny gradient moves.
+program = partial(
+    catalogue.program, quick=("run-x3-sharded", "loop-x2-sharded-in-scope"), tolerance=1e-4
+)
 
 
 def batches(count=5):
-    generator = GENERATOR.manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     return [torch.randn(size, 6, generator=generator) for size in (10, 11, 7, 6, 8)[:count]]
 
 
@@ -37,56 +32,32 @@ def sgd(params, **options):
     return torch.optim.SGD(params, **{"lr": 0.1, "momentum": 0.9, **options})
 
 
-class Place:
-    """Where a program runs: one device without a strategy, or replicas.
+def net(place, seed=0):
+    torch.manual_seed(seed)
+    return place.put(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
 
-    Args:
-        in_run: whether steps are made inside ``run``.
-        in_scope: whether all of the program is inside the scope, or the model only.
-    """
 
-    def __init__(self, strategy=None, *, in_run=False, in_scope=True):
-        self.strategy, self.in_run, self.in_scope = strategy, in_run, in_scope
+def train(place, model, optimizer, count=5, *, after=lambda i: None, before=lambda: None):
+    """Makes some steps; ``before`` is called before ``optimizer.step()``."""
 
-    def scope(self):
-        return contextlib.nullcontext() if self.strategy is None else self.strategy.scope()
+    def step(x):
+        optimizer.zero_grad()
+        (model(x) - 1).square().mean().backward()
+        before()
+        optimizer.step()
 
-    def run(self, program):
-        with self.scope() if self.in_scope else contextlib.nullcontext():
-            return program(self)
-
-    def net(self, seed=0):
-        with self.scope():
-            torch.manual_seed(seed)
-            return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-    def call(self, step, x):
-        if not self.in_run:
-            step(x)
-            return
-        (part,) = self.strategy.distribute_dataset([x])
-        self.strategy.run(step, args=(part,))
-
-    def train(self, model, optimizer, count=5, *, after=lambda i: None, before=lambda: None):
-        """Makes some steps; ``before`` is called before ``optimizer.step()``."""
-
-        def step(x):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), torch.ones(len(x), 3)).backward()
-            before()
-            optimizer.step()
-
-        for i, x in enumerate(batches(count)):
-            self.call(step, x)
-            after(i)
+    for i, x in enumerate(batches(count)):
+        place.step(step, x)
+        after(i)
 
 
 def states_of(model, *optimizers):
     return [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
 
 
+@program
 def freezing(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.parameters())
 
     def toggle(i):
@@ -96,24 +67,26 @@ def freezing(place):
             model.requires_grad_(False)
             model[2].bias.requires_grad_(True)
 
-    place.train(model, optimizer, after=toggle)
+    train(place, model, optimizer, after=toggle)
     return states_of(model, optimizer)
 
 
+@program
 def a_group_that_is_added(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model[0].parameters())
 
     def add(i):
         if i == 1:
             optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
 
-    place.train(model, optimizer, after=add)
+    train(place, model, optimizer, after=add)
     return states_of(model, optimizer)
 
 
+@program
 def parameters_that_are_removed(place):
-    model = place.net()
+    model = net(place)
     groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
     optimizer = adamw(groups)
 
@@ -124,68 +97,72 @@ def parameters_that_are_removed(place):
             for parameter in optimizer.param_groups.pop()["params"]:
                 del optimizer.state[parameter]
 
-    place.train(model, optimizer, after=remove)
+    train(place, model, optimizer, after=remove)
     return states_of(model, optimizer)
 
 
+@program
 def a_layer_that_is_replaced(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.parameters())
 
     def replace(i):
         if i == 2:
-            with place.scope():
-                model[2] = nn.Linear(5, 3)
+            model[2] = nn.Linear(5, 3)
             nn.init.constant_(model[2].weight, 0.1)
             nn.init.zeros_(model[2].bias)
             optimizer.param_groups[0]["params"] = list(model.parameters())
 
-    place.train(model, optimizer, after=replace)
+    train(place, model, optimizer, after=replace)
     return model.state_dict(), [dict(optimizer.state[p]) for p in model.parameters()]
 
 
+@program
 def state_of_one_device_that_is_loaded(place):
-    alone, model = Place(), place.net()
-    plain = alone.net()
+    alone, model = Place(), net(place)
+    plain = net(alone)
     on_one, optimizer = adamw(plain.parameters()), adamw(model.parameters())
-    alone.train(plain, on_one, 2)
+    train(alone, plain, on_one, 2)
     for _ in range(2):
         optimizer.load_state_dict(copy.deepcopy(on_one.state_dict()))
-        place.train(model, optimizer, 3)
+        train(place, model, optimizer, 3)
     return states_of(model, optimizer)
 
 
+@program
 def a_file_of_torch_save(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.parameters())
-    place.train(model, optimizer, 3)
+    train(place, model, optimizer, 3)
     file = io.BytesIO()
     torch.save(states_of(model, optimizer), file)
-    place.train(model, optimizer, 2)
+    train(place, model, optimizer, 2)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
-    place.train(model, optimizer, 3)
+    train(place, model, optimizer, 3)
     return states_of(model, optimizer)
 
 
+@program
 def gradients_that_are_set_to_zeros(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.parameters())
     for i, x in enumerate(batches()):
 
         def step(x, i=i):
             optimizer.zero_grad(set_to_none=i % 2 == 0)
-            F.mse_loss(model(x), torch.ones(len(x), 3)).backward()
+            (model(x) - 1).square().mean().backward()
             optimizer.step()
 
-        place.call(step, x)
+        place.step(step, x)
     return states_of(model, optimizer), [p.grad for p in model.parameters()]
 
 
+@program
 def steps_without_gradients(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.parameters())
 
     def again(i):
@@ -193,12 +170,13 @@ def steps_without_gradients(place):
         optimizer.zero_grad()
         optimizer.step()
 
-    place.train(model, optimizer, after=again)
+    train(place, model, optimizer, after=again)
     return states_of(model, optimizer)
 
 
+@program
 def each_parameter_clipped_by_itself(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.parameters())
 
     def clip():
@@ -206,12 +184,13 @@ def each_parameter_clipped_by_itself(place):
             nn.utils.clip_grad_norm_(parameter, 0.05)
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
-    place.train(model, optimizer, before=clip)
+    train(place, model, optimizer, before=clip)
     return states_of(model, optimizer)
 
 
+@program
 def averages_of_the_model(place):
-    model = place.net()
+    model = net(place)
     optimizer = sgd(model.parameters())
     scheduler = swa_utils.SWALR(optimizer, swa_lr=0.01)
     averaged = [
@@ -228,7 +207,7 @@ def averages_of_the_model(place):
             own.lerp_(parameter.detach(), 0.1)
         scheduler.step()
 
-    place.train(model, optimizer, after=average)
+    train(place, model, optimizer, after=average)
     return (
         states_of(model, optimizer),
         shadow,
@@ -236,94 +215,103 @@ def averages_of_the_model(place):
     )
 
 
+@program
 def two_optimizers_in_turn(place):
-    model = place.net()
+    model = net(place)
     both = adamw(model[0].parameters()), sgd(model[2].parameters())
     for i, x in enumerate(batches()):
 
         def step(x, i=i):
             model.zero_grad()
-            F.mse_loss(model(x), torch.ones(len(x), 3)).backward()
+            (model(x) - 1).square().mean().backward()
             both[i % 2].step()
             if i == 3:
                 both[0].step()
 
-        place.call(step, x)
+        place.step(step, x)
     return states_of(model, *both)
 
 
+@program
 def a_parameter_in_two_optimizers(place):
-    model = place.net()
+    model = net(place)
     optimizer, other = adamw(model.parameters()), sgd(model[2].parameters())
-    place.train(model, optimizer, before=other.step)
+    train(place, model, optimizer, before=other.step)
     return states_of(model, optimizer, other)
 
 
+@program
 def another_optimizer_after_the_first(place):
-    model = place.net()
+    model = net(place)
     for make in (adamw, sgd, torch.optim.Adafactor, torch.optim.RMSprop):
         optimizer = make(model.parameters(), lr=0.01)
-        place.train(model, optimizer, 2)
+        train(place, model, optimizer, 2)
     return states_of(model, optimizer)
 
 
+@program
 def an_optimizer_for_each_parameter(place):
-    model = place.net()
+    model = net(place)
     optimizers = [sgd([parameter], foreach=False) for parameter in model.parameters()]
 
     def step(x):
-        F.mse_loss(model(x), torch.ones(len(x), 3)).backward()
+        (model(x) - 1).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
     for x in batches():
-        place.call(step, x)
+        place.step(step, x)
     return states_of(model, *optimizers)
 
 
+@program(apart=ON_HOST)
 def copies_that_train_on(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.parameters())
-    place.train(model, optimizer, 3)
+    train(place, model, optimizer, 3)
     results = []
     for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
         other, own = copied((model, optimizer))
-        Place().train(other, own, 2)
+        train(Place(), other, own, 2)
         results.append(states_of(other, own))
-    place.train(model, optimizer)
+    train(place, model, optimizer)
     return states_of(model, optimizer), results
 
 
+@program
 def a_rate_in_a_tensor(place):
-    model, rate = place.net(), torch.tensor(0.05)
+    model, rate = net(place), torch.tensor(0.05)
     optimizer = adamw(model.parameters(), lr=rate, foreach=False)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
-    place.train(model, optimizer, after=lambda i: scheduler.step())
+    train(place, model, optimizer, after=lambda i: scheduler.step())
     return states_of(model, optimizer), rate, optimizer.param_groups[0]["lr"] is rate
 
 
+@program
 def options_of_every_parameter(place):
-    model = place.net()
+    model = net(place)
     groups = [
         {"params": [p], "lr": 0.01 * i, "weight_decay": 0.1 * i, "maximize": i == 2}
         for i, p in enumerate(model.parameters(), 1)
     ]
     optimizer = adamw(groups)
-    place.train(model, optimizer)
+    train(place, model, optimizer)
     return states_of(model, optimizer)
 
 
+@program
 def names_of_parameters(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.named_parameters())
-    place.train(model, optimizer)
+    train(place, model, optimizer)
     return states_of(model, optimizer)
 
 
+@program
 def values_that_are_clamped_and_loaded(place):
-    model = place.net()
-    optimizer, other = adamw(model.parameters()), Place().net(3).state_dict()
+    model = net(place)
+    optimizer, other = adamw(model.parameters()), net(Place(), seed=3).state_dict()
 
     def change(i):
         with torch.no_grad():
@@ -332,12 +320,13 @@ def values_that_are_clamped_and_loaded(place):
         if i == 2:
             model.load_state_dict(other)
 
-    place.train(model, optimizer, after=change)
+    train(place, model, optimizer, after=change)
     return states_of(model, optimizer)
 
 
+@program
 def reads_in_inference_mode(place):
-    model, outputs = place.net(), []
+    model, outputs = net(place), []
     optimizer = adamw(model.parameters())
 
     def read(i):
@@ -345,12 +334,13 @@ def reads_in_inference_mode(place):
             outputs.append(model(batches()[i]).clone())
             optimizer.state_dict()
 
-    place.train(model, optimizer, after=read)
+    train(place, model, optimizer, after=read)
     return states_of(model, optimizer), outputs
 
 
+@program
 def hooks_of_state_dicts(place):
-    model, seen = place.net(), []
+    model, seen = net(place), []
     optimizer = adamw(model.parameters())
     optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
     optimizer.register_state_dict_post_hook(lambda _, state: seen.append(len(state["state"])))
@@ -362,34 +352,36 @@ def hooks_of_state_dicts(place):
         if i == 2:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
-    place.train(model, optimizer, after=load)
+    train(place, model, optimizer, after=load)
     return states_of(model, optimizer), seen
 
 
+@program
 def state_before_the_first_step(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.parameters())
     for p in model.parameters():
         optimizer.state[p].update(
             step=torch.tensor(5.0), exp_avg=torch.ones_like(p), exp_avg_sq=torch.ones_like(p)
         )
-    place.train(model, optimizer)
+    train(place, model, optimizer)
     return states_of(model, optimizer)
 
 
+@program
 def the_state_object_kept(place):
-    model = place.net()
+    model = net(place)
     optimizer = adamw(model.parameters())
-    place.train(model, optimizer, 1)
+    train(place, model, optimizer, 1)
     state = optimizer.state
-    place.train(model, optimizer, after=lambda i: state[model[0].weight]["exp_avg"].mul_(0.5))
+    train(place, model, optimizer, after=lambda i: state[model[0].weight]["exp_avg"].mul_(0.5))
     return states_of(model, optimizer), state is optimizer.state
 
 
+@program
 def sparse_and_dense_parameters(place):
-    with place.scope():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(12, 6, sparse=True), nn.Linear(6, 3))
+    torch.manual_seed(0)
+    model = place.put(nn.Sequential(nn.Embedding(12, 6, sparse=True), nn.Linear(6, 3)))
     optimizer = sgd(model.parameters())
 
     def step(x):
@@ -398,20 +390,9 @@ def sparse_and_dense_parameters(place):
         optimizer.step()
 
     for i in range(4):
-        place.call(step, torch.arange(i, i + 8) % 10)
+        place.step(step, torch.arange(i, i + 8) % 10)
     return states_of(model, optimizer)
 
-
-PROGRAMS = [
-    *(freezing, a_group_that_is_added, parameters_that_are_removed, a_layer_that_is_replaced),
-    *(state_of_one_device_that_is_loaded, a_file_of_torch_save, gradients_that_are_set_to_zeros),
-    *(steps_without_gradients, each_parameter_clipped_by_itself, averages_of_the_model),
-    *(two_optimizers_in_turn, a_parameter_in_two_optimizers, another_optimizer_after_the_first),
-    *(an_optimizer_for_each_parameter, copies_that_train_on, a_rate_in_a_tensor),
-    *(options_of_every_parameter, names_of_parameters, values_that_are_clamped_and_loaded),
-    *(reads_in_inference_mode, hooks_of_state_dicts, state_before_the_first_step),
-    *(the_state_object_kept, sparse_and_dense_parameters),
-]
 
 # What programs write into the state after a step; o is the optimizer, w a weight.
 WRITES = {
@@ -444,52 +425,26 @@ SCHEDULERS = {
     ),
 }
 
-# The number of replicas, whether steps are in run, whether all is in the scope.
-PLACES = [
-    *((2, False, True), (3, True, True), (2, True, False), (3, False, False), (1, True, True)),
-    *((3, False, True), (2, False, False)),
-]
+
+@program(write=WRITES)
+def what_is_written_into_the_state_counts(place, write):
+    model = net(place)
+    optimizer = adamw(model.parameters())
+    weights = (model[0].weight, model[2].bias)
+    train(place, model, optimizer, after=lambda i: WRITES[write](optimizer, weights[i % 2]))
+    return states_of(model, optimizer)
 
 
-def compared(program, place):
-    n, in_run, in_scope = place
-    expected = Place().run(program)
-    with mirror.MirroredStrategy(["cpu"] * n, optimizer_state="sharded") as strategy:
-        found = Place(strategy, in_run=in_run, in_scope=in_scope).run(program)
-        strategy.check_replicas()
-        assert_same(found, expected, tolerance=1e-4)
+@program(kind=SCHEDULERS)
+def rates_of_a_schedule(place, kind):
+    model, rates = net(place), []
+    optimizer = sgd([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
+    scheduler = SCHEDULERS[kind](optimizer)
+    metric = [1.0] if kind == "ReduceLROnPlateau" else []
 
+    def after(i):
+        scheduler.step(*metric)
+        rates.append([group["lr"] for group in optimizer.param_groups])
 
-@each_once(program=PROGRAMS, place=PLACES)
-def test_a_program_leaves_what_it_leaves_on_one_device(program, place):
-    compared(program, place)
-
-
-@each_once(write=[pytest.param(w, id=n) for n, w in WRITES.items()], place=PLACES)
-def test_what_a_program_writes_into_the_state_counts(write, place):
-    def program(place):
-        model = place.net()
-        optimizer = adamw(model.parameters())
-        weights = (model[0].weight, model[2].bias)
-        place.train(model, optimizer, after=lambda i: write(optimizer, weights[i % 2]))
-        return states_of(model, optimizer)
-
-    compared(program, place)
-
-
-@each_once(make=[pytest.param(m, id=n) for n, m in SCHEDULERS.items()], place=PLACES)
-def test_a_schedule_of_rates_is_that_of_one_device(make, place):
-    def program(place):
-        model, rates = place.net(), []
-        optimizer = sgd([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
-        scheduler = make(optimizer)
-        metric = [1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []
-
-        def after(i):
-            scheduler.step(*metric)
-            rates.append([group["lr"] for group in optimizer.param_groups])
-
-        place.train(model, optimizer, after=after)
-        return states_of(model, optimizer), rates, scheduler.get_last_lr()
-
-    compared(program, place)
+    train(place, model, optimizer, after=after)
+    return states_of(model, optimizer), rates, scheduler.get_last_lr()
