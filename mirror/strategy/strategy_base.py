@@ -114,7 +114,7 @@ class Strategy(NoCopy):
         return self._backend
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}([{self._group.replicas.places}], backend={self.backend!r})"
+        return f"{type(self).__name__}([{self._group.replicas.mesh}], backend={self.backend!r})"
 
     # Mirroring
 
@@ -436,7 +436,7 @@ def _explain_uncompilable(replicas: Replicas) -> str | None:
 
     What a step itself does is refused when it is traced.
     """
-    if replicas.places.is_model_parallel:
+    if replicas.mesh.is_model_parallel:
         return (
             "compiled steps are programs of one device each, and a replica of this strategy has "
             "several; call strategy.run(step, ...), or pass fallback='eager' to do so"
