@@ -40,7 +40,7 @@ class ClusterResolver(ABC):
     @property
     def task_type(self) -> str | None:
         """The job of this process; None if it is unknown."""
-        return self._read_task_type() if self._task_type is None else str(self._task_type)
+        return self._read_task_type() if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -49,7 +49,7 @@ class ClusterResolver(ABC):
     @property
     def task_id(self) -> int | None:
         """The index of this process in its job; None if it is unknown."""
-        return self._read_task_id() if self._task_id is None else int(self._task_id)
+        return self._read_task_id() if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:

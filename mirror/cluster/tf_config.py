@@ -41,8 +41,8 @@ class TFConfigResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._variables = EnvironmentVariables(environ)
-        self._task_type = task_type
-        self._task_id = task_id
+        self._task_type = None if task_type is None else str(task_type)
+        self._task_id = None if task_id is None else int(task_id)  # as TensorFlow converts it
         self._rpc_layer = rpc_layer
         self._environment = environment
 

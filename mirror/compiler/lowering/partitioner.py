@@ -80,7 +80,8 @@ def _drop_copies_of_updates(graph: fx.Graph) -> None:
     """Takes out copies of what an update returns: it lies in the parameter already."""
     for node in list(graph.nodes):
         source = node.args[1] if node.target is torch.ops.aten.copy.default else None
-        if isinstance(source, fx.Node) and str(source.all_input_nodes[0].target) == UPDATE:
+        inputs = source.all_input_nodes if isinstance(source, fx.Node) else ()
+        if inputs and str(inputs[0].target) == UPDATE:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
