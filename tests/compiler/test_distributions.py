@@ -97,7 +97,8 @@ def test_samples_that_gradients_pass_are_drawn(name):
 
 
 def test_with_validation_the_remedy_is_named():
-    make_step = step_of(lambda h: -Normal(h, positive(h)).log_prob(h.detach()))
+    own = {"validate_args": True}  # torch._dynamo, once imported, makes False the default
+    make_step = step_of(lambda h: -Normal(h, positive(h), **own).log_prob(h.detach()))
     beside = Beside(2, lambda: nn.Linear(6, 3), make_step=make_step)
     first, second = beside.strategy.distribute_dataset(batches([8, 8]))
     beside.compiled(*first)

@@ -5,6 +5,7 @@
     VIEWS        the same, with dimensions of size 1 or of equal numbers more or less
     PIECES       the same, of a piece of the input; JOINED: of one of several inputs
     CHOICES      one that indices or a mask choose
+    FOLDS        a sum or an extreme of those that indices send there
     ADDS         a sum or difference of one number of each input
     SCALES       a product or quotient of them
     MASKS        a number of an input, or a constant
@@ -34,6 +35,7 @@ VIEWS = ("Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View")
 PIECES = ("Diagonal", "Select", "Slice", "Split", "SplitWithSizes", "Unbind")
 JOINED = ("Cat", "Stack")
 CHOICES = ("Gather", "Index", "IndexSelect", "MaskedSelect", "Scatter")
+FOLDS = ("IndexAdd", "IndexReduce", "ScatterAdd", "ScatterReduce")
 ADDS = ("Add", "Rsub", "Sub")
 SCALES = ("Div", "Mul")
 MASKS = ("MaskedFill", "Where")

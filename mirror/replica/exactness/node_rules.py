@@ -25,6 +25,7 @@ from torch import Tensor
 from mirror.replica.exactness.node_classes import (
     ADDS,
     CHOICES,
+    FOLDS,
     JOINED,
     MASKS,
     MOVES,
@@ -492,6 +493,20 @@ _OPERANDS = {
 }
 
 
+def _fold(at: Operation) -> Content:
+    """Sums at indices, as of the nodes of each graph: rows, where these have examples' size."""
+    dim = signed(at.node._saved_dim) % len(at.shape)
+    if at.shape[dim] % at.count:
+        return other(at)
+    at.refuse_terms()
+    rows = [replace(one.rows, dim=None) for one in at.inputs if one and one.rows]
+    is_certain = at.shape[dim] == at.count
+    if not rows or any(one.index is not None for one in rows):
+        return other(at)
+    found = replace(at.join_rows(rows), dim=dim, is_certain=is_certain)
+    return Content(found).without_factors()
+
+
 def _write(at: Operation) -> Content:
     """What was written in place, into a slice."""
     terms = tuple(term for one in at.inputs if one for term in one.terms)
@@ -506,6 +521,9 @@ def other(at: Operation) -> Content:
     at.refuse_terms()
     shape = at.shapes[0]
     dims = combined_dims(at.node, at.name, shape, at.shape)
+    if at.name.startswith("LinalgSolve") and at.inputs[0] is None and len(shape) > 1:
+        # Only the right side has a graph: each of its columns (or rows) is solved by itself.
+        dims = [len(shape) - (2 if getattr(at.node, "_saved_left", True) else 1)]
     if not dims and all(_fits(some, at.shape) for some in at.shapes):
         return at.combined(is_linear=False)
     rows = at.first.rows
@@ -536,5 +554,6 @@ RULES: dict[str, Callable[[Operation], Content]] = {
     **dict.fromkeys(JOINED, _join),
     **dict.fromkeys(CHOICES, _choose),
     **dict.fromkeys((*PRODUCTS, "Pdist"), _product),
+    **dict.fromkeys(FOLDS, _fold),
     "CopySlices": _write,
 }
