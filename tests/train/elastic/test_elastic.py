@@ -117,7 +117,8 @@ def test_all_but_one_are_lost_at_once_and_new_ones_join(undisturbed):
     check(trained, undisturbed(3, 0.0), bits=False)
     assert len(trained.workers) >= 5
     members = [view.members for view in trained.views if view.phase is Phase.TRAINING]
-    assert members[1][0].endswith(".0.1")  # the survivor is worker 0: it has the commit
+    # The survivor is worker 0: it has the commit. A busy machine may lose the others in turn.
+    assert any(names[0].endswith(".0.1") for names in members[1:])
 
 
 def test_a_stopped_worker_is_replaced_before_the_timeout(undisturbed):
