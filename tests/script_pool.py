@@ -88,7 +88,8 @@ class ScriptPool:
     def close(self):
         """Ends the forking process."""
         if self._process is not None:
-            self._process.communicate()
+            # Closing the pipe is not enough: forks of this process, of a DataLoader say, have it.
+            self._process.communicate("\n")
 
 
 def _serve():
@@ -102,6 +103,8 @@ def _serve():
         importlib.import_module(name)
     gc.freeze()  # so that a collection does not write to, and copy, shared pages
     for line in sys.stdin:
+        if line == "\n":
+            break
         folder, programs, arguments, timeout = json.loads(line)
         started = []
         for i, program in enumerate(programs):

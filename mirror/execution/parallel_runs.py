@@ -373,7 +373,7 @@ def _own_generators(replica: Replica) -> None:
     swapped = take_turns(replica, "seeded the generators of all devices")
     if swapped is None:
         return
-    places = replica.replicas.places.replicas
+    places = replica.replicas.mesh.replicas
     for replica_id in replica.run.active:
         for generator in generators_of(places[replica_id]):
             swapped.add(

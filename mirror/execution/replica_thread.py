@@ -108,8 +108,8 @@ class ThreadState:
             num_threads=num_threads,
             num_threads_each=max(1, num_threads // sharers),
             may_overlap=may_overlap,
-            streams=None if replicas.are_simulated else CallerStreams(replicas.places.devices),
-            places=replicas.places if replicas.places.is_model_parallel else None,
+            streams=None if replicas.are_simulated else CallerStreams(replicas.mesh.devices),
+            places=replicas.mesh if replicas.mesh.is_model_parallel else None,
         )
         needs_contexts = state.inference or autocast or state.saved_tensors_hooks is not None
         is_default = state.default_device == _CPU and state.streams is None
@@ -186,7 +186,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
     """
     replicas = run.replicas
     strategy, timeline = replicas.strategy, replicas.timeline
-    function = _remap_devices(run, fn) if replicas.places.is_model_parallel else fn
+    function = _remap_devices(run, fn) if replicas.mesh.is_model_parallel else fn
 
     def call_as(replica: Replica) -> Any:
         """Calls the function with the replica current; see [Note: Interrupts]."""
@@ -214,7 +214,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
 
     tasks: Tasks = {}
     # A lone replica runs in the caller's thread.
-    is_lone = len(run.active) == 1 and not replicas.places.is_model_parallel
+    is_lone = len(run.active) == 1 and not replicas.mesh.is_model_parallel
     for replica_id, replica in run.members.items():
         if state is None or is_lone:
             tasks[replica_id] = partial(call_as, replica)

@@ -34,7 +34,7 @@ class Replicas:
     Attributes:
         communicator: moves data between the replicas.
         workers: the processes that train together; a single one in most programs.
-        places: the device mesh; ``devices`` are those at position 0. See [Note: Places].
+        mesh: the device mesh; ``devices`` are those at position 0. See [Note: Places].
         mirrors: whether there is more than one replica, here or in other processes.
         names: the replicas' names in messages, ``"replica 2 of 4 (cuda:2)"``.
         strategy: the strategy of the replicas. A strong reference, because a model may outlive
@@ -55,13 +55,13 @@ class Replicas:
     __slots__ = (
         *("__weakref__", "are_simulated", "caches", "communicator", "device_types", "devices"),
         *("has_parameter_device", "is_nested", "is_one_device", "mirrors", "names"),
-        *("num_replicas", "parameter_device", "places", "shards_state", "steps_once", "strategy"),
+        *("num_replicas", "parameter_device", "mesh", "shards_state", "steps_once", "strategy"),
         *("timeline", "weighted", "workers"),
     )
 
     def __init__(
         self,
-        places: DeviceMesh,
+        mesh: DeviceMesh,
         communicator: Communicator,
         *,
         strategy: Any,
@@ -71,7 +71,7 @@ class Replicas:
         home: torch.device | None = None,
         shards_state: bool = False,
     ) -> None:
-        self.places, self.devices = places, places.positions[0]
+        self.mesh, self.devices = mesh, mesh.positions[0]
         self.communicator = communicator
         self.num_replicas = len(self.devices)
         self.workers = workers = (
@@ -81,7 +81,7 @@ class Replicas:
         self.parameter_device = self.devices[0] if home is None else home
         self.mirrors = workers.num_replicas > 1 or self.has_parameter_device
         worker = f"worker {workers.rank}, " if workers.is_multi_process else ""
-        labels = [worker + ", ".join(map(str, devices)) for devices in places.replicas]
+        labels = [worker + ", ".join(map(str, devices)) for devices in mesh.replicas]
         self.names = tuple(
             f"replica {workers.replica_offset + r} of {workers.num_replicas} ({labels[r]})"
             for r in range(self.num_replicas)

@@ -220,7 +220,7 @@ class Run:
         self.swapped = swapped
         self.shared: Sequence[SharedTensors] = ()
         self._on_streams = (
-            None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
+            None if replicas.are_simulated else ReplicaStreams(replicas.mesh.replicas)
         )
         self.members: dict[int, Replica] = {}
         for r in active:
@@ -502,9 +502,9 @@ def renaming(replica: Replica) -> AbstractContextManager[object]:
     Applies if replicas have several devices each.
     """
     replicas = replica.replicas
-    if replica.replica_id == 0 or not replicas.places.is_model_parallel:
+    if replica.replica_id == 0 or not replicas.mesh.is_model_parallel:
         return nullcontext()
-    names = replicas.places.names(replica.replica_id)
+    names = replicas.mesh.names(replica.replica_id)
     return DeviceRemap(names, lambda: replica_of(replicas) is not None)
 
 

@@ -91,14 +91,14 @@ class Runner:
         self._stopwatches: tuple[Stopwatch, ...] = ()  # once ``measure`` has been called
         self.on_outermost_end: Callable[[], None] = do_nothing
         self.set_hooks(())
-        self._claim, positions = ExclusiveRun(), replicas.places.positions
+        self._claim, positions = ExclusiveRun(), replicas.mesh.positions
         self.generators = [own for p in positions if (own := generators_of(p))]
         self._streams = RngPool(replicas.devices)
         self.parallel_runs: ParallelRuns | None = None
         # Replicas on GPUs also overlap while one of them stalls: they share the same state.
         if schedule == PARALLEL or (schedule == "staggered" and not replicas.are_simulated):
             self.parallel_runs = ParallelRuns(replicas, schedule)
-        self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
+        self.copies = None if replicas.are_simulated else CopyStreams(replicas.mesh.devices)
         self.gpu_waits: GpuWaits | None = None
         if not replicas.are_simulated:
             self.gpu_waits = GpuWaits(replicas.devices)
@@ -223,7 +223,7 @@ class Runner:
         elif self.parallel_runs is not None and active[1:]:
             by_schedule = self.parallel_runs.begin()
         state = None  # a single simulated replica runs in the caller's thread, with its state
-        if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
+        if active[1:] or self.copies is not None or self.replicas.mesh.is_model_parallel:
             sharers = len(active) if by_schedule and lockstep.starts_at_once else 1
             may_overlap = len(active) > 1 and not keeps_order
             state = ThreadState.capture(self.replicas, sharers, may_overlap=may_overlap)
@@ -486,7 +486,7 @@ class LockstepStack(list[Lockstep]):
         self._names, self._abort = replicas.names, replicas.communicator.abort
         # Simulated devices stand for distinct ones.
         self._devices = replicas.names if replicas.are_simulated else replicas.devices
-        self._on_error = partial(_abort_if_one_failed, replicas.places.devices, self._abort)
+        self._on_error = partial(_abort_if_one_failed, replicas.mesh.devices, self._abort)
         self.schedule, self._timeout_seconds = schedule, timeout_seconds
 
     def get_lockstep(self, depth: int) -> Lockstep:

@@ -202,7 +202,7 @@ def _device_for(replicas: Replicas, leaf: Any) -> torch.device:
     parts = leaf.parts() if isinstance(leaf, PerReplica) else [(0, leaf)]
     for _, value in parts:
         if isinstance(value, Tensor):
-            return replicas.places.peers_of(value.device)[0]
+            return replicas.mesh.peers_of(value.device)[0]
     return replicas.devices[0]
 
 

@@ -171,7 +171,7 @@ class MirroredStrategy(Strategy):
     @property
     def places(self) -> tuple[tuple[torch.device, ...], ...]:
         """Each replica's devices, in replica order; several if layers are on several devices."""
-        return self._group.replicas.places.replicas
+        return self._group.replicas.mesh.replicas
 
     # Programs pass keywords of DistributedDataParallel and of Keras's compile to these methods.
     mirror = keywords_with_hints("MirroredStrategy.mirror")(Strategy.mirror)

@@ -70,7 +70,7 @@ class ReplicaContext(NoCopy):
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """This replica's devices, which replace the first replica's that the model names."""
-        return self._replica.replicas.places.replicas[self._replica.replica_id]
+        return self._replica.replicas.mesh.replicas[self._replica.replica_id]
 
     @property
     def strategy(self) -> Any:

@@ -115,7 +115,7 @@ class Strategy(NoCopy):
         return self._backend
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}([{self._group.replicas.places}], backend={self.backend!r})"
+        return f"{type(self).__name__}([{self._group.replicas.mesh}], backend={self.backend!r})"
 
     # Mirroring
 
@@ -464,7 +464,7 @@ def _explain_uncompilable(replicas: Replicas) -> str | None:
 
     What a step itself does is refused when it is traced.
     """
-    if replicas.places.is_model_parallel:
+    if replicas.mesh.is_model_parallel:
         return (
             "compiled steps are programs of one device each, and a replica of this strategy has "
             "several; call strategy.run(step, ...), or pass fallback='eager' to do so"

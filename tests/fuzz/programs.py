@@ -177,9 +177,8 @@ class _Draft:
         unable = unable or any(one in self.model.source for one in REFUSED)
         is_plain = is_plain and not (self.is_closed or unable)
         is_plain = is_plain and (is_compiled or not self.scaled)
-        states = ("replicated",) if is_compiled else ("replicated", "sharded")
-        self.state = k.choose("optimizer state", states)
-        if self.way == 3 and is_plain and self.state == "replicated":
+        self.state = k.choose("optimizer state", ("replicated", "sharded"))
+        if self.way == 3 and is_plain and (is_compiled or self.state == "replicated"):
             options = ("", "all", "in turn")[is_compiled:]
             self.compiles = k.choose("compiled", options, simplest=0.4)
         self.factor = k.choose("factor", FACTORS, simplest=0.7) if is_compiled else ""

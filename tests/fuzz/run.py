@@ -352,8 +352,9 @@ def run_program(program, strategy_of=None):
 def _in_one_process(n, options, mode):
     reduction = options["gradient_reduction"]
     if options.pop("is_central", False):
+        options.pop("optimizer_state", None)
         strategy = mirror.CentralStorageStrategy(["cpu"] * n, **options)
-        return strategy, Mirrored(strategy, reduction, fallback="eager")
+        return strategy, Mirrored(strategy, reduction, mode=mode)
     strategy = mirror.MirroredStrategy(["cpu"] * n, **options)
     return strategy, Mirrored(strategy, reduction, mode=mode)
 

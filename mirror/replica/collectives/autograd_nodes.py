@@ -123,7 +123,7 @@ class Arrivals:
 
     def __init__(self, replicas: Replicas) -> None:
         self.grads: dict[int, tuple[Tensor, ...]] = {}
-        self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
+        self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.mesh.replicas)
         self.is_summed = False
         self.totals: list[Tensor] | None = None
 

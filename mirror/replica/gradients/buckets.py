@@ -122,7 +122,7 @@ class Buckets:
         self._scatter = scatter
         self._tracker = tracker
         self._shares, self._deferred, self._finite = shares, deferred, finite
-        self._side = SideStream(replicas.places.devices)
+        self._side = SideStream(replicas.mesh.devices)
         self._streams = tracker.streams
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []

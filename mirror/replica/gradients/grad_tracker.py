@@ -108,7 +108,7 @@ class GradTracker:
         self._passes: tuple[list[BackwardPass], ...] = tuple([] for _ in self.pending)
         self.may_have_arrived = False
         self.changes = 0
-        self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
+        self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.mesh.replicas)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self.arrivals: ReadyGrads | None = None
         self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
@@ -464,7 +464,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
             lockstep = replica.run.lockstep  # the engine runs without the GIL
             is_away = not lockstep.takes_turns and lockstep.let_next_begin(lane)
-            if replica.replicas.places.is_model_parallel:
+            if replica.replicas.mesh.is_model_parallel:
                 with renaming(replica):  # torch removes this mode for the time of backward
                     result = run(*args, **kwargs)
             else:

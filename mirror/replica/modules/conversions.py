@@ -77,11 +77,11 @@ class _Staying:
 
     def _check_device(self, tensor: Tensor, device: torch.device) -> None:
         """Raises StrategyError for a device where a variable has no copy, such as "meta"."""
-        if self.replicas.places.is_model_parallel:
+        if self.replicas.mesh.is_model_parallel:
             raise StrategyError(
                 f"a variable on {tensor.device} was to be moved to {device}; layers are placed on "
                 "the first replica's devices "
-                f"({', '.join(map(str, self.replicas.places.replicas[0]))}) before the model is "
+                f"({', '.join(map(str, self.replicas.mesh.replicas[0]))}) before the model is "
                 "used for the first time: move it in __init__, or before strategy.mirror(model)"
             )
         if device not in self.replicas.devices:

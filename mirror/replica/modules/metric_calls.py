@@ -80,7 +80,7 @@ def merge_call_joined(
         DivergenceError: not all active replicas call it, and ``is_partial`` is false.
     """
     name = type(metric).__name__
-    places = replica.replicas.places
+    places = replica.replicas.mesh
 
     def call_once(calls: dict[int, _Call]) -> dict[int, Any]:
         weights = replica.run.weights()

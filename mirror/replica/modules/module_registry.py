@@ -317,7 +317,7 @@ class ModuleRegistry:
             self.pending.retry(submodule)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not (self._registry.owns(tensor) or is_uninitialized(tensor)):
-                home = self.replicas.places.home_of(tensor.device, name)
+                home = self.replicas.mesh.home_of(tensor.device, name)
                 if tensor.device != home:
                     tensor.data = tensor.data.to(home)
                     moved.add(tensor)

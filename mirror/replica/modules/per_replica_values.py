@@ -201,7 +201,7 @@ class PerReplicaAttribute:
         if value is MISSING:
             return value
         sizes = replica.run.all_weights() if self._is_batched else None
-        split, places = None, replica.replicas.places
+        split, places = None, replica.replicas.mesh
         if sizes is not None:
             split = SplitPlan([int(n) for n in sizes], places, int(sum(sizes)))
 
@@ -251,7 +251,7 @@ class PerReplicaAttribute:
             and not self._is_batched
             and all(p.shape == before.shape for p in parts)
         ):
-            home = run.replicas.places.peers_of(parts[0].device)[0]
+            home = run.replicas.mesh.peers_of(parts[0].device)[0]
             here = [part.to(home) for part in mark_boundary(runner, values, parts)]
             return _mean(here, [weights[r] for r in values])
         self._is_batched = False

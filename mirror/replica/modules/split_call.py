@@ -314,7 +314,7 @@ class CallInterceptor(Interceptor):
                 verified = self._begin_to_verify(module, kind, args, kwargs, sizes)
         if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
             return _call_lone(runner, module, args, kwargs, dynamo_callback, sizes)
-        split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies, self.writes_inputs)
+        split = SplitPlan(sizes, replicas.mesh, sum(sizes), runner.copies, self.writes_inputs)
         if runner.copies is not None:
             split.pin(leaves)
         parts: dict[int, ReplicaArgs] = {}
@@ -511,10 +511,10 @@ def _call_lone(
         result = run.results[0]
         if type(result) is Tensor and result.shape[:1] == (sizes[0],):
             return result
-        split = SplitPlan(sizes, runner.replicas.places, sizes[0])
+        split = SplitPlan(sizes, runner.replicas.mesh, sizes[0])
         return join_outputs(runner, run.results, sizes, [ReplicaArgs(split, 0)], module)
     except Exception as error:
-        split = SplitPlan(sizes, runner.replicas.places, sizes[0])
+        split = SplitPlan(sizes, runner.replicas.mesh, sizes[0])
         _note_sizes(error, module, split, args, kwargs)
         raise
 
@@ -523,9 +523,9 @@ def _call_whole(
     runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[..., Any]
 ) -> Any:
     """Calls a module on the first replica, with its arguments moved there."""
-    if not must_move((args, kwargs), runner.replicas.places.replicas[0]):
+    if not must_move((args, kwargs), runner.replicas.mesh.replicas[0]):
         return whole(*args, **kwargs)
-    split = SplitPlan([1], runner.replicas.places, None, runner.copies)
+    split = SplitPlan([1], runner.replicas.mesh, None, runner.copies)
     split.pin(leaves_in((args, kwargs)))
     try:
         part = ReplicaArgs(split, 0, args, kwargs)

@@ -153,7 +153,7 @@ class VerifiedCall:
         """Makes the trial; returns whether there is something to compare with."""
         try:
             self._runner.prepare("a call of a mirrored module")
-            places = self._runner.replicas.places
+            places = self._runner.replicas.mesh
             with telling_what_fails():
                 self._copied = Copies(places).copy((self._args, self._kwargs))
             self._whole = self._call()
@@ -330,7 +330,7 @@ class VerifiedCall:
         args, kwargs = Copies().copy(self._copied)
         if part is not None:
             sizes = [part[1], *[0] * (len(self._sizes) - 1)]
-            split = SplitPlan(sizes, replicas.places, sum(self._sizes))
+            split = SplitPlan(sizes, replicas.mesh, sum(self._sizes))
             split.starts[0] = part[0]
             part = ReplicaArgs(split, 0, args, kwargs)
             args, kwargs = part.args, part.kwargs

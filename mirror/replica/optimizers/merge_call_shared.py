@@ -212,7 +212,7 @@ def _mean(run: Run, *leaves: Any) -> Any:
         loss: Any = sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
     else:
         parts = mark_boundary(runner_of(run.replicas), run.active, leaves)
-        home = run.replicas.places.peers_of(parts[0].device)[0]
+        home = run.replicas.mesh.peers_of(parts[0].device)[0]
         scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
         loss = reduce_tensors(scaled, home)
     if not run.replicas.workers.is_multi_process:

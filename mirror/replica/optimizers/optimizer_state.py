@@ -279,7 +279,7 @@ class ReplicaStates:
     def _copy_value(self, value: Any, source: int, destination: int) -> Any:
         devices = (self._replicas.parameter_device, *self._replicas.devices[1:])
         home, device = devices[source], devices[destination]
-        places = self._replicas.places if self._replicas.places.is_model_parallel else None
+        places = self._replicas.mesh if self._replicas.mesh.is_model_parallel else None
 
         def copy_leaf(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):

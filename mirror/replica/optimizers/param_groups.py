@@ -139,8 +139,8 @@ def own_options(
         if not isinstance(value, Tensor):
             return value
         device = value.device
-        if replicas is not None and device in replicas.places.replicas[0]:
-            device = replicas.places.peers_of(device)[replica_id]
+        if replicas is not None and device in replicas.mesh.replicas[0]:
+            device = replicas.mesh.peers_of(device)[replica_id]
         return value.to(device, copy=True)
 
     return {name: copied(value) for name, value in options.items()}

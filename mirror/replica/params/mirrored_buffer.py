@@ -126,7 +126,7 @@ class ReplicatedBuffer:
         self.module: Callable[[], nn.Module | None] = weakref.ref(module)
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
-        self.devices = replicas.places.peers_of(buffer.device)
+        self.devices = replicas.mesh.peers_of(buffer.device)
         if _is_expanded(buffer):  # no operation writes into such memory
             buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)
         self.combined = buffer.detach()

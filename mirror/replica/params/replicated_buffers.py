@@ -89,7 +89,7 @@ class Buffers:
                 f"buffer {name!r} requires a gradient, and gradients are reduced for parameters; "
                 "make it an nn.Parameter, which an optimizer need not get, or detach it"
             )
-        home = self._replicas.places.home_of(buffer.device, name)
+        home = self._replicas.mesh.home_of(buffer.device, name)
         if buffer.device != home:
             buffer.data = buffer.data.to(home)
         twin: ReplicatedParam | ReplicatedBuffer | None = self._memory.find(buffer, name)

@@ -318,7 +318,7 @@ class ReplicatedParam:
         memory: StorageIndex[ReplicatedParam],
     ) -> None:
         self.replicas, self.gradients, self.mirror = replicas, gradients, mirror
-        self.name, self.devices = name, replicas.places.peers_of(parameter.device)
+        self.name, self.devices = name, replicas.mesh.peers_of(parameter.device)
         self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
         self.handles = StorageAliases()
         self.num_moves = 0

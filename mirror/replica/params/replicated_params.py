@@ -176,8 +176,8 @@ class ReplicatedParams:
             refuse_post_accumulate_hook()
         grad, hooks = parameter.grad, hooks_of(parameter)
         home = self._replicas.parameter_device
-        if self._replicas.places.is_model_parallel:
-            home = self._replicas.places.home_of(parameter.device, name)
+        if self._replicas.mesh.is_model_parallel:
+            home = self._replicas.mesh.home_of(parameter.device, name)
         if parameter.device != home:
             parameter.data = parameter.data.to(home)
         variable = self.kind(parameter, name, self._replicas, gradients, self.mirror, self.memory)

@@ -145,7 +145,7 @@ class Gatherer:
         self._ids = ids
         self._parts = parts
         self._module = module
-        places = runner.replicas.places
+        places = runner.replicas.mesh
         self._first_device, self._mesh = (
             places.positions[0][0],
             places if places.is_model_parallel else None,
