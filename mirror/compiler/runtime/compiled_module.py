@@ -142,7 +142,7 @@ def compile_module(
         return
     replicas = calls.replicas
     why = None
-    if replicas.places.is_model_parallel:
+    if replicas.mesh.is_model_parallel:
         why = "a replica of this strategy has several devices, and a program has one"
     elif replicas.has_parameter_device:
         why = "this strategy keeps parameters on the parameter device"
