@@ -213,12 +213,20 @@ def _add_run(commands: Any) -> None:
         action="store_true",
         help="have BatchNorm use the whole batch, as one device does",
     )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="replay the calls of models in training as recorded programs, on GPUs as CUDA "
+        "graphs; what cannot be recorded runs as it is, with a warning",
+    )
 
 
 def _run_script(args: argparse.Namespace) -> int:
     from mirror.tools.run.run_command import RunOptions, run_command
 
-    names = "devices replicas strategy backend schedule verify trace report sync_batch_norm"
+    names = (
+        "devices replicas strategy backend schedule verify trace report sync_batch_norm compile"
+    )
     return run_command(
         _script_of(args), RunOptions(**{name: getattr(args, name) for name in names.split()})
     )

@@ -33,6 +33,7 @@ from mirror.values import are_identical
 PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
 MAX_ENTRIES = 256
 _MAX_DEPTH, _MAX_WATCHED, _MAX_FUNCTIONS = 5, 1000, 100
+_OF_MODULES = frozenset(vars(nn.Module()))
 _MISSING: Any = object()
 _CONTENTS = operator.attrgetter("cell_contents")
 _NOT_FOLLOWED = (Tensor, nn.Module, Optimizer)
@@ -86,15 +87,25 @@ class FreeVariables:
     Args:
         functions: the step, and others that are called with it, such as hooks.
         modules: their attributes are followed, except tensors and submodules.
+        is_strict: whether private attributes, and those of classes, are followed, too.
 
     Attributes:
         entries: the values found.
+        is_complete: whether the numbers of functions and values were small enough to follow all.
         codes: the code of the user's functions that are followed.
         sizes: the containers with a number of entries to compare, with their names.
         read_as: by ``id`` of such a container, the name by which code finds it.
     """
 
-    def __init__(self, functions: Sequence[Any], modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Any],
+        modules: Iterable[nn.Module] = (),
+        *,
+        is_strict: bool = False,
+    ) -> None:
+        self._is_strict, self.is_complete = is_strict, True
+        self._most_functions = _MAX_FUNCTIONS * (10 if is_strict else 1)
         self.codes: list[CodeType] = []
         self._modules = list(modules)
         self._names: set[str] = set()
@@ -105,8 +116,9 @@ class FreeVariables:
         self._roots: list[tuple[Entry, bool]] = []
         self._known: dict[int, Any] = {}
         while True:
-            while self._queue and len(self.codes) < _MAX_FUNCTIONS:
+            while self._queue and len(self.codes) < self._most_functions:
                 self._take(self._queue.pop(0))
+            self.is_complete = not self._queue
             self._queue.clear()
             self.entries: list[Entry] = []
             self.sizes: list[tuple[str, Any]] = []
@@ -117,7 +129,8 @@ class FreeVariables:
                     self.entries.append(entry)
                 self._follow(entry.value(), entry.name, entry.read_as, 0)
             self._follow_modules()
-            if not self._queue or len(self.codes) >= _MAX_FUNCTIONS:
+            if not self._queue or len(self.codes) >= self._most_functions:
+                self.is_complete = self.is_complete and not self._queue
                 break
 
     def scan(self) -> list[Any]:
@@ -219,7 +232,10 @@ class FreeVariables:
             return
         if isinstance(value, (*PLAIN, *_NOT_FOLLOWED)):
             return
-        if depth > _MAX_DEPTH or id(value) in self._seen or len(self.entries) > _MAX_WATCHED:
+        if len(self.entries) > _MAX_WATCHED * (10 if self._is_strict else 1):
+            self.is_complete = False
+            return
+        if depth > _MAX_DEPTH or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, (dict, list, tuple)):
@@ -267,10 +283,21 @@ class FreeVariables:
             self._queue.append(function)
 
     def _follow_modules(self) -> None:
+        kinds = dict.fromkeys(base for module in self._modules for base in type(module).__mro__)
+        for kind in kinds if self._is_strict else ():
+            if is_users(_file_of(kind)):
+                for key in sorted(self._names & vars(kind).keys()):
+                    if isinstance(vars(kind)[key], (*PLAIN, dict, list)):
+                        self._add(Entry(f"{kind.__name__}.{key}", key, _Fields(kind)), 0)
         for module in self._modules:
             for key, value in vars(module).items():
-                if key.startswith("_") or key not in self._names or isinstance(value, PLAIN):
+                is_private = key.startswith("_")
+                if key not in self._names or (
+                    key in _OF_MODULES if self._is_strict else is_private
+                ):
                     continue
+                if isinstance(value, PLAIN) and not (self._is_strict and is_private):
+                    continue  # guarded with the module
                 if not isinstance(value, _NOT_FOLLOWED):
                     self._add(Entry(f"{type(module).__name__}.{key}", key, vars(module)), 0)
 

@@ -234,6 +234,12 @@ class KeepingPlaces(fx.Interpreter):
         return call_noting_place(place_of(n), super().run_node, n)
 
 
+def make_untraced(make: Callable[[], Tensor]) -> Tensor:
+    """Returns a placeholder that is made during a trace, without an operation in its graph."""
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        return make()
+
+
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """Returns a module of a graph; its Python code is generated if it is called."""
     with _use_lazy_graph_module(True):

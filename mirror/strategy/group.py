@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 import mirror.replica.params.torch_function  # noqa: F401  registers overrides of functions
 from mirror.base.process_bound import WeakRegistry
 from mirror.comm.communicator import Communicator
 from mirror.comm.workers.worker_group import LocalWorkerGroup
+from mirror.compiler.runtime.compiled_module import CompiledCalls, CompilingInterceptor
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
@@ -149,8 +153,9 @@ class Group:
             buffers.part(),
         )
         # A single replica needs only the modules: it has nothing to keep equal.
-        active_parts = parts if replicas.mirrors else parts[:1]
+        active_parts = self._parts = parts if replicas.mirrors else parts[:1]
         runner.set_hooks(active_parts)
+        self._compiled_calls: CompiledCalls | None = None
         # Compiled steps use the first copies directly: see ``compiler/runtime/param_sync.py``.
         copied = ("variables", "reduced gradients", "attributes", "assigned", "collectives")
         beside = [part for part in active_parts if part.name not in copied]
@@ -171,6 +176,25 @@ class Group:
         if self._simulates:
             keep_freed_memory()
         _groups.add(self)
+
+    @property
+    def compiled_calls(self) -> CompiledCalls:
+        """The modules whose calls are compiled. From the first on, they are the last part."""
+        if self._compiled_calls is None:
+
+            def make() -> Any:
+                from mirror.compiler.runtime.build_module import ModuleProgramBuilder
+
+                return ModuleProgramBuilder(self.replicas, self.registry)
+
+            self._compiled_calls = calls = CompiledCalls(self.replicas, self.runner, make)
+            self.runner.set_hooks((*self._parts, calls.part()))
+        return self._compiled_calls
+
+    def compile_called(self) -> None:
+        """Compiles each mirrored module that is called in training, outside of other modules."""
+        self.modules.routes_calls = True
+        self.modules.interceptor = partial(CompilingInterceptor, self.compiled_calls)
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent."""

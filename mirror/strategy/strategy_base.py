@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from mirror.base.process_bound import NoCopy
 from mirror.comm.communicator import Communicator
 from mirror.comm.reduce_ops import Op
 from mirror.comm.workers.worker_group import LocalWorkerGroup
+from mirror.compiler.runtime.compiled_module import compile_module
 from mirror.compiler.runtime.compiled_step import FALLBACKS, MODES, CompiledStep
 from mirror.compiler.runtime.param_sync import ParamSync
 from mirror.compiler.runtime.worker_consensus import WorkerConsensus
@@ -207,21 +208,48 @@ class Strategy(NoCopy):
             run = runner.run(call, active, weights=weights)
         return regroup(run.results, num_replicas, run.all_weights())
 
+    @overload  # a module is a function, too
+    def compile(  # type: ignore[overload-overlap]
+        self, step: ModuleT, *, fallback: Fallback = "eager"
+    ) -> ModuleT: ...
+
+    @overload
     def compile(
         self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
-    ) -> CompiledStep:
+    ) -> CompiledStep: ...
+
+    def compile(
+        self,
+        step: Callable[..., Any] | nn.Module,
+        *,
+        fallback: Fallback | None = None,
+        mode: Mode = "auto",
+    ) -> Any:
         """Returns a step that all replicas run as programs of one trace: ``compiled(batch)``.
 
+        Of a mirrored module it returns the module itself. Its calls, in ``run`` and outside, are
+        then replayed as recorded forward and backward programs, on GPUs as CUDA graphs, with the
+        bits of uncompiled calls; the training loop stays as it is.
+
         Args:
-            step: a function for ``run``: forward, backward, optimizers' steps.
-            fallback: the reaction to a step that cannot be traced: ``"error"`` raises, ``"eager"``
-                calls ``run``.
+            step: a function for ``run``: forward, backward, optimizers' steps. Or a module.
+            fallback: the reaction to what cannot be traced: ``"error"`` raises ``CompileError``,
+                as it does for steps by default; ``"eager"`` runs it uncompiled, as it does for
+                modules by default.
             mode: ``"inductor"``; ``"graphs"`` for torch's own kernels in CUDA graphs; ``"trace"``
                 for the same kernels, launched one by one; ``"auto"`` for ``"graphs"`` on GPUs, and
                 on the CPU for inductor if it is available, unless most of the step's time goes
                 into large convolutions.
         """
-        return make_compiled_step(self._group, self.run, step, fallback=fallback, mode=mode)
+        if isinstance(step, nn.Module):
+            check_choice("fallback", fallback or "eager", FALLBACKS)
+            check_choice("mode", mode, ("auto",))
+            calls, route = self._group.compiled_calls, self._group.modules.route_compiled(step)
+            compile_module(calls, step, route, fallback=fallback or "eager")
+            return step
+        return make_compiled_step(
+            self._group, self.run, step, fallback=fallback or "error", mode=mode
+        )
 
     def context_of(self, replica: Replica | None) -> ReplicaContext:
         """Returns a replica's context; for ``None`` that of the only replica, outside ``run``."""

@@ -449,3 +449,33 @@ def test_what_a_replica_and_a_parameter_add_to_a_compiled_step():
 @pytest.mark.slow
 def test_what_a_replica_adds_with_161_parameters():
     assert (step_calls(MANY, 161) - step_calls(FEW, 161)) / (MANY - FEW) <= 10
+
+
+def module_calls(n, num_layers, *, compiles=True):
+    """Returns the calls of mirror's functions, and of user's ``forward``, in a pass."""
+    with mirror.MirroredStrategy(["cpu"] * n) as strategy:
+        layers = [nn.Linear(4, 4) for _ in range(num_layers)]
+        model = strategy.mirror(nn.Sequential(*layers))
+        if compiles:
+            strategy.compile(model, fallback="error")
+        batch = torch.ones(2 * n, 4)
+
+        def call():
+            model(batch).mean().backward()
+            model.zero_grad()
+
+        def is_forward(frame):
+            return frame.f_code.co_name == "forward" and "linear" in frame.f_code.co_filename
+
+        def is_own(frame):
+            return frame.f_code.co_filename.startswith(PACKAGE)
+
+        return [calls_of(call, ("call",), counts=counts) for counts in (is_own, is_forward)]
+
+
+def test_what_a_replica_and_a_parameter_add_to_a_pass_of_a_compiled_module():
+    """What a parameter adds is the reduction, as uncompiled: 34 calls with two replicas."""
+    few, many = module_calls(FEW, 4), module_calls(MANY, 4)
+    assert (many[0] - few[0]) / (MANY - FEW) <= 72
+    assert module_calls(FEW, 8)[0] - few[0] <= 32 * 8
+    assert few[1] == many[1] == 0

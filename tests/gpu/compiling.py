@@ -5,14 +5,19 @@ placed on every GPU, the first one too.
 """
 
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import nn
 
 import mirror
-from mirror.compiler.runtime import build_program
+from mirror.compiler.capture import observed_call
+from mirror.compiler.runtime import build_module, build_program
+from mirror.compiler.step_errors import is_users
 from tests.gpu.fake import FakeGpus
+
+HERE = str(Path(__file__).parent)
 
 
 @contextmanager
@@ -33,8 +38,16 @@ def compiling_gpus(num_devices):
                 build_program, "plan_step", real(build_program.plan_step)
             ),  # traces it again
             mock.patch.object(build_program, "_has_compiler", return_value=False),
+            mock.patch.object(build_module, "trace_module", real(build_module.trace_module)),
+            mock.patch.object(build_module, "functional", real(build_module.functional)),
+            mock.patch.object(observed_call, "is_users", _is_users),
         ):
             yield gpus
+
+
+def _is_users(path):
+    """Whether a file is the user's: the simulation of GPUs is not."""
+    return is_users(path) and not path.startswith(HERE)
 
 
 def model(dropout=0.0):

@@ -122,6 +122,46 @@ class FunctionalRng:
         )
 
 
+class NativeDraws(FunctionalRng):
+    """Leaves draws as they are: from the replica's generators, in the order of the trace.
+
+    States of generators that are saved and restored, as activation checkpointing does, are those
+    of now. So a trace that does both draws and restores a state is refused.
+    """
+
+    def __init__(self, refusal: Callable[..., CompileError]) -> None:
+        super().__init__(torch.empty(0), refusal)
+        self._restores = False
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if draws_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            raise self._refusal(
+                f"{func.overloadpacket.__name__} with a generator",
+                "draws from an object of the program's",
+                "leave the generator out, or pass fallback='eager'",
+            )
+        self.count += 1
+        if self._restores:
+            self._refuse_both()
+        return func(*args, **kwargs)
+
+    def _restore(
+        self, original: Callable[..., Any], new_state: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        self._restores = True
+        if self.count or not any(state is new_state for state, _ in self._states):
+            self._refuse_both()
+
+    def _refuse_both(self) -> None:
+        raise self._refusal(
+            "a state of a generator",
+            "is restored where random numbers are drawn, as in checkpointed layers with dropout",
+            "pass preserve_rng_state=False if the layer draws nothing, or fallback='eager'",
+        )
+
+
 def _in_trace(
     replacement: Callable[..., Any], is_traced: Callable[[], bool], original: Callable[..., Any]
 ) -> Callable[..., Any]:

@@ -78,6 +78,11 @@ class Placeholders:
             self.inputs.append(known)
         return known.fake
 
+    def add_fake(self, kind: InputKind, fake: Tensor, of: Any) -> Tensor:
+        """Makes a placeholder that the trace has created an input."""
+        self.inputs.append(StepInput(kind, fake, of))
+        return fake
+
     def add_found(self, tensor: Tensor) -> Tensor:
         """Returns the placeholder of a tensor outside of the step, which it may write."""
         with torch.no_grad():

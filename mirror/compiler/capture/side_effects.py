@@ -230,15 +230,23 @@ class SideEffects:
     Args:
         step: the user's function.
         optimizers: the optimizers that it may read.
+        around: the values that it must not change at all; by default those that its names find,
+            which it may change if it does not use them.
     """
 
-    def __init__(self, step: Callable[..., Any], optimizers: Sequence[Optimizer] = ()) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        optimizers: Sequence[Optimizer] = (),
+        around: FreeVariables | None = None,
+    ) -> None:
         self._step = step
         self._states = [
             (optimizer, {id(entry): (entry, dict(entry)) for entry in _entries(optimizer)})
             for optimizer in optimizers
         ]
-        self._around = FreeVariables([step])
+        self._is_strict = around is not None
+        self._around = FreeVariables([step]) if around is None else around
         self._before = [(entry, entry.value()) for entry in self._around.entries]
         self._contents = [(name, one, _copy(one)) for name, one in self._around.sizes]
         values = [value for _, value in self._before]
@@ -275,7 +283,7 @@ class SideEffects:
         for generator, state in self._generators:
             if state is not None and not are_equal(state, _state(generator)):
                 raise CompileError(
-                    f"the step cannot be compiled: {_line_about(codes, _names_of(generator))}: it "
+                    f"the step cannot be compiled: {line_about(codes, _names_of(generator))}: it "
                     "draws from Python's or numpy's random numbers, which would be the same in "
                     "every call; draw with torch.rand, or pass fallback='eager'"
                 )
@@ -306,7 +314,7 @@ class SideEffects:
                     if isinstance(value, is_fake):
                         kind = type(optimizer).__name__
                         raise CompileError(
-                            f"the step cannot be compiled: {_line_about(codes, [key])}: it keeps "
+                            f"the step cannot be compiled: {line_about(codes, [key])}: it keeps "
                             f"a tensor in {key!r} of the state of {kind}, outside of its step(), "
                             f"{_ONCE}; keep it in a variable of the step, or pass fallback='eager'"
                         )
@@ -315,7 +323,7 @@ class SideEffects:
         for entry in around.entries:
             if isinstance(entry.value(), is_fake):
                 raise CompileError(
-                    f"the step cannot be compiled: {_line_about(own, [entry.read_as])}: it keeps "
+                    f"the step cannot be compiled: {line_about(own, [entry.read_as])}: it keeps "
                     f"a tensor outside of itself ({entry.name}), {_ONCE}; {_REMEDY}"
                 )
 
@@ -330,6 +338,11 @@ class SideEffects:
                     f"changes itself ({name}), {_ONCE}; count outside of the step and pass the "
                     "value as an argument, or pass fallback='eager'"
                 )
+        if self._is_strict:
+            raise CompileError(
+                f"the step cannot be compiled: {line_about(codes, [key])}: it changes {name}, "
+                f"{_ONCE}; {_REMEDY}"
+            )
         code = codes[0] if codes else SideEffects.check.__code__
         if (code, name) not in _warned:
             _warned.add((code, name))
@@ -410,7 +423,7 @@ def _loads(instruction: dis.Instruction, key: Any) -> bool:
     return name.startswith("LOAD_") and name != "LOAD_CLOSURE" and instruction.argval == key
 
 
-def _line_about(codes: Sequence[CodeType], keys: Sequence[Any]) -> str:
+def line_about(codes: Sequence[CodeType], keys: Sequence[Any]) -> str:
     """Returns a line that stores under one of these names, or else a line that has one."""
     for kinds in (("STORE_",), ("LOAD_", "STORE_")):
         for code in codes:
@@ -438,9 +451,16 @@ class UnchangedSurroundings:
     Args:
         step: the user's function.
         tracer: the tracer of the step.
+        around: see ``SideEffects``.
     """
 
-    def __init__(self, step: Callable[..., Any], tracer: Any, replicas: Replicas) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        tracer: Any,
+        replicas: Replicas,
+        around: FreeVariables | None = None,
+    ) -> None:
         self._step = step
 
         def is_traced() -> bool:
@@ -449,7 +469,7 @@ class UnchangedSurroundings:
         self._attributes = SetAttributes(is_traced)
         optimizers = _optimizers(step, replicas)
         self._options = OptionGuards(optimizers, tracer.numbers.option)
-        self._tracer, self._effects = tracer, SideEffects(step, optimizers)
+        self._tracer, self._effects = tracer, SideEffects(step, optimizers, around)
         self._stack = ExitStack()
 
     def __enter__(self) -> None:

@@ -84,6 +84,7 @@ SPARSE = (
     "use sparse=False, or pass fallback='eager'",
 )
 _MASKED = "use torch.where, or multiply by the mask, or pass fallback='eager'"
+_EAGERLY = "compile a module without recurrent layers, or pass fallback='eager'"
 _RAW = {
     Tensor.numpy: "numpy()",
     Tensor.__array__: "numpy.asarray",
@@ -190,6 +191,8 @@ class Functions(TorchFunctionMode):
         read: returns the gradient of a placeholder.
         write: sets the gradient of a placeholder.
         numbers: the numbers of Python that are inputs.
+        keeps_kernels: whether attention and recurrent layers must call the kernels that an
+            uncompiled call has, and are refused where a trace would have others.
     """
 
     def __init__(
@@ -198,10 +201,12 @@ class Functions(TorchFunctionMode):
         read: Callable[[Tensor], Tensor | None],
         write: Callable[[Tensor, Tensor | None], None],
         numbers: TracedNumbers,
+        *,
+        keeps_kernels: bool = False,
     ) -> None:
         super().__init__()
         self._placeholders, self._read, self._write = placeholders, read, write
-        self._numbers = numbers
+        self._numbers, self._keeps_kernels = numbers, keeps_kernels
         self._leaves = {id(tensor) for tensor in placeholders.values()}
 
     def __torch_function__(
@@ -222,8 +227,10 @@ class Functions(TorchFunctionMode):
                 self._write(args[0], args[1] if len(args) > 1 else None)
                 return None
         if func in RECURRENT:
+            if self._keeps_kernels:
+                raise refusal(f"{func.__name__}()", "has other kernels in a trace", _EAGERLY)
             return call_layers(func, args, kwargs)
-        if func in ATTENTION:
+        if func in ATTENTION and not self._keeps_kernels:
             return call_attention(func, args, kwargs)
         if self._numbers.sources and has_traced((args, kwargs)):
             return self._numbers.call(func, args, kwargs)

@@ -34,6 +34,7 @@ class TracedGradients:
         entering: returns the placeholder of the gradient of an earlier step; ``None``: none.
         reduce: returns local gradients reduced over the replicas.
         refusal: creates the error for code that cannot be traced.
+        takes_hooks: whether the trace calls the parameters' hooks.
 
     Attributes:
         left: the gradients of now, of parameters with another gradient than before the step.
@@ -47,6 +48,8 @@ class TracedGradients:
         entering: Callable[[StateTensor], Tensor | None],
         reduce: Reduce,
         refusal: Refusal,
+        *,
+        takes_hooks: bool = True,
     ) -> None:
         self._places = {id(leaf): place for place, leaf in leaves.items()}
         self._records = {id(place.record): place for place in leaves}
@@ -55,7 +58,7 @@ class TracedGradients:
         self.left: dict[StateTensor, Tensor | None] = {}
         self.looked_at: dict[StateTensor, bool] = {}
         self._hooks: list[RemovableHandle] = []
-        for place, leaf in leaves.items():
+        for place, leaf in leaves.items() if takes_hooks else ():
             self._take_hooks(place, leaf)
         self._is_settling = False  # then torch's functions see the slots themselves
 

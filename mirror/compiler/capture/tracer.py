@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from mirror.comm.reduce_ops import reduce_op
-from mirror.compiler.capture.functional_rng import FunctionalRng
+from mirror.compiler.capture.functional_rng import FunctionalRng, NativeDraws
 from mirror.compiler.capture.placeholders import Placeholders
 from mirror.compiler.capture.recurrent_layers import keeping_weights
 from mirror.compiler.capture.trace_modes import Functions, Operations, refusal
@@ -104,6 +104,8 @@ class Tracer:
         reduces_alone: whether gradients have a collective point even with one replica.
         numbers: the numbers of Python that are inputs.
         rates: the form of learning rates in the step; see ``TracedSwaps``.
+        is_of_module: whether it traces the call of a module, which replaces an uncompiled call
+            between other code: hooks of parameters are called, and numbers are drawn, as there.
 
     Attributes:
         collectives: the collective points, in the order of the step.
@@ -115,6 +117,7 @@ class Tracer:
         weight: the replica's weight, if the step sets it.
         scalers: the gradient scalers that it uses.
         captured: see ``Operations``.
+        placeholders: of everything outside of the step.
     """
 
     def __init__(
@@ -125,10 +128,11 @@ class Tracer:
         reduces_alone: bool,
         numbers: TracedNumbers,
         rates: str = "tensors",
+        is_of_module: bool = False,
     ) -> None:
         define_ops()
         self._replicas = replicas
-        self._placeholders, self._reduces_alone = placeholders, reduces_alone
+        self.placeholders, self._reduces_alone = placeholders, reduces_alone
         self.collectives: list[CollectivePoint] = []
         self.modules: dict[int, nn.Module] = {}
         self.numbers = numbers
@@ -136,7 +140,9 @@ class Tracer:
         self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
         self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that lend
         self.gradients: TracedGradients | None = None
-        self.draws = FunctionalRng(placeholders.get_only(InputKind.SEED), refusal)
+        seed = placeholders.get_only(InputKind.SEED)
+        self.draws = NativeDraws(refusal) if is_of_module else FunctionalRng(seed, refusal)
+        self._is_of_module = is_of_module
         self.failed_in_optimizer = False
         self.weight: Tensor | None = None
         self._share: Tensor | None = None
@@ -151,26 +157,32 @@ class Tracer:
         Raises:
             CompileError: it cannot be traced.
         """
-        leaves = self._placeholders.make_leaves()
+        leaves = self.placeholders.make_leaves()
         self.gradients = TracedGradients(
-            leaves, self._placeholders.add_entering, self._reduce, refusal
+            leaves,
+            self.placeholders.add_entering,
+            self._reduce,
+            refusal,
+            takes_hooks=not self._is_of_module,
         )
-        self._by_id = self._placeholders.index_by_id()
+        self._by_id = self.placeholders.index_by_id()
         functions = Functions(
             self._by_id,
             self.gradients.read_leaf,
             self.gradients.write_leaf,
             self.numbers,
+            keeps_kernels=self._is_of_module,
         )
         replica = self._replica = TracedRun(self._replicas, NullLockstep(), (0,)).members[0]
         replica.tracing = self
-        replica.weight = self._placeholders.get_only(InputKind.WEIGHT)  # type: ignore[assignment]
+        replica.weight = self.placeholders.get_only(InputKind.WEIGHT)  # type: ignore[assignment]
         before = save_context()
         with ExitStack() as stack:
             stack.callback(self.gradients.remove_hooks)
-            stack.enter_context(self._placeholders.substituting(self.gradients))
+            stack.enter_context(self.placeholders.substituting(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(compiling())
+            if not self._is_of_module:  # the module's code asks whether it is compiled, too
+                stack.enter_context(compiling())
             stack.enter_context(zero_grad_unconditionally(self, self._clear))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_step),
@@ -181,7 +193,7 @@ class Tracer:
             stack.callback(self.swaps.end)
             stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
-            weight = self._placeholders.get_only(InputKind.WEIGHT)
+            weight = self.placeholders.get_only(InputKind.WEIGHT)
             self.captured = stack.enter_context(Operations(self.draws, weight)).captured
             stack.enter_context(functions.intercepting(self._is_followed))
             stack.enter_context(self.draws.following_states(self._is_followed))
@@ -216,14 +228,14 @@ class Tracer:
 
     def own_row(self, row: Tensor) -> Tensor:
         """Returns a table of zeros with one row per replica, in which ``row`` is its own."""
-        is_own = self._placeholders.get_only(InputKind.REPLICA_INDEX).unsqueeze(1)
+        is_own = self.placeholders.get_only(InputKind.REPLICA_INDEX).unsqueeze(1)
         return torch.where(is_own, row, torch.zeros_like(row))
 
     def set_weight(self, value: Any) -> None:
         """Sets the replica's weight, for later backward passes; see ``ReplicaContext.weight``."""
         assert self.gradients is not None
         self.gradients.settle()  # gradients of earlier passes keep their weight
-        dtype, device = torch.float64, self._placeholders.device
+        dtype, device = torch.float64, self.placeholders.device
         with torch.no_grad():
             if isinstance(value, Tensor):
                 own = value.detach().reshape(()).to(device=device, dtype=dtype)
@@ -246,7 +258,7 @@ class Tracer:
         for tensor in tensors:
             if tensor is None:
                 raise StateMissing
-            self._by_id[id(tensor)] = self._placeholders.add_found(tensor)
+            self._by_id[id(tensor)] = self.placeholders.add_found(tensor)
         self.scalers.append(scaler)
 
     def update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -259,7 +271,7 @@ class Tracer:
             self.refuse("a second step of one optimizer", "step it once")
         self.gradients.settle()
         places = self.swaps.places_of(optimizer)
-        leaves = [self._placeholders.placeholder_of(place) for place in places]
+        leaves = [self.placeholders.placeholder_of(place) for place in places]
         grads = [self.gradients.read_leaf(leaf) for leaf in leaves]
         skipped = self._skips.pop(id(optimizer), None)
         point = UpdatePoint(
@@ -311,7 +323,7 @@ class Tracer:
     @property
     def count(self) -> Tensor:
         """The number of replicas that take part, a 0-d tensor in double precision."""
-        return self._placeholders.get_only(InputKind.COUNT)
+        return self.placeholders.get_only(InputKind.COUNT)
 
     def _reduce(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
         if not self._replicas.mirrors and not self._reduces_alone:
@@ -329,7 +341,7 @@ class Tracer:
     def _clear(self, parameters: Iterable[Tensor]) -> bool:
         """Drops gradients; returns whether the trace has placeholders for all parameters."""
         assert self.gradients is not None
-        places = [self._placeholders.place_of(parameter) for parameter in parameters]
+        places = [self.placeholders.place_of(parameter) for parameter in parameters]
         if any(place is None for place in places):
             return False
         self.gradients.clear([place for place in places if place is not None])
@@ -360,7 +372,7 @@ class Tracer:
     def _lend_grads(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
         if id(optimizer) not in self._lent_grads:
-            places = map(self._placeholders.place_of, self.swaps.rewritten(optimizer))
+            places = map(self.placeholders.place_of, self.swaps.rewritten(optimizer))
             found = [place for place in places if place is not None]
             self._lent_grads[id(optimizer)] = self.gradients.lend_copies(found)
 

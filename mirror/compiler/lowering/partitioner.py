@@ -318,7 +318,7 @@ class _Cutter:
         if not (nodes or writes or old):
             return None
         given = [n for n in self._nodes if n in self._by.get((level, is_own), ())]
-        builder = _ProgramGraph(
+        builder = ProgramGraph(
             self._graph.module, lambda node: self._slots[self._slot_key(node, level, is_own)]
         )
         body = [node for node in self._nodes if node in nodes]
@@ -349,7 +349,7 @@ class _Cutter:
         return one in self._writes and self._writer(one) < (level, is_own)
 
 
-class _ProgramGraph:
+class ProgramGraph:
     """Makes the graph of one program.
 
     Args:

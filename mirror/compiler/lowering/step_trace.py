@@ -18,6 +18,7 @@ from mirror.compiler.capture.side_effects import UnchangedSurroundings
 from mirror.compiler.capture.traced_numbers import TracedNumbers, is_traced_number
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.capture.tracer import CollectivePoint, Tracer
+from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.step_errors import RunsUncompiled, StateMissing
 from mirror.compiler.step_inputs import InputKind, StateTensor, StepInput
 from mirror.compiler.varying_inputs import VaryingInputs
@@ -89,6 +90,7 @@ def trace_step(
     varying: VaryingInputs,
     *,
     reduces_alone: bool = False,
+    around: FreeVariables | None = None,
 ) -> StepTrace:
     """Traces a step.
 
@@ -103,6 +105,8 @@ def trace_step(
         grads: the gradients that parameters have.
         varying: the values that are inputs, because they have changed between calls.
         reduces_alone: whether gradients have a collective point even with one replica.
+        around: given if the step is the call of a module: the values that its code finds by their
+            names. It draws from the generators, and hooks of parameters are called outside it.
 
     Raises:
         CompileError: it cannot be traced.
@@ -114,9 +118,14 @@ def trace_step(
         placeholders = Placeholders(places, grads, replicas.workers.num_replicas)
         numbers = TracedNumbers(placeholders.add, inputs.is_option, inputs.is_number)
         tracer = Tracer(
-            replicas, placeholders, reduces_alone=reduces_alone, numbers=numbers, rates=rates
+            replicas,
+            placeholders,
+            reduces_alone=reduces_alone,
+            numbers=numbers,
+            rates=rates,
+            is_of_module=around is not None,
         )
-        unchanged = UnchangedSurroundings(step, tracer, replicas)
+        unchanged = UnchangedSurroundings(step, tracer, replicas, around)
         return _Try(call, placeholders, tracer, unchanged, places, inputs)
 
     first = attempt("tensors", varying)

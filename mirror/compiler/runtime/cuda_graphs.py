@@ -110,7 +110,7 @@ class CapturedPieces:
     """
 
     is_raw = True
-    moves = (0, 0)
+    moves: object = (0, 0)
 
     def __init__(
         self,

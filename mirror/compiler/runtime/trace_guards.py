@@ -118,6 +118,8 @@ class TraceGuards:
         rates_read: the optimizers with learning rates that it has read as numbers.
         numbers: the options that are inputs, which may change.
         scalers: the gradient scalers that it uses.
+        around: the values that its code finds by their names, if they are known already.
+        others: further values.
     """
 
     def __init__(
@@ -130,6 +132,8 @@ class TraceGuards:
         rates_read: Sequence[Optimizer],
         numbers: TracedNumbers,
         scalers: Sequence[Any] = (),
+        around: FreeVariables | None = None,
+        others: Sequence[GuardedValue] = (),
     ) -> None:
         self._watched = [
             thread_state(),
@@ -139,7 +143,8 @@ class TraceGuards:
             *[_guard_groups(optimizer) for optimizer in stepped_apart],
             *[_guard_rates(optimizer) for optimizer in rates_read],
             *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
-            _guard_surroundings(step, modules),
+            _guard_surroundings(step, modules, around),
+            *others,
         ]
 
     def hold(self) -> bool:
@@ -274,6 +279,15 @@ def _guard_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     ]
 
 
+def guard_requires_grad(places: Sequence[StateTensor]) -> GuardedValue:
+    """Guards which parameters require gradients."""
+    tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
+    requires_grad = operator.attrgetter("requires_grad")
+    return GuardedValue(
+        _NamedValue("requires_grad", places), lambda: [*map(requires_grad, tensors)]
+    )
+
+
 def _guard_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:
     optimizer = swap.optimizer
     kind = type(optimizer).__name__
@@ -318,7 +332,9 @@ def _guard_rates(optimizer: Optimizer) -> GuardedValue:
     return GuardedValue([name] * 8, read)
 
 
-def _guard_surroundings(step: Callable[..., Any], called: Sequence[nn.Module]) -> GuardedValue:
+def _guard_surroundings(
+    step: Callable[..., Any], called: Sequence[nn.Module], around: FreeVariables | None
+) -> GuardedValue:
     modules = {id(sub): sub for module in called for sub in module.modules()}
-    around = FreeVariables([step], modules.values())
+    around = around or FreeVariables([step], modules.values())
     return GuardedValue(around.names, around.scan, around.watch())

@@ -148,6 +148,12 @@ class Interceptor:
         self.replicas = recorder.replicas
 
 
+class ReplayedCalls:
+    """Base of ``strategy.compile(module)``'s calls, to tell them from those of Dynamo."""
+
+    __slots__ = ()
+
+
 def interceptor_of(module: nn.Module | None) -> Interceptor | None:
     """Returns a module's interceptor, except one that came with a copied ``__dict__``.
 

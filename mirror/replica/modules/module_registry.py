@@ -54,6 +54,7 @@ from mirror.replica.modules.metric_calls import (
     watch_metric,
 )
 from mirror.replica.modules.module_owner import (
+    Interceptor,
     OpaqueDict,
     PendingModules,
     ReplicaDict,
@@ -104,6 +105,7 @@ class ModuleRegistry:
         overridden: the dicts in which a parameter was replaced inside ``run``.
         routes_calls: whether calls are split, or their arguments moved.
         verify: whether split calls are compared with one device. See ``verified_calls.py``.
+        interceptor: makes the interceptors of modules.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class ModuleRegistry:
         self.overridden: list[ReplicaDict] = []
         # A single simulated device needs neither moving of arguments nor splitting.
         self.routes_calls = replicas.mirrors or not is_simulated(replicas.devices)
+        self.interceptor: Callable[..., CallInterceptor] = CallInterceptor
         self._registry = registry
         self.pending = pending
         self._variables = variables
@@ -271,9 +274,20 @@ class ModuleRegistry:
         point = MergePoint(what, (name, id(module)), (args, kwargs), action)
         replica.run.merge(replica.replica_id, point)
 
-    def route(self, module: nn.Module) -> None:
-        """Makes calls of a module split calls."""
-        if not self.routes_calls or interceptor_of(module) is not None:
+    def route_compiled(self, module: nn.Module) -> Interceptor | None:
+        """Returns the interceptor of a module whose calls are compiled, also with one replica.
+
+        ``None`` if this strategy does not mirror the module.
+        """
+        self.mirror_recorded()
+        if all(map(self._registry.owns, module.parameters())):
+            self.route(module, is_compiled_here=True)
+        route = interceptor_of(module)
+        return None if route is None or route.replicas is not self.replicas else route
+
+    def route(self, module: nn.Module, *, is_compiled_here: bool = False) -> None:
+        """Makes calls of a module split calls, if its replicas or this call need it."""
+        if not (self.routes_calls or is_compiled_here) or interceptor_of(module) is not None:
             return
         if isinstance(module, torch.jit.ScriptModule):  # its forward is not Python
             return
@@ -284,7 +298,7 @@ class ModuleRegistry:
         if call is not None or is_compiled_module(module):
             refuse_unknown_compiler()
         kinds = (library.interceptor for library in layer_libraries if library.has_made(module))
-        module.__dict__[SPLIT_CALL] = next(kinds, CallInterceptor)(module, self, call)
+        module.__dict__[SPLIT_CALL] = next(kinds, self.interceptor)(module, self, call)
         watch_compile()
         watch_wrappers()
         watch_attributes()

@@ -78,7 +78,7 @@ from mirror.replica.layers.unsplit_layers import (
     renormalizes,
 )
 from mirror.replica.modules.metric_calls import is_metric, merge_call_joined
-from mirror.replica.modules.module_owner import Interceptor, MirroredModules
+from mirror.replica.modules.module_owner import Interceptor, MirroredModules, ReplayedCalls
 from mirror.replica.modules.per_replica_values import PerReplicaAttribute
 from mirror.replica.modules.verified_calls import MOST_KINDS, VerifiedCall
 from mirror.replica.params.mirrored_tensor import MirroredTensor
@@ -104,7 +104,7 @@ class CallInterceptor(Interceptor):
     """The calls of one mirrored module: split, or run as they are.
 
     Args:
-        compiled: the module's call after ``module.compile()``; every replica calls it.
+        compiled: the module's call after its or the strategy's ``compile``; replicas call it.
 
     Attributes:
         own: the replicas' values of the module's attributes. See [Note: Own attributes].
@@ -381,7 +381,8 @@ class CallInterceptor(Interceptor):
         if any(isinstance(one, LazyModuleMixin) for one in module.modules()):
             return None  # this call makes their tensors; the next one is compared
         self.verified.add(kind)
-        if self.compiled is not None or any(map(is_compiled_module, module.modules())):
+        is_dynamos = self.compiled is not None and not isinstance(self.compiled, ReplayedCalls)
+        if is_dynamos or any(map(is_compiled_module, module.modules())):
             return None  # the whole batch would be compiled as well
 
         def call(replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

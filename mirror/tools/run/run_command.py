@@ -242,6 +242,7 @@ class RunOptions:
         trace: the file for a trace of the whole script.
         report: whether to print at the end where the time of the last steps went.
         sync_batch_norm: whether BatchNorm uses the statistics of the whole batch.
+        compile: whether models that are called in training are compiled.
     """
 
     devices: Sequence[str] | None = None
@@ -253,6 +254,7 @@ class RunOptions:
     trace: str | None = None
     report: bool = False
     sync_batch_norm: bool = False
+    compile: bool = False
 
 
 def run_command(script: Script, options: RunOptions) -> int:
@@ -267,6 +269,8 @@ def run_command(script: Script, options: RunOptions) -> int:
     strategy = make_strategy(options)
     if options.sync_batch_norm:
         synchronize_all()
+    if options.compile:
+        strategy._group.compile_called()
     process = os.getpid()
     with ExitStack() as stack:
         stack.enter_context(statistics_are_warnings())

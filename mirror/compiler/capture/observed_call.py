@@ -1,0 +1,136 @@
+"""ObservedCall: the Python code of one uncompiled call, and what of it no trace may repeat.
+
+A program that stands for a module's call must not freeze what the call reads. The names of the
+code that it runs tell: ``FreeVariables`` follows them, and guards compare the values. The code is
+found by running it: methods, hooks and closures call each other in ways that no reader of
+bytecode sees. Some things have no value to compare: clocks, files, iterators.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import datetime
+import gc
+import os
+import random
+import sys
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from mirror.compiler.capture.side_effects import line_about
+from mirror.compiler.free_variables import MAX_ENTRIES, FreeVariables
+from mirror.compiler.step_errors import is_users, quote
+from mirror.errors import CompileError
+
+_MODULES = {"time", "posix", "nt", "_io", "io", "_random", "_socket", "select"}
+_BUILTINS = {builtins.print, builtins.open, builtins.input}
+_ENVIRON = type(os.environ).__getitem__.__code__
+_GENERATED = "<string>"  # by dataclasses, namedtuples and mirror's wrappers
+_CLOCKS = {datetime.datetime, datetime.date}
+_OPAQUE = (
+    *(set, bytearray, memoryview, collections.deque),
+    *(np.ndarray, np.random.Generator, np.random.RandomState, Optimizer, LRScheduler),
+)
+
+
+class ObservedCall:
+    """Within the block, notes the user's functions that this thread calls.
+
+    Attributes:
+        codes: their code, with its globals.
+        impure: a line that reads a clock, a file or the like; empty if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.codes: dict[CodeType, dict[str, Any]] = {}
+        self.impure = ""
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        self._before = sys.getprofile()
+        sys.setprofile(self._note)
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(self._before)
+
+    def _note(self, frame: FrameType, event: str, arg: Any) -> None:
+        if self._before is not None:
+            self._before(frame, event, arg)
+        code = frame.f_code
+        if event == "call":
+            if code not in self.codes and is_users(code.co_filename):
+                if code.co_filename != _GENERATED:
+                    self.codes[code] = frame.f_globals
+            elif code is _ENVIRON:
+                caller: FrameType | None = frame
+                for _ in range(3):
+                    caller = None if caller is None else caller.f_back
+                    if caller is not None and caller.f_code in self.codes:
+                        self._add(caller, "os.environ")
+        elif event == "c_call" and code in self.codes and not self.impure and _is_impure(arg):
+            self._add(frame, f"{arg.__name__}()")
+
+    def _add(self, frame: FrameType, what: str) -> None:
+        place = frame.f_code.co_filename, frame.f_lineno
+        self.impure = self.impure or f"{quote(place)}: it calls {what}"
+
+    def functions(self, modules: Collection[nn.Module]) -> list[Callable[..., Any]]:
+        """Returns all functions with this code: closures have several.
+
+        Raises:
+            CompileError: a closure is not found, since ``gc.freeze`` hides it.
+        """
+        kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+        held = [*chain.from_iterable(vars(kind).values() for kind in kinds), *gc.get_objects()]
+        found = [one for one in held if type(one) is FunctionType and one.__code__ in self.codes]
+        for code in self.codes.keys() - {one.__code__ for one in found}:
+            if code.co_freevars:
+                place = quote((code.co_filename, code.co_firstlineno))
+                raise CompileError(f"{place}: the variables around a function are not found")
+            found.append(FunctionType(code, self.codes[code]))
+        return list(dict.fromkeys(found))
+
+    def check(self, functions: Sequence[Any], modules: Collection[nn.Module]) -> None:
+        """Raises CompileError if the call reads what cannot be compared before the next one."""
+        if self.impure:
+            raise CompileError(f"{self.impure}, which a program would do once and never again")
+        around = FreeVariables(functions, modules, is_strict=True)
+        if not around.is_complete:
+            raise CompileError("its code uses too many values to compare before each call")
+        for entry in around.entries:
+            if _is_opaque(entry.value()):
+                line = line_about(around.codes, [entry.read_as])
+                raise CompileError(
+                    f"{line}: it uses {entry.name}, a {type(entry.value()).__name__}, whose "
+                    "changes cannot be noticed; use numbers, lists, dicts or tensors"
+                )
+
+
+def _is_impure(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, random.Random):
+        return True
+    if isinstance(owner, type):
+        return owner in _CLOCKS and function.__name__ in ("now", "today", "utcnow")
+    if getattr(function, "__module__", None) in _MODULES:
+        return True
+    return isinstance(owner, type(builtins)) and function in _BUILTINS
+
+
+def _is_opaque(value: Any) -> bool:
+    if isinstance(value, _OPAQUE) or hasattr(type(value), "__next__"):
+        return True
+    if isinstance(value, (dict, list, tuple)):
+        return len(value) > MAX_ENTRIES
+    is_of_user = type(value).__module__ in sys.modules and is_users(
+        getattr(sys.modules[type(value).__module__], "__file__", None) or "<frozen"
+    )
+    return is_of_user and not hasattr(value, "__dict__") and not isinstance(value, tuple)

@@ -1,0 +1,231 @@
+"""One trace of a module's call and of its gradients, for all replicas.
+
+The trace is that of a step that calls the module, and then ``torch.autograd.grad`` of its outputs
+by the arguments and the parameters. The gradients of the outputs are inputs of the trace: they
+come from code outside the module.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mirror.base.torch_private import WHOLE_CALL
+from mirror.compiler.capture.observed_call import ObservedCall
+from mirror.compiler.free_variables import PLAIN, FreeVariables
+from mirror.compiler.lowering.step_trace import StepTrace, trace_step
+from mirror.compiler.step_inputs import InputKind, StateTensor
+from mirror.compiler.torch_internals import make_untraced
+from mirror.compiler.varying_inputs import VaryingInputs
+from mirror.errors import CompileError
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import current
+from mirror.values import leaves_of, rebuild_structure
+
+_FAST_PATHS = nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention
+Strides = tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class CallPattern:
+    """A call of a module, as the first one with its signature was.
+
+    Attributes:
+        tree: the arguments, positional and by keyword; tensors have no memory.
+        kinds: the kinds of these tensors' devices.
+        is_training: the mode of the module.
+        grad_enabled: the caller's grad mode.
+        autocast: by kind of device, the dtype of autocast if it is enabled.
+        tangents: by output that has got a gradient, the strides of that; ``None``: no backward
+            pass has been seen.
+        has_double_backward: whether its gradients were differentiated again.
+        observed: the code that the call has run.
+    """
+
+    tree: Any
+    kinds: list[str]
+    is_training: bool
+    grad_enabled: bool
+    autocast: dict[str, torch.dtype]
+    tangents: dict[int, Strides] | None = None
+    has_double_backward: bool = False
+    observed: ObservedCall | None = None
+
+    @contextmanager
+    def in_its_modes(self) -> Iterator[None]:
+        """Within the block, grad mode and autocast are those of the call."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
+            for kind in ("cpu", "cuda"):
+                dtype = self.autocast.get(kind)
+                if dtype is not None or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+                    )
+            yield
+
+
+@dataclass(eq=False, slots=True)
+class ModuleTrace:
+    """A traced call of a module.
+
+    Attributes:
+        step: the trace; its results are the outputs, and after them the gradients.
+        pattern: the call.
+        outputs: what the call returns, with placeholders of tensors.
+        differentiable: the tensors among them that require gradients, by number.
+        tangents: of these, the ones with gradients; by number, the strides of the gradient.
+        arguments: the numbers of the arguments' tensors that get gradients.
+        parameters: the parameters that get gradients.
+    """
+
+    step: StepTrace
+    pattern: CallPattern
+    outputs: Any
+    differentiable: list[int]
+    tangents: dict[int, Strides]
+    arguments: list[int]
+    parameters: list[StateTensor]
+
+
+@dataclass(eq=False, slots=True)
+class _Joint:
+    """The step that is traced: it calls the module, and computes the gradients."""
+
+    module: nn.Module
+    pattern: CallPattern
+    places: Sequence[StateTensor]
+    outputs: Any = None
+    differentiable: list[int] = field(default_factory=list)
+    tangents: dict[int, Strides] = field(default_factory=dict)
+    arguments: list[int] = field(default_factory=list)
+    parameters: list[StateTensor] = field(default_factory=list)
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        tracer: Any = current.replica.tracing  # type: ignore[union-attr]
+        placeholders = tracer.placeholders
+        known = leaves_of(self.pattern.tree)
+        given = [
+            leaf.detach().requires_grad_()
+            if isinstance(leaf, Tensor) and then.requires_grad
+            else leaf
+            for leaf, then in zip(leaves, known, strict=True)
+        ]
+        args, kwargs = rebuild_structure(self.pattern.tree, given)
+        with self.pattern.in_its_modes():
+            result = getattr(self.module, WHOLE_CALL)(*args, **kwargs)
+        found = leaves_of(result)
+        for leaf in found:
+            if not isinstance(leaf, (Tensor, *PLAIN)) or isinstance(leaf, torch.SymInt):
+                raise CompileError(f"it returns a {type(leaf).__name__}, which may hold tensors")
+        outputs = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        leaf_of = {place: placeholders.placeholder_of(place) for place in self.places}
+        inputs = {t.untyped_storage()._cdata for t in (*tensors, *leaf_of.values())}
+        if any(t.untyped_storage()._cdata in inputs for t in outputs):
+            raise CompileError(
+                "an output is one of its arguments, parameters or buffers, or a view of one; "
+                "return a copy (x.clone())"
+            )
+        self.outputs = result
+        self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
+        seen = self.pattern.tangents
+        self.tangents = {
+            i: outputs[i].stride() if seen is None else seen[i]
+            for i in self.differentiable
+            if seen is None or i in seen
+        }
+        if not self.pattern.grad_enabled or not self.tangents:
+            return result
+        # 2. The gradients, by arguments and parameters.
+        wanted = [t for t in tensors if t.requires_grad]
+        places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
+        grads = torch.autograd.grad(
+            [outputs[i] for i in self.tangents],
+            [*wanted, *[leaf_of[place] for place in places]],
+            [self._tangent(placeholders, i, outputs[i]) for i in self.tangents],
+            allow_unused=True,
+        )
+        positions = [i for i, t in enumerate(tensors) if t.requires_grad]
+        pairs = zip([*positions, *places], grads, strict=True)
+        used = [(which, grad) for which, grad in pairs if grad is not None]
+        if any(grad.is_sparse for _, grad in used):
+            raise CompileError("a gradient is sparse; use sparse=False")
+        self.arguments = [which for which, _ in used if isinstance(which, int)]
+        self.parameters = [which for which, _ in used if isinstance(which, StateTensor)]
+        return [result, [grad for _, grad in used]]
+
+    def _tangent(self, placeholders: Any, number: int, output: Tensor) -> Tensor:
+        """Returns the placeholder of an output's gradient."""
+        like = make_untraced(
+            lambda: torch.empty_strided(
+                output.shape, self.tangents[number], dtype=output.dtype, device=output.device
+            )
+        )
+        found: Tensor = placeholders.add_fake(InputKind.PART, like, ("tangent", number))
+        return found
+
+
+def trace_module(
+    module: nn.Module,
+    pattern: CallPattern,
+    leaves: Sequence[Any],
+    replicas: Replicas,
+    places: Sequence[StateTensor],
+    around: FreeVariables,
+) -> ModuleTrace:
+    """Traces a call of a module.
+
+    Args:
+        leaves: the leaves of the arguments; tensors may have any values.
+        around: the values that the module's code finds by their names.
+
+    Raises:
+        CompileError: it cannot be traced.
+    """
+    joint = _Joint(module, pattern, places)
+    own = [False] * len(leaves)
+    states = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        with torch.set_grad_enabled(pattern.grad_enabled):
+            step = trace_step(
+                module.forward,
+                joint,
+                leaves,
+                own,
+                replicas,
+                places,
+                {},
+                VaryingInputs(),
+                around=around,
+            )
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    if step.collectives:
+        raise CompileError("the replicas communicate in it")
+    if step.modes:
+        raise CompileError(f"it changes the mode of a {type(step.modes[0][0]).__name__}")
+    for one in step.modules:
+        if isinstance(one, _FAST_PATHS) and not one.training:
+            raise CompileError(
+                f"a {type(one).__name__} has fused kernels in evaluations, which no trace sees"
+            )
+    if step.rates_read:
+        raise CompileError("it reads a learning rate")
+    return ModuleTrace(
+        step,
+        pattern,
+        joint.outputs,
+        joint.differentiable,
+        joint.tangents if joint.arguments or joint.parameters else {},
+        joint.arguments,
+        joint.parameters,
+    )

@@ -1,0 +1,139 @@
+"""ModuleProgramBuilder: traces calls of modules, and makes their guards and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.compiler.capture.functional_graph import functional
+from mirror.compiler.capture.observed_call import ObservedCall
+from mirror.compiler.free_variables import FreeVariables
+from mirror.compiler.lowering.module_trace import CallPattern, trace_module
+from mirror.compiler.lowering.pass_cutter import cut_passes
+from mirror.compiler.lowering.programs import interpret_piece
+from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.runtime.module_program import ModuleProgram
+from mirror.compiler.runtime.trace_guards import TraceGuards, guard_requires_grad
+from mirror.compiler.step_inputs import InputKind, state_tensors
+from mirror.device.cuda_graph import CudaGraph, has_graphs
+from mirror.execution.replicas import Replicas
+from mirror.replica.modules.module_owner import suspend_recording
+from mirror.replica.params.replicated_params import MirroredTensors
+from mirror.values import leaves_of, map_structure
+
+
+class ModuleProgramBuilder:
+    """Builds the programs of one strategy's modules."""
+
+    def __init__(self, replicas: Replicas, registry: MirroredTensors) -> None:
+        self._replicas, self._registry = replicas, registry
+        self._devices = tuple(dict.fromkeys(replicas.devices))
+
+    def pattern(self, tree: Any, is_training: bool) -> CallPattern:
+        """Returns the pattern of a call, in the calling thread's modes."""
+        kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
+        autocast = {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
+        return CallPattern(
+            map_structure(_without_memory, tree),
+            [leaf.device.type for leaf in leaves_of(tree) if isinstance(leaf, Tensor)],
+            is_training,
+            torch.is_grad_enabled(),
+            autocast,
+        )
+
+    def observe(self) -> ObservedCall:
+        """Returns what observes the first call, for the pattern."""
+        return ObservedCall()
+
+    def build(
+        self, module: nn.Module, pattern: CallPattern, redo: Any
+    ) -> tuple[TraceGuards, ModuleProgram]:
+        """Returns the guards and the program of a call.
+
+        Raises:
+            CompileError: it cannot be traced.
+        """
+        with suspend_recording(), torch.inference_mode(False):
+            return self._build(module, pattern, redo)
+
+    def _build(
+        self, module: nn.Module, pattern: CallPattern, redo: Any
+    ) -> tuple[TraceGuards, ModuleProgram]:
+        replicas, device = self._replicas, self._replicas.devices[0]
+        assert pattern.observed is not None
+        layers = list(module.modules())
+        functions = [module.forward, *pattern.observed.functions(layers)]
+        pattern.observed.check(functions, layers)
+        around = FreeVariables(functions, layers, is_strict=True)
+        leaves = _with_memory(leaves_of(pattern.tree), pattern.kinds, device)
+        places = state_tensors(self._registry)
+        trace = trace_module(module, pattern, leaves, replicas, places, around)
+        step = trace.step
+        pure = functional(step.graph, step.inputs, step.mode, for_inductor=False)
+        tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
+        num_gradients = len(trace.arguments) + len(trace.parameters)
+        passes = cut_passes(pure, pure.num_results - num_gradients, tangents)
+        forward, backward = [
+            None if piece is None else interpret_piece(piece, step.device, self._devices)
+            for piece in (passes.forward, passes.backward)
+        ]
+        assert forward is not None
+
+        def make_graphs(stay: Sequence[int]) -> CapturedPieces:
+            return CapturedPieces(replicas.devices, stay, CudaGraph)
+
+        program = ModuleProgram(
+            replicas,
+            trace,
+            passes,
+            forward,
+            backward,
+            make_graphs if has_graphs(device) else None,
+            redo,
+        )
+        used = [one.of for one in step.inputs if one.kind is InputKind.PARAMETER]
+        with pattern.in_its_modes():
+            guards = TraceGuards(
+                module.forward,
+                step.modules,
+                (),
+                (),
+                (),
+                (),
+                step.numbers,
+                around=around,
+                others=[guard_requires_grad(used)],
+            )
+        return guards, program
+
+
+def _without_memory(leaf: Any) -> Any:
+    """Returns a placeholder of a tensor, and any other leaf itself."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(
+        leaf.shape,
+        leaf.stride(),
+        dtype=leaf.dtype,
+        device="meta",
+        requires_grad=leaf.requires_grad,
+    )
+
+
+def _with_memory(leaves: Sequence[Any], kinds: Sequence[str], device: torch.device) -> list[Any]:
+    """Returns leaves whose tensors are on the first replica's device, or on the host."""
+    remaining = iter(kinds)
+    return [
+        torch.empty_strided(
+            leaf.shape,
+            leaf.stride(),
+            dtype=leaf.dtype,
+            device=device if next(remaining) == device.type else "cpu",
+        )
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    ]

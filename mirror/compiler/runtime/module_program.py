@@ -1,0 +1,332 @@
+"""ModuleProgram: a traced call of a module, run on each replica between code that is not traced.
+
+    in the trace                  in a call on replica r
+    parameters                    inputs of one autograd Function: the leaves of replica r
+    arguments with a gradient     inputs of that Function, too
+    buffers                       the copies of r, which the forward program writes
+    gradients of the outputs      what the Function's backward gets
+    what forward saves            saved tensors of autograd: it checks that nothing writes them
+
+So the gradients of parameters arrive where those of an uncompiled call do, and their hooks, the
+buckets and ``no_sync`` see no difference.
+
+A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
+then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
+call has overwritten what the graph has saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.compiler.lowering.module_trace import ModuleTrace
+from mirror.compiler.lowering.pass_cutter import PassPrograms
+from mirror.compiler.lowering.programs import CallableProgram, slot_getter
+from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.step_inputs import InputKind, StateTensor
+from mirror.errors import CompileError
+from mirror.execution.replicas import Replicas
+from mirror.values import leaves_of, rebuild_structure
+
+_FILLED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.SHARED, InputKind.PART)
+Redo = Callable[[int, "ModuleCall", Sequence[Any], bool], Sequence[Any]]
+
+
+class ModuleProgram:
+    """The programs of one traced call.
+
+    Args:
+        trace: the trace.
+        passes: its programs as pieces.
+        forward, backward: the same, ready to be called.
+        make_graphs: makes the launcher of one replica's CUDA graphs, given the slots of inputs
+            that stay; ``None``: torch's kernels are launched one by one.
+        redo: computes the gradients of a call by another call of ``forward``.
+
+    Attributes:
+        pattern: the traced call.
+        tangents: by output with a gradient, the strides of that.
+        not_differentiable: the numbers of the outputs that require no gradient.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        trace: ModuleTrace,
+        passes: PassPrograms,
+        forward: CallableProgram,
+        backward: CallableProgram | None,
+        make_graphs: Callable[[Sequence[int]], CapturedPieces] | None,
+        redo: Redo,
+    ) -> None:
+        self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
+        self.pattern = trace.pattern
+        self._forward, self._backward = forward, backward
+        inputs = trace.step.inputs
+        read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
+        read = {slot for slot in read if slot < len(inputs)}
+        for slot in read:
+            if inputs[slot].kind not in _FILLED:
+                raise CompileError(f"it uses the replica's {inputs[slot].kind.value}")
+        for slot in passes.written:
+            if inputs[slot].kind is not InputKind.BUFFER:
+                kind = inputs[slot].kind
+                raise CompileError(
+                    f"it writes a parameter, {inputs[slot].of.name!r}"
+                    if kind is InputKind.PARAMETER
+                    else "it writes an argument, or a tensor that is no buffer"
+                )
+        self._state = [
+            (slot, inputs[slot].of)
+            for slot in sorted(read)
+            if inputs[slot].kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        ]
+        leaves = leaves_of(trace.pattern.tree)
+        tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._arguments = [
+            (slot, tensor_leaves.index(inputs[slot].of))
+            for slot in sorted(read)
+            if inputs[slot].kind is InputKind.SHARED and inputs[slot].value is None
+        ]
+        found = [(slot, inputs[slot].value) for slot in sorted(read)]
+        self._found = [(slot, value) for slot, value in found if value is not None]
+        by_tangent = {
+            one.of[1]: slot for slot, one in enumerate(inputs) if one.kind is InputKind.PART
+        }
+        self.tangents = trace.tangents
+        self._tangent_slots = [by_tangent[i] for i in self.tangents]
+        self._outputs = slot_getter(passes.outputs)
+        self._saved = slot_getter(passes.saved)
+        self._gradients = slot_getter(passes.gradients)
+        self._is_single = isinstance(trace.outputs, Tensor)
+        self._leaves = [None if isinstance(x, Tensor) else x for x in leaves_of(trace.outputs)]
+        self._are_tensors = [isinstance(leaf, Tensor) for leaf in leaves_of(trace.outputs)]
+        self._structure = rebuild_structure(trace.outputs, self._leaves)
+        self.not_differentiable = [
+            i for i in range(sum(self._are_tensors)) if i not in trace.differentiable
+        ]
+        self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._graphs: dict[int, _ReplicaGraphs] = {}
+        stay = [
+            slot
+            for slot, one in enumerate(inputs)
+            if one.kind in (InputKind.PARAMETER, InputKind.BUFFER) or one.value is not None
+        ]
+        if make_graphs is not None:
+            self._graphs = {
+                r: _ReplicaGraphs(make_graphs(stay)) for r in range(replicas.num_replicas)
+            }
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call draws random numbers."""
+        return self._trace.step.draws > 0
+
+    def call(self, replica_id: int, leaves: Sequence[Any], state: Any) -> Any:
+        """Makes the call on a replica; returns what the module returns.
+
+        Args:
+            leaves: the tensors among the arguments.
+            state: what ``redo`` needs to make the call again.
+        """
+        call = ModuleCall(self, replica_id, leaves, state)
+        if self._backward is not None or self._trace.parameters or self._trace.arguments:
+            wanted = [leaves[i] for i in self._trace.arguments]
+            parameters = self._leaves_of(replica_id)
+            outputs = _Replayed.apply(call, *wanted, *parameters)  # type: ignore[no-untyped-call]
+        else:
+            with torch.no_grad():
+                outputs, _ = self.run_forward(call)
+        if self._is_single:
+            return outputs[0]
+        remaining = iter(outputs)
+        known = zip(self._are_tensors, self._leaves, strict=True)
+        return rebuild_structure(
+            self._structure, [next(remaining) if is_tensor else leaf for is_tensor, leaf in known]
+        )
+
+    def run_forward(self, call: ModuleCall) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns the outputs, and what backward reads."""
+        r = call.replica_id
+        device = self._replicas.devices[r]
+        values: list[Any] = [None] * self.passes.num_slots
+        for slot, place in self._state:
+            values[slot] = place.owner if place.record is None else place.record.copies[r]
+        for slot in self.passes.statistics:
+            values[slot] = self._without_version(slot, r, values[slot])
+        for slot, number in self._arguments:
+            values[slot] = call.leaves[number]
+        for slot, found in self._found:
+            values[slot] = found.to(device)
+        graphs = self._graphs.get(r)
+        if graphs is not None and graphs.are_free():
+            graphs.pieces.moves = object()  # any tensor may have got other memory
+            graphs.pieces.run(self._forward, {r: values})
+            graphs.begin(call)
+            outputs = graphs.pieces.keep(self._outputs(values))
+        else:
+            self._forward.run(values, device)
+            outputs = list(self._outputs(values))
+        return _without_sharing(outputs), self._saved(values)
+
+    def _without_version(self, slot: int, replica_id: int, buffer: Tensor) -> Tensor:
+        """Returns a tensor of a buffer's memory, whose writes are no new version of the buffer."""
+        known = self._aliases.get((slot, replica_id))
+        if known is None or known[0] is not buffer or known[1].data_ptr() != buffer.data_ptr():
+            known = self._aliases[slot, replica_id] = buffer, buffer.data
+        return known[1]
+
+    def run_backward(
+        self, call: ModuleCall, saved: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> Sequence[Any]:
+        """Returns the gradients of the arguments and parameters."""
+        r = call.replica_id
+        device = self._replicas.devices[r]
+        values: list[Any] = [None] * self.passes.num_slots
+        for slot, value in zip(self.passes.saved, saved, strict=True):
+            values[slot] = value
+        for slot, grad in zip(self._tangent_slots, grads, strict=True):
+            values[slot] = grad
+        graphs = self._graphs.get(r)
+        if self._backward is None:
+            return self._gradients(values)
+        if graphs is not None and graphs.is_of(call):
+            graphs.pieces.moves = object()
+            graphs.pieces.run(self._backward, {r: values})
+            return graphs.pieces.keep(self._gradients(values))
+        self._backward.run(values, device)
+        return self._gradients(values)
+
+    def backward(self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]) -> Any:
+        """Returns the gradients for ``_Replayed``: of the traced pass, or of another one."""
+        saved = ctx.saved_tensors
+        given = [grads[i] for i in self.tangents]
+        is_traced = (
+            not torch.is_grad_enabled()
+            and call.is_there()
+            and None not in [None if g is None else 0 for g in given]
+            and [g.stride() for g in given if g is not None] == [*self.tangents.values()]
+            and sum(g is not None for g in grads) == len(given)
+        )
+        if not is_traced:
+            return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
+        num_inputs = len(self._trace.arguments) + len(self._trace.parameters)
+        found = self.run_backward(call, saved[num_inputs:], given)  # type: ignore[arg-type]
+        call.end()
+        return found
+
+    def check_redo(self) -> None:
+        """Raises CompileError if another call of ``forward`` would find other buffers."""
+        if self.passes.reads_written:
+            raise CompileError(
+                "a backward pass is not the traced one, and forward, which would be called again, "
+                "reads a buffer that it has changed; call strategy.compile after the first such "
+                "pass, or leave it out"
+            )
+
+    @contextmanager
+    def keeping_buffers(self, replica_id: int) -> Iterator[None]:
+        """Within the block, forward may write buffers, which then have their values again."""
+        inputs = self._trace.step.inputs
+        places = [inputs[slot].of for slot in self.passes.written]
+        tensors = [_leaf_of(place, replica_id).data for place in places]  # without a new version
+        before = [tensor.clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+
+    def inputs_of(self, call: ModuleCall) -> tuple[list[int], list[Tensor]]:
+        """Returns the numbers of the arguments that get gradients, and the parameters that do."""
+        return self._trace.arguments, self._leaves_of(call.replica_id)
+
+    def _leaves_of(self, r: int) -> list[Tensor]:
+        """Returns the parameters that get gradients, as a replica's leaves of autograd."""
+        places = self._trace.parameters
+        return [p.owner if p.record is None else p.record.copies[r] for p in places]
+
+
+class ModuleCall:
+    """One call of a program on a replica, until its backward pass."""
+
+    __slots__ = ("__weakref__", "has_ended", "leaves", "program", "replica_id", "state", "token")
+
+    def __init__(
+        self, program: ModuleProgram, replica_id: int, leaves: Sequence[Any], state: Any
+    ) -> None:
+        self.program, self.replica_id = program, replica_id
+        self.leaves, self.state = leaves, state
+        self.token: _ReplicaGraphs | None = None
+        self.has_ended = False
+
+    def is_there(self) -> bool:
+        """Whether what forward has saved is not overwritten."""
+        return self.token is None or self.token.is_of(self)
+
+    def end(self) -> None:
+        """Records a backward pass: the next call may overwrite what was saved."""
+        self.has_ended = True
+
+
+class _ReplicaGraphs:
+    """The CUDA graphs of one replica, whose memory holds what one call has saved."""
+
+    def __init__(self, pieces: CapturedPieces) -> None:
+        self.pieces = pieces
+        self._holder: weakref.ref[ModuleCall] | None = None
+
+    def are_free(self) -> bool:
+        """Whether no call needs what the graphs have saved."""
+        call = None if self._holder is None else self._holder()
+        return call is None or call.has_ended
+
+    def begin(self, call: ModuleCall) -> None:
+        self._holder, call.token = weakref.ref(call), self
+
+    def is_of(self, call: ModuleCall) -> bool:
+        """Whether the graphs' memory holds what this call has saved."""
+        return self._holder is not None and self._holder() is call
+
+
+class _Replayed(torch.autograd.Function):
+    """A call of a module on a replica, by its programs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ModuleCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs, saved = call.program.run_forward(call)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *saved)
+        constant = call.program.not_differentiable
+        if constant:
+            ctx.mark_non_differentiable(*[outputs[i] for i in constant])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, *ctx.call.program.backward(ctx, ctx.call, grads)
+
+
+def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:
+    found: Tensor = place.owner if place.record is None else place.record.copies[replica_id]
+    return found
+
+
+def _without_sharing(outputs: list[Tensor]) -> list[Tensor]:
+    """Returns tensors, copied if they share memory with an earlier one."""
+    if not outputs[1:]:
+        return outputs
+    seen: set[int] = set()
+    for i, tensor in enumerate(outputs):
+        address = tensor.untyped_storage().data_ptr()
+        if address in seen and address:
+            outputs[i] = tensor.clone()
+        seen.add(address)
+    return outputs

@@ -1,0 +1,820 @@
+"""``strategy.compile(module)``: the unchanged loop has the bits that it has uncompiled."""
+
+import collections
+import copy
+import functools
+import itertools
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mirror
+from mirror.errors import CompileError, StrategyError
+from mirror.replica.modules.module_owner import interceptor_of
+
+SIZES = (6, 6, 6, 4, 6, 4)
+
+
+class Net(nn.Module):
+    """Two layers; a program is what ``compute`` does between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.prepare()
+
+    def prepare(self): ...
+
+    def forward(self, x):
+        return self.last(self.compute(self.first(x)))
+
+    def compute(self, h):
+        return h.relu()
+
+
+class Norms(Net):
+    def prepare(self):
+        self.norm, self.scale = nn.BatchNorm1d(8), nn.LayerNorm(8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def compute(self, h):
+        self.count += 1
+        return self.scale(self.norm(h)) * self.count.sqrt()
+
+
+class Draws(Net):
+    def compute(self, h):
+        torch.rand(3)  # not used: the generator moves all the same
+        h = F.dropout(h, 0.5, self.training) + torch.randn_like(h)
+        return h.masked_fill(torch.rand_like(h) > 0.7, 0.0)
+
+
+class Attention(Net):
+    def compute(self, h):
+        q, k, v = h[:, None, None].expand(-1, 2, 3, -1).mul(2).unbind(2)
+        return F.scaled_dot_product_attention(q, k, v).mean(1)
+
+
+class Checkpointed(Net):
+    def compute(self, h):
+        return checkpoint(lambda h: torch.tanh(h) * h, h, use_reentrant=False)
+
+
+class Twice(Net):
+    def compute(self, h):
+        return h.relu() + (h @ self.first.weight @ self.first.weight.t()).tanh()
+
+
+class InPlace(Net):
+    def compute(self, h):
+        h = h.mul(2)
+        h[:, 0] = 1.0
+        return h.add_(1).relu_()
+
+
+class Several(Net):
+    """Several outputs, of which a loss may use some."""
+
+    def forward(self, x):
+        left, right = self.first(x).chunk(2, 1)
+        return {"y": self.last(torch.cat([left.tanh(), right], 1)), "left": left, "name": "x"}
+
+
+CATALOGUE = [Net, Norms, Draws, Attention, Checkpointed, Twice, InPlace, Several]
+
+
+class Loop:
+    """A loop as programs write it."""
+
+    def __init__(self, make, n, *, compiles, fallback="error", outside=False, **options):
+        torch.manual_seed(0)
+        self.strategy = mirror.MirroredStrategy(devices=["cpu"] * n, **options)
+        with self.strategy.scope():
+            self.model = make() if not outside else None
+        if outside:
+            self.model = self.strategy.mirror(make())
+        with self.strategy.scope():
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        if compiles:
+            assert self.strategy.compile(self.model, fallback=fallback) is self.model
+            self.strategy.compile(self.model, fallback=fallback)
+        self.found, self.traces = [], None
+
+    @property
+    def compiled(self):
+        return interceptor_of(self.model).compiled
+
+    def __call__(self, x):
+        found = self.model(x)
+        return found["y"] if isinstance(found, dict) else found
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        loss = F.mse_loss(self(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.keep(loss)
+
+    def step_in_run(self, x, y):
+        n = self.strategy.num_replicas_in_sync
+
+        def parts(tensor):
+            return self.strategy.distribute_values_from_function(
+                lambda context: tensor[context.replica_id_in_sync_group :: n].clone()
+            )
+
+        def step(x, y):
+            self.optimizer.zero_grad()
+            loss = F.mse_loss(self(x), y) + F.mse_loss(self(x + 1), y)
+            loss.backward()
+            self.optimizer.step()
+            return loss.detach()
+
+        losses = self.strategy.run(step, args=(parts(x), parts(y)))
+        self.keep(*self.strategy.local_results(losses))
+
+    def evaluate(self, x):
+        self.model.eval()
+        with torch.no_grad():
+            self.keep(self(x))
+        self.model.train()
+
+    def keep(self, *tensors):
+        self.found += [tensor.detach().clone() for tensor in tensors]
+
+    def train(self, step=None, sizes=SIZES):
+        torch.manual_seed(1)
+        step = Loop.step if step is None else step
+        for size in sizes:
+            x, y = torch.randn(size, 6), torch.randn(size, 4)
+            step(self, x, y)
+        self.keep(*self.model.state_dict().values())
+        if interceptor_of(self.model) is not None and self.compiled is not None:
+            self.traces = self.compiled.num_traces
+        self.strategy.close()
+        return self.found
+
+
+def compare(make, n, step=None, *, sizes=SIZES, **options):
+    """Trains uncompiled and compiled, which must have equal bits; returns the number of traces."""
+    uncompiled = Loop(make, n, compiles=False, **options).train(step, sizes)
+    loop = Loop(make, n, compiles=True, **options)
+    found = loop.train(step, sizes)
+    assert len(found) == len(uncompiled)
+    assert all(map(torch.equal, found, uncompiled))
+    return loop.traces
+
+
+def evaluated(loop, x, y):
+    loop.step(x, y)
+    loop.evaluate(x)
+
+
+@pytest.mark.parametrize("make", CATALOGUE)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loop_with_evaluations_has_the_bits_of_an_uncompiled_one(make, n):
+    assert compare(make, n, evaluated) >= 4  # two sizes each of training and of evaluation
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_calls_in_run_have_the_bits_of_uncompiled_ones(n):
+    assert compare(Norms, n, Loop.step_in_run, sizes=(6,) * 4) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "parallel"},
+        {"optimizer_state": "sharded"},
+        {"outside": True},
+    ],
+    ids=str,
+)
+def test_other_strategies_and_modules_made_outside_the_scope(options):
+    assert compare(Norms, 3, sizes=(6,) * 4, **options) == 1
+
+
+def test_parts_of_unequal_sizes_have_a_program_each():
+    assert compare(Net, 3, sizes=(7,) * 4) == 2
+
+
+def clipping(loop, x, y):
+    loop.optimizer.zero_grad()
+    F.mse_loss(loop(x), y).backward()
+    loop.keep(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+    loop.optimizer.step()
+
+
+def accumulating(loop, x, y):
+    F.mse_loss(loop(x), y).backward()
+    loop.keep(*[p.grad for p in loop.model.parameters()])
+    if len(loop.found) % 8 == 0:
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def without_sync(loop, x, y):
+    with loop.strategy.no_sync():
+        F.mse_loss(loop(x), y).backward()
+    clipping(loop, x, y)
+
+
+def hooking(loop, x, y):
+    if not loop.found:
+        loop.model.first.weight.register_hook(lambda grad: grad * 2)
+    loop.step(x, y)
+
+
+def two_calls(loop, x, y):
+    loop.optimizer.zero_grad()
+    loop(x)
+    (F.mse_loss(loop(x), y) + F.mse_loss(loop(2 * x), y)).backward()
+    loop.optimizer.step()
+
+
+def under_autocast(loop, x, y):
+    loop.optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.mse_loss(loop(x).float(), y)
+    loss.backward()
+    loop.optimizer.step()
+
+
+def of_inputs(loop, x, y):
+    x.requires_grad_()
+    loop.step(x, y)
+    loop.keep(x.grad)
+
+
+def twice_backward(loop, x, y):
+    loop.optimizer.zero_grad()
+    loss = F.mse_loss(loop(x), y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    loop.optimizer.step()
+
+
+def writing_the_output(loop, x, y):
+    loop.optimizer.zero_grad()
+    F.mse_loss(loop(x).mul_(2), y).backward()
+    loop.optimizer.step()
+
+
+def checkpointing(loop, x, y):
+    x.requires_grad_()
+    for use_reentrant in (True, False):
+        F.mse_loss(checkpoint(loop, x, use_reentrant=use_reentrant), y).backward()
+    loop.optimizer.step()
+
+
+def copying(loop, x, y):
+    loop.step(x, y)
+    for other in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):
+        loop.keep(other.eval()(x))
+    loop.model.load_state_dict(loop.model.state_dict())
+    with torch.inference_mode():
+        loop.keep(loop(x))
+
+
+def scaling(loop, x, y):
+    scaler = mirror.amp.GradScaler("cpu", init_scale=8.0)
+    loop.optimizer.zero_grad()
+    scaler.scale(F.mse_loss(loop(x), y)).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    "step",
+    [
+        *(clipping, accumulating, without_sync, hooking, two_calls, under_autocast, of_inputs),
+        *(twice_backward, writing_the_output, checkpointing, copying, scaling),
+    ],
+)
+def test_what_surrounds_a_call_is_as_it_is_uncompiled(step, n):
+    compare(Norms, n, step, sizes=(6,) * 4)
+
+
+def of_other_outputs(loop, x, y):
+    loop.optimizer.zero_grad()
+    found = loop.model(x)
+    names = ("y", "left") if len(loop.found) in (0, 3) else ("y",)
+    loss = sum(found[name].square().mean() for name in names)
+    loss.backward()
+    loop.keep(loss)
+    loop.optimizer.step()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_other_outputs_may_get_gradients_than_those_of_the_trace(n):
+    assert compare(Several, n, of_other_outputs, sizes=(6,) * 6) > 1
+
+
+def penalizing(loop, x, y):
+    x.requires_grad_()
+    loop.optimizer.zero_grad()
+    output = loop(x)
+    (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    loss = F.mse_loss(output, y) + grad.square().sum()
+    loss.backward()
+    loop.keep(loss)
+    loop.optimizer.step()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_gradients_of_gradients_run_uncompiled_with_one_warning(n, caplog):
+    assert compare(Norms, n, penalizing, fallback="eager") == 0
+    assert [record.getMessage().count("create_graph") for record in caplog.records] == [1]
+
+
+def change_attribute(model):
+    model.norm.eps *= 2
+
+
+def change_private_attribute(model):
+    model._is_scaled = not model._is_scaled
+
+
+def change_layer(model):
+    model.last = nn.Sequential(model.last, nn.Tanh())
+
+
+def add_hook(model):
+    model.first.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def freeze(model):
+    model.first.weight.requires_grad_(not model.first.weight.requires_grad)
+
+
+def change_global(model):
+    SCALE[0] += 1
+
+
+def replace_data(model):
+    model.first.weight.data = model.first.weight.data * 2
+
+
+SCALE = [1.0]
+
+
+class Scaled(Norms):
+    _is_scaled = False
+
+    def prepare(self):
+        super().prepare()
+        self._is_scaled = True
+
+    def compute(self, h):
+        return super().compute(h) * (SCALE[0] if self._is_scaled else 3.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "retraces"),
+    [
+        (change_attribute, True),
+        (change_private_attribute, True),
+        (change_layer, True),
+        (add_hook, True),
+        (freeze, True),
+        (change_global, True),
+        (replace_data, False),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_a_trace_takes_for_granted_is_compared_before_each_call(change, retraces, n):
+    def step(loop, x, y):
+        loop.found.append(torch.zeros(()))
+        if len(loop.found) in (4, 7):
+            change(loop.model)
+        loop.optimizer.zero_grad()
+        F.mse_loss(loop(x), y).backward()
+        loop.optimizer.step()
+
+    def make():
+        SCALE[0] = 1.0
+        return Scaled()
+
+    assert (compare(make, n, step, sizes=(6,) * 8) > 1) == retraces
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_value_that_alternates_has_a_program_each(n):
+    def step(loop, x, y):
+        loop.model.norm.momentum = 0.1 if len(loop.found) % 2 else 0.2
+        loop.step(x, y)
+
+    assert compare(Norms, n, step, sizes=(6,) * 8) == 2
+
+
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_mirror_run_compiles_the_models_of_a_script(replicas, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "torch.manual_seed(0)\n"
+        "model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))\n"
+        "optimizer, criterion = torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss()\n"
+        "for _ in range(4):\n"
+        "    optimizer.zero_grad()\n"
+        "    loss = criterion(model(torch.randn(4, 4)), torch.zeros(4, 2))\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    print(loss.item())\n"
+        "from mirror.replica.modules.module_owner import interceptor_of as route\n"
+        "compiled = getattr(route(model), 'compiled', None)\n"
+        "print('traces', compiled and compiled.num_traces)\n"
+    )
+    printed = []
+    for options in ([], ["--compile"]):
+        command = [sys.executable, "-m", "mirror", "run", "--replicas", replicas, *options]
+        done = subprocess.run([*command, str(script)], capture_output=True, text=True, check=True)
+        printed.append(done.stdout.splitlines())
+    assert printed[0][:-1] == printed[1][:-1]
+    assert [lines[-1] for lines in printed] == ["traces None", "traces 1"]
+
+
+# What a program would do once and never again
+
+
+class Counter(Net):
+    def prepare(self):
+        self.n = 0
+
+    def compute(self, h):
+        self.n += 1
+        return h * self.n
+
+
+class Inside(Net):
+    def prepare(self):
+        self.inner = Counter()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class OfClass(Net):
+    n = 0
+
+    def compute(self, h):
+        type(self).n += 1
+        return h * type(self).n
+
+
+class Appends(Net):
+    def prepare(self):
+        self.seen = []
+
+    def compute(self, h):
+        self.seen.append(1)
+        return h
+
+
+class Private(Net):
+    def prepare(self):
+        self._seen = []
+
+    def compute(self, h):
+        self._seen.append(1)
+        return h * len(self._seen)
+
+
+class Entry(Net):
+    def prepare(self):
+        self.state = {"n": 0}
+
+    def compute(self, h):
+        self.state["n"] += 1
+        return h * self.state["n"]
+
+
+class Fields(Net):
+    def prepare(self):
+        self.state = type("State", (), {})()
+        self.state.n = 0
+
+    def compute(self, h):
+        self.state.n += 1
+        return h * self.state.n
+
+
+class Slots(Net):
+    def prepare(self):
+        self.state = type("State", (), {"__slots__": ("n",)})()
+        self.state.n = 0
+
+    def compute(self, h):
+        self.state.n += 1
+        return h * self.state.n
+
+
+def make_tick():
+    n = 0
+
+    def tick():
+        nonlocal n
+        n += 1
+        return n
+
+    return tick
+
+
+class Closure(Net):
+    def prepare(self):
+        self.tick = make_tick()
+
+    def compute(self, h):
+        return h * self.tick()
+
+
+CALLS = 0
+
+
+class Global(Net):
+    def compute(self, h):
+        global CALLS
+        CALLS += 1
+        return h * CALLS
+
+
+class Default(Net):
+    def prepare(self):
+        Default.compute.__defaults__[0][0] = 0
+
+    def compute(self, h, state=[0]):  # noqa: B006
+        state[0] += 1
+        return h * state[0]
+
+
+class Iterator(Net):
+    def prepare(self):
+        self.numbers = itertools.count(1)
+
+    def compute(self, h):
+        return h * next(self.numbers)
+
+
+class Generated(Net):
+    def prepare(self):
+        self.numbers = (i for i in range(1, 100))
+
+    def compute(self, h):
+        return h * next(self.numbers)
+
+
+class Rotates(Net):
+    def prepare(self):
+        self.numbers = collections.deque([1, 2, 3])
+
+    def compute(self, h):
+        self.numbers.rotate(1)
+        return h * self.numbers[0]
+
+
+class Set(Net):
+    def prepare(self):
+        self.numbers = set()
+
+    def compute(self, h):
+        self.numbers.add(len(self.numbers))
+        return h * len(self.numbers)
+
+
+class Array(Net):
+    def prepare(self):
+        self.numbers = np.zeros(1)
+
+    def compute(self, h):
+        self.numbers[0] += 1
+        return h * float(self.numbers[0])
+
+
+class Depth(Net):
+    def compute(self, h):
+        for _ in range(random.randint(1, 3)):
+            h = h.tanh()
+        return h
+
+
+class NumpysDepth(Net):
+    def compute(self, h):
+        return h.tanh() if np.random.rand() > 0.5 else h
+
+
+class OwnRandom(Net):
+    def prepare(self):
+        self.random = random.Random(0)
+
+    def compute(self, h):
+        return h * self.random.random()
+
+
+class NumpysRandom(Net):
+    def prepare(self):
+        self.random = np.random.default_rng(0)
+
+    def compute(self, h):
+        return h * self.random.random()
+
+
+class Environment(Net):
+    def compute(self, h):
+        return h * float(os.environ.get("TEST_OF_COMPILED_MODULE", "1"))
+
+
+class Value(Net):
+    def compute(self, h):
+        return h / h.abs().max().item()
+
+
+class Branch(Net):
+    def compute(self, h):
+        return h if h.sum() > 0 else -h
+
+
+class Converts(Net):
+    def compute(self, h):
+        return h * float(h.detach().numpy().mean())
+
+
+class Stores(Net):
+    def compute(self, h):
+        self.hidden = h
+        return h
+
+
+class Moves(Net):
+    """Draws in a checkpointed layer, whose random state is restored in backward."""
+
+    def compute(self, h):
+        return checkpoint(F.dropout, h, use_reentrant=False)
+
+
+class Reentrant(Net):
+    def compute(self, h):
+        return checkpoint(torch.tanh, h, use_reentrant=True)
+
+
+class Itself(Net):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Recurrent(Net):
+    def prepare(self):
+        self.layer = nn.GRU(8, 8, batch_first=True)
+
+    def compute(self, h):
+        return self.layer(h[:, None])[0][:, 0]
+
+
+class Rate(Net):
+    def prepare(self):
+        self.schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(self.parameters(), 0.1), 1)
+
+    def compute(self, h):
+        return h * self.schedule.get_last_lr()[0]
+
+
+class Sorted(Net):
+    def compute(self, h):
+        return h[:, h.sum(0) > 0].sum(1, keepdim=True) * torch.ones(8)
+
+
+REFUSED = [
+    *(Counter, Inside, OfClass, Appends, Private, Entry, Fields, Slots, Closure, Global, Default),
+    *(Iterator, Generated, Rotates, Set, Array, Depth, NumpysDepth, OwnRandom, NumpysRandom),
+    *(
+        Environment,
+        Value,
+        Branch,
+        Converts,
+        Stores,
+        Moves,
+        Reentrant,
+        Itself,
+        Recurrent,
+        Rate,
+        Sorted,
+    ),
+]
+
+
+def remake(kind):
+    global CALLS
+    CALLS = OfClass.n = 0
+    random.seed(0)
+    np.random.seed(0)
+    return kind()
+
+
+def of_any(loop, x, y):
+    loop.optimizer.zero_grad()
+    found = loop.model(x)
+    F.mse_loss(found[0] if isinstance(found, tuple) else found, y).backward()
+    loop.optimizer.step()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_a_program_would_freeze_runs_uncompiled_with_one_warning(kind, n, caplog):
+    make = functools.partial(remake, kind)
+    assert compare(make, n, of_any, sizes=(6,) * 4, fallback="eager", verify="off") == 0
+    (warning,) = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
+    assert kind.__name__ in warning
+    assert __file__ in warning or kind in (Itself, Moves, Reentrant)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_clock_is_refused_with_its_line(n):
+    class Clock(Net):
+        def compute(self, h):
+            return h * (time.perf_counter() % 2)
+
+    with pytest.raises(CompileError, match=r"perf_counter\(\) % 2.*: it calls perf_counter"):
+        Loop(Clock, n, compiles=True, verify="off").train()
+
+
+def test_more_than_four_shapes_run_uncompiled_with_one_warning(caplog):
+    sizes = [size for size in range(6, 18, 2) for _ in range(2)]
+    assert compare(Net, 2, sizes=sizes, fallback="eager") == 4
+    assert [r.getMessage().count("more than 4 shapes") for r in caplog.records] == [1]
+
+
+def test_a_value_that_always_changes_ends_in_uncompiled_calls(caplog):
+    def step(loop, x, y):
+        change_attribute(loop.model)
+        loop.step(x, y)
+
+    compare(Norms, 1, step, sizes=(6,) * 16, fallback="eager")
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert "'eps'" in warning or "eps" in warning
+
+
+def test_the_code_of_forward_does_not_run_in_a_replay():
+    calls = []
+
+    class Seen(Net):
+        def compute(self, h):
+            calls.append(torch.compiler.is_compiling())
+            return h
+
+    with pytest.raises(CompileError, match="changes variable 'calls'"):
+        Loop(Seen, 2, compiles=True, verify="off").train()
+
+
+def test_a_module_of_another_strategy_is_refused():
+    with mirror.MirroredStrategy(devices=["cpu"] * 2) as strategy:
+        with pytest.raises(StrategyError, match="does not mirror"):
+            strategy.compile(Net())
+        with pytest.raises(ValueError, match="fallback"):
+            strategy.compile(Net(), fallback="never")
+
+
+def test_a_loop_over_simulated_gpus_replays_graphs():
+    from tests.gpu.compiling import compiling_gpus
+    from tests.gpu.graphs import graphs_on
+
+    def train(compiles):
+        with compiling_gpus(2) as gpus, graphs_on(gpus) as graphs:
+            torch.manual_seed(0)
+            strategy = mirror.MirroredStrategy(devices=["cuda:0", "cuda:1"], backend="naive")
+            with strategy.scope():
+                model = Norms()
+                optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            if compiles:
+                strategy.compile(model, fallback="error")
+            found = []
+            for i in range(6):
+                x, y = torch.randn(8, 6).to("cuda:0"), torch.randn(8, 4).to("cuda:0")
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                if i == 4:  # while the graphs' memory is in use
+                    loss = loss + F.mse_loss(model(2 * x), y)
+                loss.backward()
+                optimizer.step()
+                found.append(loss.detach().cpu())
+            found += [tensor.cpu() for tensor in model.state_dict().values()]
+            strategy.close()
+            events = [event[0] for event in graphs.events]
+            assert not gpus.violations
+        return found, events.count("capture"), events.count("launch")
+
+    (uncompiled, *none), (compiled, *counts) = train(False), train(True)
+    assert none == [0, 0]
+    assert all(map(torch.equal, uncompiled, compiled))
+    assert counts == [4, 16]  # two replicas, forward and backward; the first replay is captured
