@@ -81,6 +81,17 @@ def uses_by_sign(place):
         place.keep(model)
 
 
+def freezes(place):
+    with place.scope():
+        model = net()
+    for step, batch in enumerate(place.batches * 2):
+        model.zero_grad()
+        model[0].requires_grad_(step < 3 or step > 10)
+        model[4].requires_grad_(step % 2 == 0)
+        place.backward(cross_entropy(model), *batch)
+        place.keep(model)
+
+
 def grows(place):
     """A module comes, and one goes, while training goes on."""
     with place.scope():
@@ -95,6 +106,21 @@ def grows(place):
                 last = nn.Linear(3, 3)
             model.append(last)
         place.backward(cross_entropy(model), *batch)
+        place.keep(model)
+
+
+def accumulates(place):
+    """Passes with and without no_sync before a read, of different sizes."""
+    with place.scope():
+        model = net()
+    batches = iter(place.batches)
+    for num_kept in (1, 2, 0):
+        model.zero_grad()
+        with place.no_sync():
+            for _ in range(num_kept):
+                place.backward(cross_entropy(model), *next(batches))
+        for _ in range(2 if num_kept < 2 else 0):
+            place.backward(cross_entropy(model), *next(batches))
         place.keep(model)
 
 
