@@ -342,17 +342,23 @@ hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
 NEW_PARAMETER: Any = nn.Parameter.__new__.__code__
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Returns a number that tensors share if they share a storage, fake ones as well."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
 def num_sharers(tensors: Iterable[Tensor]) -> list[int]:
     """Returns the number of other holders of each tensor's storage."""
     alone = _use_count_alone()
-    return [_use_count(tensor.untyped_storage()._cdata) - alone for tensor in tensors]
+    return [_use_count(storage_key(tensor)) - alone for tensor in tensors]
 
 
 @functools.cache
 def _use_count_alone() -> int:
     """Returns the use count of an unshared storage; newer versions of torch count one handle."""
     tensor = torch.empty(1, device="cpu")
-    return _use_count(tensor.untyped_storage()._cdata)
+    return _use_count(storage_key(tensor))
 
 
 def forget_hooks(parameter: Any) -> None:

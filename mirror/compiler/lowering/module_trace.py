@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mirror.base.torch_private import WHOLE_CALL
+from mirror.base.torch_private import WHOLE_CALL, storage_key
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.compiler.lowering.step_trace import StepTrace, trace_step
@@ -128,8 +128,8 @@ class _Joint:
         outputs = [leaf for leaf in found if isinstance(leaf, Tensor)]
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         leaf_of = {place: placeholders.placeholder_of(place) for place in self.places}
-        inputs = {t.untyped_storage()._cdata for t in (*tensors, *leaf_of.values())}
-        if any(t.untyped_storage()._cdata in inputs for t in outputs):
+        inputs = {storage_key(t) for t in (*tensors, *leaf_of.values())}
+        if any(storage_key(t) in inputs for t in outputs):
             raise CompileError(
                 "an output is one of its arguments, parameters or buffers, or a view of one; "
                 "return a copy (x.clone())"
