@@ -116,16 +116,21 @@ class _Slot:
         self.process: WorkerProcess | None = None
         self.why_killed = ""
         self._stopped_seconds = self._looked_at = 0.0
+        self._num_switches: int | None = None  # while it is stopped, at the last look
 
     def stopped_seconds(self) -> float:
         """Returns for how long the process has been stopped by a signal while this one ran.
 
-        A system that suspends all processes of a job may continue this one first.
+        A system that suspends all processes of a job may continue this one first. A process that
+        is stopped at every look may have run between them: then its thread was switched.
         """
         now = monotonic()
         seconds, self._looked_at = min(now - self._looked_at, _AWAKE_SECONDS), now
-        is_stopped = self.process is not None and _is_stopped(self.process.pid)
-        self._stopped_seconds = self._stopped_seconds + seconds if is_stopped else 0.0
+        before, self._num_switches = self._num_switches, None
+        if self.process is not None and _is_stopped(self.process.pid):
+            self._num_switches = _num_switches(self.process.pid)
+        has_stayed = self._num_switches is not None and self._num_switches == before
+        self._stopped_seconds = self._stopped_seconds + seconds if has_stayed else 0.0
         return self._stopped_seconds
 
 
@@ -390,3 +395,12 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return status.split()[0] == "T"
+
+
+def _num_switches(pid: int) -> int:
+    """Returns how often the process's main thread was switched; to be stopped is a switch."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)
