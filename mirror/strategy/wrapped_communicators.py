@@ -104,7 +104,6 @@ class PerPositionCommunicator(WrappedCommunicator):
         inners: for each position, the communicator of the replicas' devices at it.
     """
 
-    concurrent = True
     packs = False  # a flat buffer lies on one device, and lists may span several
 
     def __init__(self, inners: Sequence[Communicator]) -> None:

@@ -127,8 +127,8 @@ class _Slot:
         now = monotonic()
         seconds, self._looked_at = min(now - self._looked_at, _AWAKE_SECONDS), now
         before, self._num_switches = self._num_switches, None
-        if self.process is not None and _is_stopped(self.process.pid):
-            self._num_switches = _num_switches(self.process.pid)
+        if self.process is not None:
+            self._num_switches = _switches_if_stopped(self.process.pid)
         has_stayed = self._num_switches is not None and self._num_switches == before
         self._stopped_seconds = self._stopped_seconds + seconds if has_stayed else 0.0
         return self._stopped_seconds
@@ -387,20 +387,16 @@ def _describe(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped by a signal, not a debugger, if that can be read."""
-    try:
-        # The name of the program, in parentheses, may contain anything.
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-    except OSError:
-        return False
-    return status.split()[0] == "T"
+def _switches_if_stopped(pid: int) -> int | None:
+    """Returns the number of switches of the main thread of a process that a signal has stopped.
 
-
-def _num_switches(pid: int) -> int:
-    """Returns how often the process's main thread was switched; to be stopped is a switch."""
+    Every stop is a switch. Returns ``None`` if the process runs, if a debugger has stopped it, and
+    if there is no ``/proc``.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return 0
+        return None
+    if "State:\tT (stopped)" not in lines:
+        return None
     return sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)

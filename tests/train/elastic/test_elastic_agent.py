@@ -172,7 +172,7 @@ def test_a_worker_that_stops_after_the_training_is_killed_without_a_coordinator(
         wait_for_workers = agent._wait_after_success
 
         def lose_coordinator(view):
-            while not elastic_agent._is_stopped(agent._slots[0].process.pid):
+            while elastic_agent._switches_if_stopped(agent._slots[0].process.pid) is None:
                 threading.Event().wait(0.01)
             coordinator.send_signal(number)
             wait_for_workers(view)
