@@ -19,6 +19,9 @@ torch releases the GIL while it frees a gradient that has a Python object: anoth
 reads the slot then gets a half-freed tensor, and Python crashes. There is one exception: the
 launch of a bucket reads slots of all replicas, which the engine has filled and will not touch
 again. It holds ``mutex``, and so does a replica that empties its slots.
+A pass of another thread, over another strategy's model for example, reads them under ``mutex``,
+and only while no pass of this strategy runs; else they are searched when the strategy is next
+used. So a pass begins under ``mutex``, and gradients are freed under it.
 
 Torch has hooks for gradients, but none for the start of a backward pass. So the function through
 which ``backward`` and ``torch.autograd.grad`` start the engine is wrapped, once, when the first
@@ -28,6 +31,7 @@ strategy is created. The wrapper costs one microsecond per pass. It also splits 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -73,10 +77,14 @@ class BackwardPass:
     """A backward pass.
 
     Attributes:
+        thread: the identifier of the thread that has begun it.
         is_over: whether it has ended; after an interrupt, ``end_pass`` may not have been called.
     """
 
     is_over = False
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 class GradTracker:
@@ -141,8 +149,11 @@ class GradTracker:
             replica_id: the replica that runs it; ``None`` outside ``run``.
             within: whether it runs inside another pass of the same thread.
         """
+        self.mutex.call(self._begin_pass, this, replica_id, within)
+
+    def _begin_pass(self, this: BackwardPass, replica_id: int | None, within: bool) -> None:
         if replica_id is None:
-            if self.may_have_arrived:
+            if self.may_have_arrived and not self._is_passed_elsewhere():
                 self.scan()
             if not within:
                 self._is_second_pass = any(self._passes) or any(self.pending)
@@ -158,21 +169,30 @@ class GradTracker:
     def end_pass(self, this: BackwardPass, replica_id: int | None) -> None:
         """Records that a backward pass has ended, and the gradients that it has brought."""
         if replica_id is None:
-            self.may_have_arrived = True  # before, in case an interrupt comes between
-            self._remove(this, (*self.unsettled, *self._passes))
-            self.may_have_arrived = True  # the next use of the strategy searches the slots
-            if self.streams is not None:
-                self.scan()
-                self._record_streams(range(len(self.pending)))
+            self.mutex.call(self._end_outer_pass, this)
             return
-        for passes in (self.unsettled[replica_id], self._passes[replica_id]):
-            try:
-                passes.remove(this)
-            except ValueError:  # another thread has removed it
-                continue
+        self._remove(this, (self.unsettled[replica_id], self._passes[replica_id]))
         self.find(replica_id)
         if self.streams is not None:
             self._record_streams((replica_id,))
+
+    def _end_outer_pass(self, this: BackwardPass) -> None:
+        self.may_have_arrived = True  # before, in case an interrupt comes between
+        self._remove(this, (*self.unsettled, *self._passes))
+        self.may_have_arrived = True  # the next use of the strategy searches the slots
+        if self.streams is None:
+            return
+        if self._is_passed_elsewhere():
+            for r in range(len(self.pending)):  # it may have brought gradients to any
+                self.streams.record(r)
+        else:
+            self.scan()
+            self._record_streams(range(len(self.pending)))
+
+    def _is_passed_elsewhere(self) -> bool:
+        """Whether a pass of another thread runs, which may be writing slots."""
+        mine = threading.get_ident()
+        return any(p.thread != mine and not p.is_over for p in set(chain(*self._passes)))
 
     def _remove(self, this: BackwardPass, lists: Iterable[Any]) -> None:
         for passes in lists:
@@ -323,7 +343,7 @@ class GradTracker:
         self.find()
         were_there = any(self.pending)
         for copies, unsettled in zip(self.pending, self.unsettled, strict=True):
-            _empty_slots(copies)
+            self.mutex.call(_empty_slots, copies)
             unsettled.clear()
         self.clear()
         self.forget_streams()
@@ -454,7 +474,8 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                     if replica is not None and tracker.replicas is replica.replicas:
                         replica_id = lane
                         tracker.check_pass(replica.run, lane, args)
-                    tracker.begin_pass(this, replica_id, within=within)
+                    if replica is None or replica_id is not None:
+                        tracker.begin_pass(this, replica_id, within=within)
                     begun.append((tracker, replica_id))
             if replica is None and serial_graphs.alive:
                 with torch.autograd.set_multithreading_enabled(False):
