@@ -79,11 +79,16 @@ class UpdateCapturer:
         if self._modules.pop(module, None) is not None:
             self.serial += 1
 
-    def update_of(self, owner: Optimizer) -> CapturedUpdate | None:
-        """Returns the captured update of an optimizer; ``None`` if it is not to be captured."""
+    def update_of(self, owner: Optimizer, clone: Optimizer | None = None) -> CapturedUpdate | None:
+        """Returns the captured update of an optimizer; ``None`` if it is not to be captured.
+
+        Args:
+            clone: has the groups while the owner has none.
+        """
         update = self._updates.get(owner)
         if update is None or update.serial != self.serial:
-            update = self._updates[owner] = CapturedUpdate(owner, self, self._falls_back(owner))
+            falls_back = self._falls_back(clone or owner)
+            update = self._updates[owner] = CapturedUpdate(owner, self, falls_back)
         return update if update.is_wanted else None
 
     def _falls_back(self, optimizer: Optimizer) -> bool | None:
@@ -111,7 +116,7 @@ class UpdateCapturer:
             step: the update, if it runs uncompiled.
             optimizer: with the replica's groups and state; the owner itself, or a clone of it.
         """
-        update = self.update_of(owner)
+        update = self.update_of(owner, optimizer)
         if update is not None and update.can_run(optimizer, args, kwargs):
             if update.run(optimizer, replica_id):
                 return None

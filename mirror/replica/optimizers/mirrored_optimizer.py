@@ -15,7 +15,8 @@ swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
 
 Where one update serves all replicas (on one device, with a parameter device, with sharded state),
 it is made once, in the merge or by the call outside ``run``: ``placements.py``. The state of
-replicas 1 .. N-1 is copied from the first one's when their code reads it.
+replicas 1 .. N-1 is copied from the first one's when their code reads it. After
+``strategy.compile(module)``, ``OptimizerRegistry.capturer`` makes the updates of single replicas.
 """
 
 from __future__ import annotations
