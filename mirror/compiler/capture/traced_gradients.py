@@ -15,7 +15,6 @@ from mirror.base.torch_private import has_post_accumulate_hooks, hooks_of, queue
 from mirror.compiler.capture.trace_modes import SPARSE
 from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import CompileError
-from mirror.execution.run import current
 from mirror.replica.gradients.ready_grads import DeferredGrads, local_grad, set_local_grad
 from mirror.replica.params.replicated_param import apply_hooks
 
@@ -222,7 +221,7 @@ _ALWAYS = _Always()
 
 @contextmanager
 def zero_grad_unconditionally(
-    tracing: object, clear: Callable[[Iterable[Tensor]], bool]
+    is_traced: Callable[[], bool], clear: Callable[[Iterable[Tensor]], bool]
 ) -> Iterator[None]:
     """Makes ``zero_grad`` of optimizers and modules clear gradients unread, in a traced step.
 
@@ -230,14 +229,11 @@ def zero_grad_unconditionally(
     every call would have to check it, for gradients that are dropped anyway.
 
     Args:
-        tracing: the tracer of the step.
+        is_traced: whether this thread traces the step.
         clear: drops the gradients of parameters; returns whether it could.
     """
     kinds: Any = (Optimizer, nn.Module)
     originals: list[Any] = [kind.zero_grad for kind in kinds]
-
-    def is_traced() -> bool:
-        return current.replica is not None and current.replica.tracing is tracing
 
     def zero_optimizer(self: Any, set_to_none: bool = True) -> None:
         held = (p for group in self.param_groups for p in group["params"])
