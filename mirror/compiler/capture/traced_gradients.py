@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mirror.base.torch_private import has_post_accumulate_hooks, hooks_of, queue_callback
+from mirror.base.torch_private import (
+    has_post_accumulate_hooks,
+    hooks_of,
+    queue_callback,
+    wrapping,
+)
 from mirror.compiler.capture.trace_modes import SPARSE
 from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import CompileError
@@ -232,22 +237,18 @@ def zero_grad_unconditionally(
         is_traced: whether this thread traces the step.
         clear: drops the gradients of parameters; returns whether it could.
     """
-    kinds: Any = (Optimizer, nn.Module)
-    originals: list[Any] = [kind.zero_grad for kind in kinds]
 
-    def zero_optimizer(self: Any, set_to_none: bool = True) -> None:
-        held = (p for group in self.param_groups for p in group["params"])
-        if not (set_to_none and is_traced() and clear(held)):
-            originals[0](self, set_to_none)
+    def wrap(zero_grad: Callable[..., None]) -> Callable[..., None]:
+        def zero_unread(self: Any, set_to_none: bool = True) -> None:
+            held = (
+                self.parameters()
+                if isinstance(self, nn.Module)
+                else (p for group in self.param_groups for p in group["params"])
+            )
+            if not (set_to_none and is_traced() and clear(held)):
+                zero_grad(self, set_to_none)
 
-    def zero_module(self: Any, set_to_none: bool = True) -> None:
-        if not (set_to_none and is_traced() and clear(self.parameters())):
-            originals[1](self, set_to_none)
+        return zero_unread
 
-    try:
-        for kind, function in zip(kinds, (zero_optimizer, zero_module), strict=True):
-            kind.zero_grad = function
+    with wrapping(Optimizer, "zero_grad", wrap), wrapping(nn.Module, "zero_grad", wrap):
         yield
-    finally:
-        for kind, function in zip(kinds, originals, strict=True):
-            kind.zero_grad = function
