@@ -123,25 +123,25 @@ class TracedGradients:
             self._is_settling = False
         self.left.update(dict.fromkeys(places))
 
-    def lend_copies(
+    def swap_in_copies(
         self, places: Sequence[StateTensor]
     ) -> dict[StateTensor, tuple[bool, Tensor, Tensor]]:
         """Puts copies in place of gradients, which a step may then write into.
 
         Returns:
-            What ``take_copies_back`` needs: whether the gradient is one of ``left``, it, its copy.
+            What ``swap_out_copies`` needs: whether the gradient is one of ``left``, it, its copy.
         """
-        lent = {}
+        swapped = {}
         for place in places:
             grad = self._get_current(place)
             if grad is not None:
-                lent[place] = place in self.left, grad, grad.clone()
-        self.left.update({place: copy for place, (_, _, copy) in lent.items()})
-        return lent
+                swapped[place] = place in self.left, grad, grad.clone()
+        self.left.update({place: copy for place, (_, _, copy) in swapped.items()})
+        return swapped
 
-    def take_copies_back(self, lent: dict[StateTensor, tuple[bool, Tensor, Tensor]]) -> None:
+    def swap_out_copies(self, swapped: dict[StateTensor, tuple[bool, Tensor, Tensor]]) -> None:
         """Puts the gradients back, except where the step has set another one."""
-        for place, (was_left, grad, copy) in lent.items():
+        for place, (was_left, grad, copy) in swapped.items():
             if self.left.get(place) is not copy:
                 continue
             if was_left:

@@ -137,8 +137,8 @@ class Tracer:
         self.modules: dict[int, nn.Module] = {}
         self.numbers = numbers
         self.swaps = TracedSwaps(placeholders, refusal, numbers, rates=rates)
-        self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
-        self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that lend
+        self._swapped_grads: dict[int, Any] = {}  # by id of the optimizer that steps
+        self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that swap
         self.gradients: TracedGradients | None = None
         seed = placeholders.get_only(InputKind.SEED)
         self.draws = NativeDraws(refusal) if is_of_module else FunctionalRng(seed, refusal)
@@ -363,26 +363,26 @@ class Tracer:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
         self.gradients.settle()
-        if self.swaps.begin(optimizer):
+        if self.swaps.swap_in(optimizer):
             # The user's hooks have the gradients themselves: these come next to the step.
-            first = optimizer.register_step_pre_hook(self._lend_grads)
-            last = optimizer.register_step_post_hook(self._take_grads_back)
+            first = optimizer.register_step_pre_hook(self._swap_in_copies)
+            last = optimizer.register_step_post_hook(self._swap_out_copies)
             hooks: Any = last.hooks_dict_ref()
             hooks.move_to_end(last.id, last=False)
             self._next_to_steps[id(optimizer)] = first, last
             if id(optimizer) in self._skips:
                 self._before[id(optimizer)] = self.swaps.snapshot(optimizer)
 
-    def _lend_grads(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _swap_in_copies(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
-        if id(optimizer) not in self._lent_grads:
+        if id(optimizer) not in self._swapped_grads:
             places = map(self.placeholders.place_of, self.swaps.rewritten(optimizer))
             found = [place for place in places if place is not None]
-            self._lent_grads[id(optimizer)] = self.gradients.lend_copies(found)
+            self._swapped_grads[id(optimizer)] = self.gradients.swap_in_copies(found)
 
-    def _take_grads_back(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _swap_out_copies(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
-        self.gradients.take_copies_back(self._lent_grads.pop(id(optimizer), {}))
+        self.gradients.swap_out_copies(self._swapped_grads.pop(id(optimizer), {}))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._remove_hooks(optimizer)
