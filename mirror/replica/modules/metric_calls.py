@@ -291,12 +291,7 @@ def watch_log(module: nn.Module) -> None:
     for name in _LIGHTNING:
         kind = getattr(sys.modules.get(name), "LightningModule", None)
         if kind is not None and isinstance(module, kind):
-            _wrapping.call(_merge_log, kind)
-
-
-def _merge_log(kind: Any) -> None:
-    if not hasattr(kind.log, _WRAPPED):
-        kind.log = _wrap_method(kind.log)
+            wrap_once(kind, "log", _wrap_method)
 
 
 def watch_lone_metrics() -> None:
