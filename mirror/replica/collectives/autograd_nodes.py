@@ -178,8 +178,8 @@ class CollectiveState:
         arrivals = self.arrived[current_graph_task_id()]
         arrivals.is_summed = True  # before they are read
         with nullcontext() if arrivals.streams is None else arrivals.streams.make_caller_wait():
-            columns = [arrivals.grads[r] for r in self.active if r in arrivals.grads]
-            rows = [*zip(*columns, strict=True)]
+            by_replica = [arrivals.grads[r] for r in self.active if r in arrivals.grads]
+            rows = [*zip(*by_replica, strict=True)]
             if not replicas.workers.is_multi_process:
                 devices = [grad.device for grad in grads]
                 return list(map(reduce_tensors, rows, devices))

@@ -153,9 +153,9 @@ class VerifiedCall:
         """Makes the trial; returns whether there is something to compare with."""
         try:
             self._runner.prepare("a call of a mirrored module")
-            places = self._runner.replicas.mesh
+            mesh = self._runner.replicas.mesh
             with telling_what_fails():
-                self._copied = Copies(places).copy((self._args, self._kwargs))
+                self._copied = Copies(mesh).copy((self._args, self._kwargs))
             self._whole = self._call()
         except Unverifiable as why:
             return self._leave_out(str(why))

@@ -145,11 +145,9 @@ class Gatherer:
         self._ids = ids
         self._parts = parts
         self._module = module
-        places = runner.replicas.mesh
-        self._first_device, self._mesh = (
-            places.positions[0][0],
-            places if places.is_model_parallel else None,
-        )
+        mesh = runner.replicas.mesh
+        self._first_device = mesh.positions[0][0]
+        self._mesh = mesh if mesh.is_model_parallel else None
         self._counts = [sizes[r] for r in ids]
         self._total = sum(self._counts)
         # Per replica that ran: the caller's object, by id of the replica's copy of it.
