@@ -1,6 +1,7 @@
 """After ``strategy.compile(module)``, updates run captured, with the bits of uncompiled ones."""
 
 import copy
+import gc
 import sys
 from pathlib import Path
 
@@ -376,7 +377,10 @@ def test_a_copy_of_an_optimizer_has_an_update_of_its_own():
 
 
 def calls_of_a_step(make, num_layers, n):
-    """Returns how often code of mirror and torch's optimizers is called in a captured step."""
+    """Returns the calls of a captured step: of Python, and by mirror of C.
+
+    The least of several: what is freed meanwhile, of other tests, does not count.
+    """
     strategy = mirror.MirroredStrategy(devices=["cpu"] * n)
     with strategy.scope():
         model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_layers)])
@@ -389,17 +393,24 @@ def calls_of_a_step(make, num_layers, n):
         count[0] += event == "call"
         count[1] += event == "c_call" and name.startswith(PACKAGE)
 
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(torch.ones(4, 4)).sum().backward()
-        count[:] = 0, 0
-        sys.setprofile(note)
-        try:
-            optimizer.step()
-        finally:
-            sys.setprofile(None)
+    found = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(4, 4)).sum().backward()
+            count[:] = 0, 0
+            sys.setprofile(note)
+            try:
+                optimizer.step()
+            finally:
+                sys.setprofile(None)
+            found.append(tuple(count))
+    finally:
+        gc.enable()
     strategy.close()
-    return count
+    return min(found[3:])
 
 
 @pytest.mark.parametrize("n", [1, 2])
