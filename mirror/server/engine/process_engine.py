@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from mirror.server.engine.actor_process import check_started, receive_message, s
 from mirror.server.engine.engine_types import (
     ActorDied,
     Address,
-    BaseEngine,
     Engine,
     Header,
     Liveness,
+    OwnedActor,
     run_in_threads,
 )
 from mirror.server.engine.fork_server import ForkedProcess, fork_server
@@ -42,7 +41,7 @@ from mirror.server.engine.socket_client import (
 NAMES = ("auto", "process", "ray")
 
 
-def make_engine(name: str = "auto") -> Engine:
+def make_engine(name: str = "auto") -> Engine[Any]:
     """Returns a new engine.
 
     Args:
@@ -70,7 +69,6 @@ def _uses_ray() -> bool:
     return ray is not None and bool(getattr(ray, "is_initialized", lambda: False)())
 
 
-_DEATH_NOTICE_SECONDS = 1.0
 _START_SECONDS = 600.0
 # The states of proc(5).
 _STATES = {
@@ -90,7 +88,7 @@ _SPAWN_KEYS = (
 )
 
 
-class ProcessEngine(BaseEngine["ProcessActor"]):
+class ProcessEngine(Engine["ProcessActor"]):
     """Starts actors as processes on this machine, which only this machine can connect to."""
 
     def __init__(self) -> None:
@@ -127,7 +125,7 @@ def _stop_all(actors: list[ProcessActor]) -> None:
     actors.clear()
 
 
-class ProcessActor(SocketClient):
+class ProcessActor(OwnedActor, SocketClient):
     """An actor in a process of this machine, as its owner sees it.
 
     Args:
@@ -148,15 +146,6 @@ class ProcessActor(SocketClient):
         """The number of its process."""
         assert self._child is not None
         return self._child.pid
-
-    @property
-    def alive(self) -> bool:
-        """See ``Actor``."""
-        return self._liveness.is_alive
-
-    def on_death(self, callback: Callable[[], None]) -> None:
-        """See ``Actor``."""
-        self._liveness.on_death(callback)
 
     def kill(self) -> None:
         """See ``Actor``."""
@@ -192,21 +181,13 @@ class ProcessActor(SocketClient):
             self._child.begin_kill()
 
     def stop(self) -> None:
-        """Ends the process; the actor cannot be restarted."""
+        """See ``Actor``."""
         self._liveness.closed.set()
         with self._lock:
             self.kill()
             self.disconnect(ActorDied(self.name))
             unlisten(self._port)
             self._port.close()
-
-    def confirm_death(self) -> None:
-        """Waits until the fork server has reported the end that a connection noticed."""
-        self._liveness.wait(_DEATH_NOTICE_SECONDS)
-
-    def end_stalled(self) -> None:
-        """See ``SocketClient``."""
-        self.kill()
 
     def state(self) -> str:
         """See ``SocketClient``."""

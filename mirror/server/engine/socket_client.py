@@ -58,7 +58,7 @@ def connect_actor(address: Address, timeout_seconds: float | None = None) -> Act
     """
     engine = address.get("engine") if isinstance(address, dict) else None
     if engine == "ray":
-        from mirror.server.engine.ray_client import RayClient  # imports Ray
+        from mirror.server.engine.ray_engine import RayClient  # imports Ray
 
         return RayClient(address, timeout_seconds)
     if engine != "process":

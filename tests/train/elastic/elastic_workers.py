@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from unittest.mock import patch
 
-from mirror.comm.workers.groups import Groups, SequencedGroup
+from mirror.comm.workers.distributed_group import Groups, SequencedGroup
 from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement
 from mirror.train.checkpoint.snapshot import StagingBuffers
 from mirror.train.elastic import membership_coordinator
