@@ -29,7 +29,6 @@ from mirror.threads.user_frames import add_note
 from mirror.values import PerReplica
 
 
-
 class Served(Protocol):
     """A strategy over servers and workers, as the coordinator uses it."""
 

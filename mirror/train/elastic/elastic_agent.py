@@ -25,8 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError
-from mirror.train.elastic.coordinator_calls import call_or_give_up
-from mirror.train.elastic.member import connect_store
+from mirror.train.elastic.member import call_or_give_up, connect_store
 from mirror.train.elastic.membership import (
     ADDRESS_VARIABLE,
     NAME_VARIABLE,

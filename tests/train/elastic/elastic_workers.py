@@ -10,11 +10,11 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from mirror.comm.workers.distributed_group import Groups, SequencedGroup
-from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement
+from mirror.train.checkpoint.checkpoint import WorkerAgreement
 from mirror.train.checkpoint.snapshot import StagingBuffers
 from mirror.train.elastic import membership_coordinator
 from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent
-from mirror.train.elastic.elastic_state import ElasticState
+from mirror.train.elastic.elastic_run import ElasticState
 from mirror.train.elastic.member import Member
 from mirror.train.elastic.membership import ADDRESS_VARIABLE, Phase
 from mirror.train.elastic.membership_coordinator import MembershipOptions
