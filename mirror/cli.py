@@ -33,7 +33,7 @@ from mirror.tools.option_types import (
 )
 
 if TYPE_CHECKING:
-    from mirror.tools.run.run_command import Script
+    from mirror.tools.run_command import Script
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -164,7 +164,7 @@ def _add_script_command(
 
 
 def _script_of(args: argparse.Namespace) -> Script:
-    from mirror.tools.run.run_command import Script
+    from mirror.tools.run_command import Script
 
     return Script(args.script, tuple(args.arguments), args.is_module)
 
@@ -222,7 +222,7 @@ def _add_run(commands: Any) -> None:
 
 
 def _run_script(args: argparse.Namespace) -> int:
-    from mirror.tools.run.run_command import RunOptions, run_command
+    from mirror.tools.run_command import RunOptions, run_command
 
     names = (
         "devices replicas strategy backend schedule verify trace report sync_batch_norm compile"
@@ -567,8 +567,8 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mirror.tools.planning.all_reduce_cost import table_of_links
     from mirror.tools.planning.plan import make_plan
+    from mirror.tools.planning.prediction import table_of_links
 
     published = {}
     if args.check or args.case is not None:

@@ -12,9 +12,8 @@ from mirror.cluster.rendezvous import (
     Rendezvous,
     single_process,
 )
-from mirror.cluster.resolver import ClusterResolver
+from mirror.cluster.resolver import ClusterResolver, TFConfigResolver
 from mirror.cluster.slurm import SlurmResolver
-from mirror.cluster.tf_config import TFConfigResolver
 from mirror.errors import ClusterError
 
 _WHY = "torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: start every worker with it"
