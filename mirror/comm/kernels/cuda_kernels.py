@@ -39,10 +39,10 @@ from mirror.base.safe_files import private_folder, read_private, replace_atomica
 from mirror.comm.communicator import HALF_DTYPES
 from mirror.comm.kernels import launcher
 from mirror.comm.kernels.launcher import (
-    ABORTED,
     FLAG_BYTES,
     KernelArguments,
     Launch,
+    Machine,
     launch,
     workspace_bytes,
 )
@@ -90,7 +90,7 @@ class _Loaded:
     local_bytes: int
 
 
-class CudaDevices:
+class CudaDevices(Machine):
     """GPUs, each with one or several replicas.
 
     All replicas of a GPU are rows of one launch, on torch's current stream of that GPU. If there
@@ -139,7 +139,7 @@ class CudaDevices:
                 f"each replica has 1 to {most} blocks here, one to a multiprocessor of its GPU; "
                 f"got max_blocks={max_blocks}"
             )
-        self.block_limits: Sequence[tuple[int, int]] = ((sys.maxsize, max_blocks or most),)
+        self.block_limits = ((sys.maxsize, max_blocks or most),)
         if max_blocks is None:
             self.block_limits = default_limits(most, len(self._rows))
         self.max_blocks = self.block_limits[-1][1]
@@ -165,11 +165,7 @@ class CudaDevices:
         self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
     ) -> None:
         """Enqueues the kernel on all devices, by one call of the launcher."""
-        num_replicas = len(self._devices)
-        arguments.workspace[:num_replicas] = [w.data_ptr() for w in self._workspaces]
-        arguments.errors = self._errors.data_ptr()
-        arguments.scratch_bytes = self._scratch_bytes
-        arguments.state_blocks = self.max_blocks
+        self._set_memory(arguments)
         unit = unit_of(kernel, dtype, arguments)
         compiled = _load(unit, tuple(self._rows))
         launches = []
@@ -188,14 +184,6 @@ class CudaDevices:
                 )
             )
         launch(launches, kernel)
-
-    def error_words(self) -> list[int]:
-        words: list[int] = self._errors.view(torch.int32)[:: FLAG_BYTES // 4].tolist()
-        return [word & 0xFFFFFFFF for word in words]
-
-    def abort(self) -> None:
-        # Waiting kernels poll these words, so another thread can call this.
-        self._errors.view(torch.int32)[:: FLAG_BYTES // 4].fill_(ABORTED)
 
     def reset(self) -> None:
         self._synchronize()

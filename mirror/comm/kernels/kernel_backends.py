@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import permutations
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,15 @@ from torch import Tensor
 from mirror.comm.collective_lock import cannot_wait_for, lock_of
 from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
 from mirror.comm.kernels import cuda_kernels, simulator
-from mirror.comm.kernels.launcher import ABORTED, MAX_REPLICAS, PACK_BYTES, KernelArguments
+from mirror.comm.kernels.launcher import (
+    ABORTED,
+    MAX_REPLICAS,
+    PACK_BYTES,
+    KernelArguments,
+    Machine,
+)
 from mirror.comm.registry import register
-from mirror.comm.topology import Topology, topology_of
+from mirror.comm.topology import check_islands, islands_of
 from mirror.devices import is_simulated, parse
 from mirror.errors import BackendError, CollectiveTimeoutError, short_repr
 from mirror.values import check_timeout, is_int
@@ -37,41 +43,6 @@ _REMEMBERED_CALLS = 1024
 _CALL_NUMBERS = 1 << 23
 
 _logger = logging.getLogger("mirror")
-
-
-class Machine(Protocol):
-    """Runs kernels on all replicas, and owns their workspaces.
-
-    Attributes:
-        max_blocks: the number of thread blocks for which each replica's workspace has room.
-        bytes_per_block: the bytes of a message for which a replica uses one block.
-        block_limits: pairs of bytes and blocks, both ascending: for a message of up to so many
-            bytes, a kernel has at most so many blocks on each replica. The last is ``max_blocks``.
-    """
-
-    max_blocks: int
-    bytes_per_block: int
-    block_limits: Sequence[tuple[int, int]]
-
-    def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
-        """Compiles the kernels for calls of ``run``; without it, ``run`` compiles them."""
-
-    def run(
-        self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
-    ) -> None:
-        """Enqueues the kernel for all replicas; sets the addresses of the workspaces."""
-
-    def error_words(self) -> list[int]:
-        """Returns the error word of each replica, 0 for none; does not wait for the devices."""
-
-    def abort(self) -> None:
-        """Ends the waits of running kernels: sets all error words to ``ABORTED``."""
-
-    def reset(self) -> None:
-        """Waits for the devices, and clears the workspaces and the error words."""
-
-    def close(self) -> None:
-        """Frees the memory."""
 
 
 class KernelCommunicator(Communicator):
@@ -467,7 +438,7 @@ class HierarchicalCommunicator(KernelCommunicator):
 
         Args:
             islands: the ids of the replicas in each island, all of equal size; the default
-                depends on the devices' links, see ``topology_of``.
+                depends on the devices' links, see ``islands_of``.
             timeout_seconds, max_blocks: as for the other kernels.
             partial_sums: how partial sums of half types are sent, see ``check_partial_sums``.
 
@@ -478,10 +449,8 @@ class HierarchicalCommunicator(KernelCommunicator):
         """
         self.partial_sums = check_partial_sums(partial_sums)
         super().__init__(devices, timeout_seconds=timeout_seconds, max_blocks=max_blocks)
-        if islands is None:
-            self.islands = topology_of(self.devices).islands
-        else:
-            self.islands = Topology(islands).validate(len(self.devices)).islands
+        given = islands_of(self.devices) if islands is None else islands
+        self.islands = check_islands(given, len(self.devices))
         if len(self.islands) == 1:
             self.partial_sums = "exact"  # partial sums are not sent
 
