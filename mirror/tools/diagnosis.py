@@ -385,7 +385,11 @@ class Diagnosis:
             ("TPU", [self._tpu()]),
         ]
         if self.num_gpus == 0:
-            paragraphs.append(("simulate", _describe_simulation()))
+            simulate = (
+                'mirror.MirroredStrategy(["cpu"] * 4) trains on four simulated devices',
+                "mirror doctor --devices cpu,cpu examines two",
+            )
+            paragraphs.append(("simulate", simulate))
         text = []
         for label, lines in paragraphs:
             for line in chain.from_iterable(map(_wrap_line, lines)):
@@ -523,13 +527,6 @@ def _report(
 def _wrap_line(line: str) -> list[str]:
     columns = max(shutil.get_terminal_size((100, 24)).columns, 60) - _LABEL
     return textwrap.wrap(line, columns, subsequent_indent="  ", break_long_words=False)
-
-
-def _describe_simulation() -> list[str]:
-    return [
-        'mirror.MirroredStrategy(["cpu"] * 4) trains on four simulated devices',
-        "mirror doctor --devices cpu,cpu examines two",
-    ]
 
 
 def _version() -> str:

@@ -337,17 +337,13 @@ def main(descriptor: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     control = socket.socket(fileno=descriptor)
     importlib.import_module("mirror")
-    _import_optimizers()
-    gc.collect()
-    gc.freeze()  # keeps memory shared with forks: a collection would write to every object
-    ForkServerMain(control, parent).run()
-
-
-def _import_optimizers() -> None:
     import torch
 
     # Constructing an optimizer imports modules that ``import torch`` does not.
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    gc.collect()
+    gc.freeze()  # keeps memory shared with forks: a collection would write to every object
+    ForkServerMain(control, parent).run()
 
 
 class ForkServerMain:

@@ -237,7 +237,8 @@ class ElasticAgent:
             if self._view().phase is Phase.ENDED:
                 return
             slot.process = None
-            why = slot.why_killed or f"its process has ended with {_describe(code)}"
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            why = slot.why_killed or f"its process has ended with {how}"
             self._ask(partial(self._store.write_death, slot.name, why))
             if code and self._num_restarts < self._options.max_restarts:
                 self._num_restarts += 1
@@ -380,10 +381,6 @@ def _share_of_gpus(number: int, count: int) -> dict[str, str]:
         return {}
     share = gpus[number * len(gpus) // count : (number + 1) * len(gpus) // count]
     return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
-
-
-def _describe(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _switches_if_stopped(pid: int) -> int | None:

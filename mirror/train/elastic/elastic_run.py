@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -220,22 +220,13 @@ def _generation(member: Member, view: View) -> Iterator[None]:
     finally:
         set_member(None, 0)
         member.watch(lambda why: None)
-        _close_strategies()
+        for group in all_groups():
+            if group.replicas.workers.is_multi_process:
+                group.close()
         use_heartbeats(None)
         if heartbeats is not None:
             heartbeats.deregister()
         gc.collect()
-
-
-def _close_strategies() -> None:
-    """Closes the strategies of several workers."""
-    for group in all_groups():
-        if group.replicas.workers.is_multi_process:
-            group.close()
-
-
-if TYPE_CHECKING:
-    from mirror.train.elastic.member import Member
 
 
 class WorkersChanged(BaseException):
