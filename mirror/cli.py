@@ -276,7 +276,7 @@ def _add_elastic(commands: Any) -> None:
 
 def _run_elastic(args: argparse.Namespace) -> int:
     from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent, make_start
-    from mirror.train.elastic.membership_coordinator import MembershipOptions
+    from mirror.train.elastic.membership import MembershipOptions
 
     if (args.workers is None) != (args.join is not None):
         args.parser.error("needs --workers, or, where the coordinator is elsewhere, --join")

@@ -33,8 +33,8 @@ from itertools import count
 from typing import Any
 
 from mirror.server.engine import actor_process
+from mirror.server.engine.actor_process import exit_now
 from mirror.server.engine.engine_types import ActorDied
-from mirror.server.engine.service_loop import exit_now
 from mirror.server.engine.socket_client import environment_without_key
 
 _PROGRAM = """\

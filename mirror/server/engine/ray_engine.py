@@ -33,6 +33,7 @@ except ImportError:
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mirror.server.engine.actor_process import encode_error, encode_result, method_of, resolve_role
 from mirror.server.engine.connection import decode_error
 from mirror.server.engine.engine_types import (
     ActorDied,
@@ -48,7 +49,6 @@ from mirror.server.engine.engine_types import (
     run_in_threads,
 )
 from mirror.server.engine.frames import as_array
-from mirror.server.engine.service_loop import encode_error, encode_result, method_of, resolve_role
 
 # On Linux, Ray's services listen on all networks. On macOS they listen on loopback only, unless
 # this constant is set. Ray reads it when it is imported, in its own processes as well.

@@ -29,11 +29,12 @@ from mirror.train.elastic.member import call_or_give_up, connect_store
 from mirror.train.elastic.membership import (
     ADDRESS_VARIABLE,
     NAME_VARIABLE,
+    MembershipCoordinator,
+    MembershipOptions,
     MembershipStore,
     Phase,
     View,
 )
-from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
 
 T = TypeVar("T")
 

@@ -41,8 +41,8 @@ from typing import TypeVar
 import torch
 
 from mirror.cluster.rendezvous import split_address
+from mirror.comm.workers.distributed_group import use_heartbeats
 from mirror.comm.workers.heartbeat import HeartbeatStore
-from mirror.comm.workers.worker_rendezvous import use_heartbeats
 from mirror.errors import (
     CheckpointError,
     DivergenceError,

@@ -17,8 +17,13 @@ from mirror.errors import ClusterError, WorkerLostError
 from mirror.train import elastic
 from mirror.train.elastic import elastic_agent, member
 from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent
-from mirror.train.elastic.membership import ADDRESS_VARIABLE, MembershipStore, Phase
-from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
+from mirror.train.elastic.membership import (
+    ADDRESS_VARIABLE,
+    MembershipCoordinator,
+    MembershipOptions,
+    MembershipStore,
+    Phase,
+)
 from tests.ports import HeldPort
 from tests.train.elastic.elastic_workers import ForkedWorker, agent_of, train
 
