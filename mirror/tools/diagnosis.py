@@ -147,10 +147,6 @@ class LinkReport:
     missing: str | None = None
     failure: str | None = None
 
-    def to_dict(self) -> dict[str, object]:
-        """Returns the report as values for JSON."""
-        return asdict(self)
-
     def render(self) -> Iterator[str]:
         """Yields the lines for a terminal."""
         if self.failure is not None:
@@ -359,7 +355,7 @@ class Diagnosis:
             ],
             "auto": asdict(self.auto),
             "cluster": self.cluster.to_dict(),
-            "between_workers": None if self.links is None else self.links.to_dict(),
+            "between_workers": None if self.links is None else asdict(self.links),
             "gil": asdict(self.gil),
             "tpu": {"reason": self.tpu_reason},
             "healthy": self.healthy,

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from mirror.errors import short_repr
-from mirror.server.engine.channels import Channel, wait_for
+from mirror.server.engine.channels import Channel, Deadline, receive, send
 from mirror.server.engine.connection import decode_error
 from mirror.server.engine.engine_types import Header, RemoteError, Sendable, WireError
 from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, FrameReader, FrameWriter
@@ -115,7 +115,6 @@ class _LazyMain(types.ModuleType):
 
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 64 << 20
-_PIECE_BYTES = 1 << 16
 
 
 def send_message(channel: Channel, content: dict[str, Any], seconds: float | None = None) -> None:
@@ -125,47 +124,26 @@ def send_message(channel: Channel, content: dict[str, Any], seconds: float | Non
         OSError: the other side has ended, or did not read within ``seconds``.
     """
     text = json.dumps(content).encode()
-    rest = memoryview(_LENGTH.pack(len(text)) + text)
-    while rest.nbytes:
-        try:
-            rest = rest[channel.sendmsg([rest]) :]
-        except BlockingIOError:
-            wait_for(channel, select.POLLOUT, seconds)
+    send(channel, _LENGTH.pack(len(text)) + text, Deadline(seconds))
 
 
 def receive_message(channel: Channel, seconds: float | None = None) -> dict[str, Any] | None:
     """Returns the next message, or None if the other side has ended.
 
     Raises:
-        TimeoutError: nothing came for ``seconds``, if the channel does not block.
+        TimeoutError: it did not come within ``seconds``, if the channel does not block.
     """
-    head = _receive_bytes(channel, _LENGTH.size, seconds)
-    if head is None:
-        return None
-    size = _LENGTH.unpack(head)[0]
-    text = _receive_bytes(channel, size, seconds) if size <= _MAX_BYTES else None
+    deadline = Deadline(seconds)
     try:
-        content = None if text is None else json.loads(text)
-    except (ValueError, RecursionError):
+        size = _LENGTH.unpack(receive(channel, _LENGTH.size, deadline))[0]
+        if size > _MAX_BYTES:
+            return None
+        content = json.loads(receive(channel, size, deadline))
+    except TimeoutError:
+        raise
+    except (EOFError, OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def _receive_bytes(channel: Channel, size: int, seconds: float | None) -> bytes | None:
-    received = bytearray()
-    while len(received) < size:
-        piece = memoryview(bytearray(min(size - len(received), _PIECE_BYTES)))
-        try:
-            count = channel.recv_into(piece)
-        except BlockingIOError:
-            wait_for(channel, select.POLLIN, seconds)
-            continue
-        except OSError:
-            return None
-        if not count:
-            return None
-        received += piece[:count]
-    return bytes(received)
 
 
 def failure_message(error: BaseException) -> dict[str, Any]:

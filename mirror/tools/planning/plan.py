@@ -177,45 +177,6 @@ def make_plan(given: Mapping[str, Any], case: Mapping[str, Any]) -> Plan:
 _KINDS = (".pdf", ".png", ".svg")
 
 
-def draw(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
-    """Draws the rows of a plan with matplotlib, which the extra "bench" installs.
-
-    Raises:
-        PlanError: matplotlib is not installed, or the path does not end in .pdf, .png or .svg.
-        OSError: the file cannot be written.
-    """
-    kind = os.path.splitext(path)[1]
-    if kind not in _KINDS:
-        raise PlanError(f"a picture's path ends in one of {', '.join(_KINDS)}; got '{path}'")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlanError(
-            "a picture needs matplotlib; run: pip install 'mirror-strategy[bench]'"
-        ) from None
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    steps, shares = (figure.add_subplot(1, 2, i) for i in (1, 2))
-    devices = [row.devices for row in rows]
-    for way, style in zip(WAYS, ("-", "--", ":"), strict=True):  # lines may coincide
-        times = [1e3 * row.seconds_by_way[way] for row in rows]
-        steps.plot(devices, times, style, marker=".", label=way)
-    steps.set(xlabel="devices", ylabel="ms per step", xscale="log")
-    steps.set_ylim(bottom=0)
-    steps.legend(fontsize="small")
-    shares.plot(devices, [row.efficiency for row in rows], marker=".", label="efficiency")
-    hidden = [(row.devices, row.hidden_share) for row in rows if row.hidden_share is not None]
-    if hidden:
-        shares.plot(*zip(*hidden, strict=True), marker=".", label="communication hidden")
-    shares.set(xlabel="devices", xscale="log", ylim=(0.0, 1.05))
-    shares.legend(fontsize="small")
-    for panel in (steps, shares):
-        panel.set_xticks(devices, map(str, devices), fontsize="small", rotation=45)
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    with replace_atomically(path) as file:
-        figure.savefig(file, dpi=120, format=kind[1:])
-
-
 _HEADINGS = ("devices", "step ms", "examples/s", "efficiency", "hidden", "bound by", "way", *WAYS)
 
 
@@ -255,7 +216,36 @@ class Plan:
             PlanError: matplotlib is not installed, or the path does not end in .pdf, .png or .svg.
             OSError: the file cannot be written.
         """
-        draw(path, self.rows)
+        kind = os.path.splitext(path)[1]
+        if kind not in _KINDS:
+            raise PlanError(f"a picture's path ends in one of {', '.join(_KINDS)}; got '{path}'")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise PlanError(
+                "a picture needs matplotlib; run: pip install 'mirror-strategy[bench]'"
+            ) from None
+        figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+        steps, shares = (figure.add_subplot(1, 2, i) for i in (1, 2))
+        rows, devices = self.rows, [row.devices for row in self.rows]
+        for way, style in zip(WAYS, ("-", "--", ":"), strict=True):  # lines may coincide
+            times = [1e3 * row.seconds_by_way[way] for row in rows]
+            steps.plot(devices, times, style, marker=".", label=way)
+        steps.set(xlabel="devices", ylabel="ms per step", xscale="log")
+        steps.set_ylim(bottom=0)
+        steps.legend(fontsize="small")
+        shares.plot(devices, [row.efficiency for row in rows], marker=".", label="efficiency")
+        hidden = [(row.devices, row.hidden_share) for row in rows if row.hidden_share is not None]
+        if hidden:
+            shares.plot(*zip(*hidden, strict=True), marker=".", label="communication hidden")
+        shares.set(xlabel="devices", xscale="log", ylim=(0.0, 1.05))
+        shares.legend(fontsize="small")
+        for panel in (steps, shares):
+            panel.set_xticks(devices, map(str, devices), fontsize="small", rotation=45)
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+        with replace_atomically(path) as file:
+            figure.savefig(file, dpi=120, format=kind[1:])
 
     def __str__(self) -> str:
         cells = [_HEADINGS, *map(_cells, self.rows)]
