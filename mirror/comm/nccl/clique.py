@@ -103,9 +103,9 @@ class Clique:
         """
         self._library = library
         self._devices = tuple(devices)
-        self._is_local = ranks is None
         self.timeout_seconds = timeout_seconds
-        self._communicators = Communicators(library, self._devices, ranks)
+        self._ranks = ranks
+        self._handles = self._null_handles()  # null before its creation and after its end
         self._state_word = ctypes.c_int(SUCCESS)  # used only by the owner of the mutex
         self._state_address = ctypes.byref(self._state_word)
         self._operation_lock = threading.Lock()
@@ -126,7 +126,7 @@ class Clique:
             self._closed = True
             self._stop_watchdog()
             # A call may have created some after the abort of the others.
-            self._communicators.end("ncclCommAbort", _ABORT_SECONDS)
+            self._end("ncclCommAbort", _ABORT_SECONDS)
             raise
 
     def run(self, what: str, calls: Sequence[Call]) -> None:
@@ -138,7 +138,7 @@ class Clique:
         """
         with self._operation(what) as operation:
             streams = operation.streams = [stream_address(device) for device in self._devices]
-            handles = self._communicators.handles
+            handles = self._handles
 
             def enqueue() -> None:
                 for replica_id, function, arguments in calls:
@@ -152,7 +152,7 @@ class Clique:
                     result = self._group(enqueue, self._call_locked)
                 self._settle(result)
 
-            if self._is_local:
+            if self._ranks is None:
                 # While another clique's launch does not end, its deadline counts, not this one's.
                 operation.deadline = math.inf
                 launch_order.mutex.call(launch)
@@ -227,8 +227,31 @@ class Clique:
                 self._calling = None
 
     def _make(self) -> None:
-        ranks = self._communicators.identify(self._call)
-        self._settle(self._group(lambda: self._communicators.make(ranks, self._call), self._call))
+        if self._ranks is None:
+            first, size, unique_id = 0, len(self._devices), UniqueId()
+            self._call("ncclGetUniqueId", ctypes.byref(unique_id))
+        else:
+            first, size, identifier = self._ranks
+            unique_id = UniqueId.from_buffer_copy(identifier)
+        config = non_blocking()
+
+        def make_each() -> None:
+            for replica_id, device in enumerate(self._devices):
+                handle = ctypes.c_void_p()
+                try:
+                    with using(device):  # the only function that uses the current device
+                        self._call(
+                            "ncclCommInitRankConfig",
+                            ctypes.byref(handle),
+                            size,
+                            unique_id,
+                            first + replica_id,
+                            ctypes.byref(config),
+                        )
+                finally:
+                    self._handles[replica_id] = handle.value
+
+        self._settle(self._group(make_each, self._call))
 
     def _group(self, make_calls: Callable[[], None], call: Callable[[str], int]) -> int:
         """Makes the calls as one group; returns SUCCESS or IN_PROGRESS."""
@@ -267,7 +290,7 @@ class Clique:
         Raises:
             _CallRefused: an operation has failed.
         """
-        handle = self._communicators.handles[replica_id]
+        handle = self._handles[replica_id]
         with self._mutex:
             self._call_locked("ncclCommGetAsyncError", handle, self._state_address)
             state = self._state_word.value
@@ -306,22 +329,52 @@ class Clique:
 
     def _finalize(self) -> None:
         for replica_id in range(len(self._devices)):
-            self._call("ncclCommFinalize", self._communicators.handles[replica_id])
+            self._call("ncclCommFinalize", self._handles[replica_id])
 
     def _destroy(self, operation: Work) -> None:
         seconds = operation.deadline - monotonic()
-        failed = self._communicators.end("ncclCommDestroy", seconds)
+        failed = self._end("ncclCommDestroy", seconds)
         if failed is None:
             self._time_out(operation, "ncclCommDestroy does not return")
             raise _CallRefused
         if failed:
             # ncclCommDestroy fails only before it starts, so these handles are still valid.
-            self._communicators.end_each("ncclCommAbort", failed, _ABORT_SECONDS)
+            self._end_each("ncclCommAbort", failed, _ABORT_SECONDS)
             raise _CallRefused(
                 f"ncclCommDestroy returned {self._library.explain(failed.popitem()[1])}"
             )
 
     # - Ends and errors
+
+    def _end(self, function: str, seconds: float) -> dict[int, int] | None:
+        """Ends all communicators with a function of NCCL; see ``_end_each``."""
+        handles, self._handles = self._handles, self._null_handles()
+        return self._end_each(function, handles, seconds)
+
+    def _end_each(
+        self, function: str, handles: Iterable[int | None], seconds: float
+    ) -> dict[int, int] | None:
+        """Calls a function of NCCL on communicators, in a new thread, since it may not return.
+
+        Returns:
+            The results by handle, of handles for which it failed; ``None`` if it has not returned.
+        """
+        failed: dict[int, int] = {}
+
+        def end() -> None:
+            # In turn: NCCL does the work for all of them in the last call.
+            for handle in filter(None, handles):
+                result = self._library.call(function, handle)
+                if result not in (SUCCESS, IN_PROGRESS):
+                    failed[handle] = result
+
+        thread = threading.Thread(target=end, name=f"mirror-{function}", daemon=True)
+        thread.start()
+        thread.join(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
+        return None if thread.is_alive() else failed
+
+    def _null_handles(self) -> ctypes.Array[ctypes.c_void_p]:
+        return (ctypes.c_void_p * len(self._devices))()
 
     def _watch(self) -> None:
         query_without_breaking_capture()
@@ -356,10 +409,21 @@ class Clique:
             self._in_flight.popleft()
 
     def _make_failure(self, what: str, why: str) -> MirrorError:
-        return nccl_error(self._library.version, what, self._devices, why)
+        where = ", ".join(map(str, self._devices))
+        return BackendError(
+            f"NCCL {version_name(self._library.version)} failed at {what} on {where}: {why}"
+            f"{_hint(why)}; {_ABORTED}"
+        )
 
     def _time_out(self, operation: Work, state: str) -> None:
-        self._abort_with(timeout_message(operation.seconds, operation.what, self._devices, state))
+        where = ", ".join(map(str, self._devices))
+        self._abort_with(
+            CollectiveTimeoutError(
+                f"NCCL must be done within {operation.seconds:g} s; {operation.what} on {where} "
+                f"was not: {state}; see what the devices were doing, or allow more with "
+                f"timeout_seconds; {_ABORTED}"
+            )
+        )
 
     def _abort_with(self, failure: MirrorError) -> None:
         """Stores an error and aborts all communicators, unless another error came first."""
@@ -367,7 +431,7 @@ class Clique:
         try:
             if self._failure is None:
                 self._failure = failure
-                self._communicators.end("ncclCommAbort", _ABORT_SECONDS)
+                self._end("ncclCommAbort", _ABORT_SECONDS)
         finally:
             if locked:
                 self._mutex.release()
@@ -443,92 +507,6 @@ def new_identifier(library: NcclLibrary) -> bytes:
     return bytes(unique_id)
 
 
-class Communicators:
-    """The handles of one communicator per replica.
-
-    Args:
-        ranks: of these devices; with None, replica ``i`` is rank ``i``.
-
-    Attributes:
-        handles: one per replica; None before it is created and after its end.
-    """
-
-    def __init__(
-        self, library: NcclLibrary, devices: Sequence[torch.device], ranks: RankRange | None
-    ) -> None:
-        self._library = library
-        self._devices = tuple(devices)
-        self._ranks = ranks
-        self.handles = self._null_handles()
-
-    def identify(self, call: Callable[..., int]) -> tuple[int, int, UniqueId]:
-        """Returns the first rank, the number of ranks, and the identifier.
-
-        Args:
-            call: calls a function of NCCL.
-        """
-        if self._ranks is not None:
-            first, size, identifier = self._ranks
-            return first, size, UniqueId.from_buffer_copy(identifier)
-        unique_id = UniqueId()
-        call("ncclGetUniqueId", ctypes.byref(unique_id))
-        return 0, len(self._devices), unique_id
-
-    def make(self, ranks: tuple[int, int, UniqueId], call: Callable[..., int]) -> None:
-        """Starts to create the communicators, as a group.
-
-        Args:
-            ranks: the result of ``identify``.
-            call: calls a function of NCCL.
-        """
-        first, size, unique_id = ranks
-        config = non_blocking()
-        for replica_id, device in enumerate(self._devices):
-            handle = ctypes.c_void_p()
-            try:
-                with using(device):  # the only function that uses the current device
-                    call(
-                        "ncclCommInitRankConfig",
-                        ctypes.byref(handle),
-                        size,
-                        unique_id,
-                        first + replica_id,
-                        ctypes.byref(config),
-                    )
-            finally:
-                self.handles[replica_id] = handle.value
-
-    def end(self, function: str, seconds: float) -> dict[int, int] | None:
-        """Ends all communicators with a function of NCCL; see ``end_each``."""
-        handles, self.handles = self.handles, self._null_handles()
-        return self.end_each(function, handles, seconds)
-
-    def end_each(
-        self, function: str, handles: Iterable[int | None], seconds: float
-    ) -> dict[int, int] | None:
-        """Calls a function of NCCL on communicators, in a new thread, since it may not return.
-
-        Returns:
-            The results by handle, of handles for which it failed; ``None`` if it has not returned.
-        """
-        failed: dict[int, int] = {}
-
-        def end() -> None:
-            # In turn: NCCL does the work for all of them in the last call.
-            for handle in filter(None, handles):
-                result = self._library.call(function, handle)
-                if result not in (SUCCESS, IN_PROGRESS):
-                    failed[handle] = result
-
-        thread = threading.Thread(target=end, name=f"mirror-{function}", daemon=True)
-        thread.start()
-        thread.join(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
-        return None if thread.is_alive() else failed
-
-    def _null_handles(self) -> ctypes.Array[ctypes.c_void_p]:
-        return (ctypes.c_void_p * len(self._devices))()
-
-
 _ABORTED = (
     "its communicators were aborted, and what was reduced last may be garbage: make another "
     "strategy"
@@ -538,23 +516,6 @@ _ABORTED = (
 # and channel. Docker's default is 64 MB.
 _SHARED_MEMORY, _ENOUGH_BYTES = "/dev/shm", 2**29
 _SHORTAGE_WORDS = ("ncclSystemError", "shared memory", "/shm", "No space left")
-
-
-def nccl_error(version: int, what: str, devices: Sequence[torch.device], why: str) -> BackendError:
-    where = ", ".join(map(str, devices))
-    return BackendError(
-        f"NCCL {version_name(version)} failed at {what} on {where}: {why}{_hint(why)}; {_ABORTED}"
-    )
-
-
-def timeout_message(
-    seconds: float, what: str, devices: Sequence[torch.device], state: str
-) -> CollectiveTimeoutError:
-    where = ", ".join(map(str, devices))
-    return CollectiveTimeoutError(
-        f"NCCL must be done within {seconds:g} s; {what} on {where} was not: {state}; see what "
-        f"the devices were doing, or allow more with timeout_seconds; {_ABORTED}"
-    )
 
 
 def _hint(why: str) -> str:
