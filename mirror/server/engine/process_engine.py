@@ -1,4 +1,6 @@
-"""The engine "process": actors are processes on this machine; ``make_engine`` selects an engine.
+"""The engine "process": actors are processes on this machine.
+
+``make_engine`` selects an engine, and ``connect_actor`` a client.
 
 An actor must not outlive the process that started it, not even if SIGKILL ended that process.
 Three mechanisms see to that. The kernel closes the owner's end of the lifeline, and the actor
@@ -22,12 +24,14 @@ from typing import Any
 from mirror.errors import BackendError
 from mirror.server.engine.actor_process import check_started, receive_message, send_message
 from mirror.server.engine.engine_types import (
+    ActorClient,
     ActorDied,
     Address,
     Engine,
     Header,
     Liveness,
     OwnedActor,
+    WireError,
     run_in_threads,
 )
 from mirror.server.engine.fork_server import ForkedProcess, fork_server
@@ -60,6 +64,26 @@ def make_engine(name: str = "auto") -> Engine[Any]:
 
         return RayEngine()
     return ProcessEngine()
+
+
+def connect_actor(address: Address, timeout_seconds: float | None = None) -> ActorClient:
+    """Returns a client of an actor, which connects at the first call.
+
+    Args:
+        address: the ``address`` of an actor or a client.
+        timeout_seconds: the limit for a call, after which the actor counts as lost.
+
+    Raises:
+        WireError: the argument is not an address, or this process does not have the key.
+    """
+    engine = address.get("engine") if isinstance(address, dict) else None
+    if engine == "ray":
+        from mirror.server.engine.ray_engine import RayClient  # imports Ray
+
+        return RayClient(address, timeout_seconds)
+    if engine != "process":
+        raise WireError(f"an address is the value of actor.address; got {address!r}")
+    return SocketClient(address, timeout_seconds)
 
 
 def _uses_ray() -> bool:

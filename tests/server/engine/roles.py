@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from mirror.server.engine import actor_process, handshake
-from mirror.server.engine.socket_client import connect_actor
+from mirror.server.engine.process_engine import connect_actor
 
 
 class TwoArgumentsError(Exception):

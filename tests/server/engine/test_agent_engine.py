@@ -18,7 +18,7 @@ from mirror.server.engine.handshake import (
     new_key,
 )
 from mirror.server.engine.node_agents import AgentEngine, NodeAgent
-from mirror.server.engine.socket_client import connect_actor
+from mirror.server.engine.process_engine import connect_actor
 from tests.server.engine.conftest import ECHO
 
 KEY = new_key()

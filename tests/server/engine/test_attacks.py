@@ -30,8 +30,8 @@ from mirror.server.engine.handshake import (
     new_key,
 )
 from mirror.server.engine.node_agents import AgentEngine, NodeAgent
-from mirror.server.engine.process_engine import ProcessEngine
-from mirror.server.engine.socket_client import KEY_VARIABLE, connect_actor, key_of_environment
+from mirror.server.engine.process_engine import ProcessEngine, connect_actor
+from mirror.server.engine.socket_client import KEY_VARIABLE, key_of_environment
 from tests.server.engine.conftest import ECHO
 from tests.server.engine.test_frames import junk, specs
 
