@@ -106,7 +106,7 @@ class ParameterServerStrategy(NoCopy):
         num_workers: int | None = None,
         *,
         cluster: Any = None,
-        engine: str | Engine = "auto",
+        engine: str | Engine[Any] = "auto",
         sync: bool = False,
         replicas_to_aggregate: int | None = None,
         max_staleness: int | None = None,
@@ -354,7 +354,7 @@ def _resolve_tasks(cluster: Any, engine: object, counts: Sequence[object]) -> Ta
     return found
 
 
-def _make_engine(cluster_tasks: Tasks) -> Engine:
+def _make_engine(cluster_tasks: Tasks) -> Engine[Any]:
     """Returns the engine with an actor at the address of each of a cluster's tasks.
 
     Raises:
