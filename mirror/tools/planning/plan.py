@@ -94,7 +94,7 @@ def plan(
         algorithm: "ring", "tree", "hierarchical", or "auto", the faster one of ring and tree.
         bucket_bytes: the capacity of a bucket, which is reduced at once.
         wire_dtype: the dtype of gradients on the wire; by default that of the parameters.
-        optimizer_state: "replicated", or "sharded" over the devices of each machine, see
+        optimizer_state: "replicated", or "sharded" over all devices, see
             ``MirroredStrategy``; by default that of the measured strategy.
 
     Raises:
