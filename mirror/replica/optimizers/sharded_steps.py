@@ -107,7 +107,7 @@ class ShardedSteps:
             with torch.enable_grad():
                 result = closure()
             workers = self._replicas.workers
-            if workers.is_multi_process:
+            if workers.is_multi_process and self._runner.running is None:  # else it has the mean
                 result = average_loss_over_workers(self._replicas, result, workers.weight)
         self._runner.prepare("optimizer.step")
         self._optimizers.reduce()

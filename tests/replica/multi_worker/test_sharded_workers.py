@@ -245,6 +245,34 @@ def test_every_kind_of_parameter_is_gathered_and_changed_inside_run(worker_pool,
         assert_same(result, expected, tolerance=1e-5)
 
 
+def loss_of_closures(counts, make, state):
+    """Returns each replica's losses of steps with closures, where gradients are added."""
+    options = {"optimizer_state": state, "gradient_reduction": "sum"}
+    with strategy_of(counts, **options) as strategy, strategy.scope():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = make(model.parameters())
+
+        def step(x):
+            def closure():
+                optimizer.zero_grad()
+                loss = model(x).square().sum() / 8
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure)
+
+        parts = strategy.distribute_dataset([torch.ones(8, 4)] * 2)
+        runs = [strategy.local_results(strategy.run(step, args=(part,))) for part in parts]
+        return [[loss.detach() for loss in losses] for losses in zip(*runs, strict=True)]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_step_made_once_returns_the_losses_of_one_process(worker_pool, make):
+    of_workers, of_one = both(worker_pool, loss_of_closures, (2, 2), make, "sharded")
+    assert_same(of_workers, of_one)
+
+
 # What is read is gathered by all workers.
 
 
