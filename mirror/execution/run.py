@@ -358,6 +358,13 @@ class Run:
         for check in self.checks:
             check(self)
 
+    def check_options(self) -> None:
+        """Raises StrategyError if the replicas have left other options of an optimizer each."""
+        while self.stepped:
+            _, stepped = self.stepped.popitem()
+            if stepped.left:
+                stepped.check(stepped.left)
+
     def check_modes(self) -> None:
         """Raises StrategyError if only some replicas have changed a module's mode."""
         modes, self.modes = self.modes, {}

@@ -250,7 +250,8 @@ class Buckets:
     def collect(self) -> None:
         """Waits for the reductions in flight, and accumulates the gradients."""
         timeline = self._replicas.timeline
-        for reduction in self._pop_reductions():
+        self._is_held = False
+        for reduction in self._pop_reductions() if self.in_flight else ():
             timeline.begin(CROSS, EXPOSED)
             reduction.wait()
             timeline.end(CROSS, EXPOSED)
@@ -268,10 +269,8 @@ class Buckets:
 
     def _pop_reductions(self) -> list[_Reduction]:
         reductions = [*self.in_flight]
-        if reductions:
-            self.in_flight.clear()
-            self._tracker.settle()
-        self._is_held = False
+        self.in_flight.clear()
+        self._tracker.settle()
         return reductions
 
     # Dropping
@@ -288,6 +287,7 @@ class Buckets:
 
     def discard(self) -> None:
         """Waits for the reductions in flight, and throws the gradients away."""
+        self._is_held = False
         for reduction in self._pop_reductions():
             with suppress(Exception):  # the run has failed already, with its own error
                 reduction.wait()

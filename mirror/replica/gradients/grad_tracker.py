@@ -36,7 +36,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -81,10 +82,8 @@ class BackwardPass:
         is_over: whether it has ended; after an interrupt, ``end_pass`` may not have been called.
     """
 
-    is_over = False
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
+    # Class attributes and no __init__: every pass makes one, and this is faster.
+    thread, is_over = 0, False
 
 
 class GradTracker:
@@ -96,9 +95,10 @@ class GradTracker:
             those in buckets in flight.
         unsettled: per replica, the running backward passes, and the buckets in flight with its
             gradients: while there are any, ``pending`` is incomplete.
-        may_have_arrived: whether a pass outside ``run`` may have brought gradients.
+        unsearched: the last pass outside ``run``, until the slots are searched for its gradients.
         changes: how often a copy was added, or its ``requires_grad`` has changed.
-        sources: the lists of ``pending`` and ``unsettled``.
+        sources: ``unsearched`` and the lists of ``pending`` and ``unsettled``: while all are empty,
+            no gradient has arrived.
         in_flight: buckets that were launched in a pass and not collected. Each has ``copies``, per
             replica, whose gradients it has taken.
         arrivals: the copies that the last pass has brought gradients to, in the order of arrival.
@@ -111,10 +111,10 @@ class GradTracker:
         self.replicas = replicas
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in replicas.devices)
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
-        self.sources = (*self.pending, *self.unsettled)
+        self.unsearched: list[BackwardPass] = []
+        self.sources = (*self.pending, *self.unsettled, self.unsearched)
         self.in_flight: list[Any] = []
         self._passes: tuple[list[BackwardPass], ...] = tuple([] for _ in self.pending)
-        self.may_have_arrived = False
         self.changes = 0
         self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.mesh.replicas)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
@@ -149,22 +149,30 @@ class GradTracker:
             replica_id: the replica that runs it; ``None`` outside ``run``.
             within: whether it runs inside another pass of the same thread.
         """
-        self.mutex.call(self._begin_pass, this, replica_id, within)
-
-    def _begin_pass(self, this: BackwardPass, replica_id: int | None, within: bool) -> None:
         if replica_id is None:
-            if self.may_have_arrived and not self._is_passed_elsewhere():
-                self.scan()
-            if not within:
-                self._is_second_pass = any(self._passes) or any(self.pending)
-            for unsettled, passes in zip(self.unsettled, self._passes, strict=True):
-                unsettled.append(this)
-                passes.append(this)
+            self.mutex.call(self._begin_outer_pass, this, within)
             return
-        self.unsettled[replica_id].append(this)
-        self._passes[replica_id].append(this)
+        lock = self.mutex.lock
+        try:
+            lock.acquire()
+            self.unsettled[replica_id].append(this)
+            self._passes[replica_id].append(this)
+        finally:
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:  # see Mutex
+                pass
         if not within:
             self._num_passes[replica_id] += 1
+
+    def _begin_outer_pass(self, this: BackwardPass, within: bool) -> None:
+        if self.unsearched and not self._is_passed_elsewhere():
+            self.scan()
+        if not within:
+            self._is_second_pass = any(self._passes) or any(self.pending)
+        for unsettled, passes in zip(self.unsettled, self._passes, strict=True):
+            unsettled.append(this)
+            passes.append(this)
 
     def end_pass(self, this: BackwardPass, replica_id: int | None) -> None:
         """Records that a backward pass has ended, and the gradients that it has brought."""
@@ -177,9 +185,9 @@ class GradTracker:
             self._record_streams((replica_id,))
 
     def _end_outer_pass(self, this: BackwardPass) -> None:
-        self.may_have_arrived = True  # before, in case an interrupt comes between
+        self.unsearched[:] = (this,)  # before, in case an interrupt comes between
         self._remove(this, (*self.unsettled, *self._passes))
-        self.may_have_arrived = True  # the next use of the strategy searches the slots
+        self.unsearched[:] = (this,)  # the next use of the strategy searches the slots
         if self.streams is None:
             return
         if self._is_passed_elsewhere():
@@ -222,17 +230,17 @@ class GradTracker:
 
     def have_arrived(self) -> bool:
         """Whether any replica has unreduced gradients from backward passes."""
-        if not (self.may_have_arrived or any(self.sources)):
+        if not any(self.sources):
             return False
-        self.scan()
+        if self.unsearched or any(self._passes):
+            self.scan()
         return any(self.pending) or bool(self.in_flight)
 
     def scan(self) -> None:
         """Finds the gradients of passes outside ``run``, and of running passes."""
-        if self.may_have_arrived or any(self._passes):
-            self.drop_interrupted()
-            self.find()
-            self.may_have_arrived = False
+        self.drop_interrupted()
+        self.find()
+        self.unsearched.clear()
 
     def scan_replica(self, replica_id: int) -> None:
         """Finds the gradients that a replica's running passes have brought."""
@@ -248,7 +256,8 @@ class GradTracker:
                 lock = self.mutex.lock
                 try:
                     lock.acquire()
-                    found = [copy for copy in silent if local_grad(copy) is not None]
+                    have_grads = map(is_not, map(local_grad, silent), repeat(None))
+                    found = list(compress(silent, have_grads))
                     if pending:
                         found += [copy for copy in pending if not copy.is_silent]
                     if found or pending:
@@ -465,6 +474,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         elif transforms_of(args[0][0]):
             _refuse_transformed(args[0], args[4])
         this, begun = BackwardPass(), list[tuple[GradTracker, int | None]]()
+        this.thread = threading.get_ident()
         try:
             within = current_graph_task_id() != -1
             for reference in _trackers if accumulates else ():

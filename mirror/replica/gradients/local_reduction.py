@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 
 import torch
 
@@ -36,6 +37,8 @@ from mirror.replica.gradients.ready_grads import (
 )
 from mirror.replica.gradients.shares import PassWeights, Shares
 from mirror.replica.params.replicated_param import ReplicatedParam
+
+_hooks_of = attrgetter("hooks")
 
 
 class LocalReduction:
@@ -100,7 +103,8 @@ class LocalReduction:
             )
             self._reducer.all_reduce(self._reducer.move(by_replica, self.tracker.streams), scale)
             self._replicas.timeline.end(CROSS, REDUCTION)
-            run_hooks(variables, by_replica)
+            if any(map(_hooks_of, variables)):
+                run_hooks(variables, by_replica)
         self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
         for mine, reduced in zip(targets, by_replica, strict=True):
             accumulate(mine, reduced)
@@ -176,7 +180,7 @@ class LocalReduction:
         """Drops a variable's unreduced gradients, for these replicas; returns False."""
         pending, unsettled = self.tracker.pending, self.tracker.unsettled
         sources = (*(pending[r] for r in replica_ids), *(unsettled[r] for r in replica_ids))
-        if self.tracker.may_have_arrived or any(sources) or self.tracker.in_flight:
+        if self.tracker.unsearched or any(sources) or self.tracker.in_flight:
             self._buckets.drop(variable, replica_ids)  # first: no bucket takes others meanwhile
         self.tracker.drop_local(variable, replica_ids)
         self.deferred.drop(variable, replica_ids)

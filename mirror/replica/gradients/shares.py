@@ -67,17 +67,20 @@ class Shares:
         self._replicas, self._runner, self._workers = replicas, runner, replicas.workers
         self.reference = 0.0
         self._need_total = replicas.weighted and replicas.workers.is_multi_process
+        self._weights_in_run: dict[int, float] = {}  # by replica; those of ``_last_in_run``
         self._last_in_run = self._last_outside = PassWeights()
         self._estimated: tuple[PassWeights, float, dict[int, float]] = PassWeights(), 0.0, {}
 
     def in_run(self, run: Run) -> PassWeights:
         """Returns the weights of backward passes inside a run."""
-        if not self._need_total:
-            return PassWeights(run.shares())
         weights = run.weights()
-        if self._last_in_run != weights:
-            self._last_in_run = PassWeights(weights)
-            self._last_in_run.total = float(sum(weights.values()))
+        if self._weights_in_run != weights:
+            self._weights_in_run = weights
+            if self._need_total:
+                self._last_in_run = PassWeights(weights)
+                self._last_in_run.total = float(sum(weights.values()))
+            else:
+                self._last_in_run = PassWeights(run.shares())
         return self._last_in_run
 
     def outside(self) -> PassWeights:

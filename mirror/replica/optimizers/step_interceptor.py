@@ -53,6 +53,7 @@ from mirror.replica.optimizers.merge_call_shared import (
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.optimizers.optimizer_traits import (
+    has_torchs_step,
     hooked_code,
     is_torchs_own,
     may_step_leader_first,
@@ -139,7 +140,8 @@ def _wrap(step: Step) -> Step:
                 if replica.replica_id == replica.run.active[0] and not is_traced:
                     refuse_wrappers(self)  # once: all replicas run the same code
                 is_moved = replicas.shards_state or replicas.has_parameter_device
-                if not is_moved and (is_traced or is_torchs_own(type(self))):
+                kind = type(self)
+                if not is_moved and (is_traced or has_torchs_step(kind, kind.step)):
                     return _step(step, self, replica, args, kwargs)
                 return _step_in_run(step, self, replica, args, kwargs)
             finally:
