@@ -51,7 +51,6 @@ from mirror.replica.gradients.ready_grads import (
     ReadyGrads,
     Reducer,
     accumulate,
-    common_scale,
     local_grad,
     unshare,
     weigh,
@@ -104,7 +103,9 @@ class Buckets:
 
     Attributes:
         in_flight: the reductions launched and not collected: the list of ``GradTracker``.
-        is_disordered: whether gradients have arrived in another order than the recorded one.
+        order: the recorded order.
+        is_disordered: whether gradients have arrived in another order than that.
+        is_held: whether nothing is launched until all that has arrived is reduced.
     """
 
     def __init__(
@@ -125,10 +126,10 @@ class Buckets:
         self._side = SideStream(replicas.mesh.devices)
         self._streams = tracker.streams
         self._plan: _Plan | None = None
+        self.order: ReadyGrads | None = None
         self._hooks: list[Any] = []
         self.in_flight: list[_Reduction] = tracker.in_flight
-        self._is_held = False  # no launches until all that has arrived is reduced
-        self.is_disordered = False
+        self.is_disordered = self.is_held = False
 
     # The order of arrival
 
@@ -152,6 +153,7 @@ class Buckets:
             self.forget_order()
             ends = self._bucket_ends(arrivals.variables)[:-1]
             self._plan = plan = _Plan(arrivals, ends)
+            self.order = arrivals
             for index, end in enumerate(ends):
                 for copies in arrivals.copies:
                     launch = partial(self._handle_arrival, plan, index)
@@ -173,7 +175,7 @@ class Buckets:
         """Drops the recorded order."""
         for hook in self._hooks:
             hook.remove()
-        self._plan, self._hooks, self.is_disordered = None, [], False
+        self._plan, self.order, self._hooks, self.is_disordered = None, None, [], False
 
     # Launching during a pass
 
@@ -188,7 +190,7 @@ class Buckets:
         if index > len(self.in_flight):
             before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
             self.is_disordered |= local_grad(before) is None
-        if plan is self._plan and index == len(self.in_flight) and not self._is_held:
+        if plan is self._plan and index == len(self.in_flight) and not self.is_held:
             if self._may_launch(copy.variable.devices):
                 with nullcontext() if self._streams is None else self._streams.make_caller_wait():
                     self._launch(plan.order, plan.bounds(index))
@@ -218,7 +220,7 @@ class Buckets:
         scattering = None
         if self._scatter is not None and not self._scatter.find_whole(variables, targets):
             scattering = self._scatter.begin(variables, by_replica, self._streams)
-        scale = common_scale(shares)
+        scale = shares.common
         if scattering is None:
             moved = self._reducer.move(by_replica, self._streams)
             unshare(by_replica, moved.staying, self._streams)
@@ -250,8 +252,7 @@ class Buckets:
     def collect(self) -> None:
         """Waits for the reductions in flight, and accumulates the gradients."""
         timeline = self._replicas.timeline
-        self._is_held = False
-        for reduction in self._pop_reductions() if self.in_flight else ():
+        for reduction in self._pop_reductions():
             timeline.begin(CROSS, EXPOSED)
             reduction.wait()
             timeline.end(CROSS, EXPOSED)
@@ -269,8 +270,10 @@ class Buckets:
 
     def _pop_reductions(self) -> list[_Reduction]:
         reductions = [*self.in_flight]
-        self.in_flight.clear()
-        self._tracker.settle()
+        if reductions:
+            self.in_flight.clear()
+            self._tracker.settle()
+        self.is_held = False
         return reductions
 
     # Dropping
@@ -280,14 +283,13 @@ class Buckets:
         self._tracker.mutex.call(self._drop, variable, replica_ids)
 
     def _drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
-        self._is_held = True
+        self.is_held = True
         for reduction in self.in_flight:
             if variable in reduction.variables:
                 reduction.dropped.update((variable, r) for r in replica_ids)
 
     def discard(self) -> None:
         """Waits for the reductions in flight, and throws the gradients away."""
-        self._is_held = False
         for reduction in self._pop_reductions():
             with suppress(Exception):  # the run has failed already, with its own error
                 reduction.wait()

@@ -97,8 +97,8 @@ class GradTracker:
             gradients: while there are any, ``pending`` is incomplete.
         unsearched: the last pass outside ``run``, until the slots are searched for its gradients.
         changes: how often a copy was added, or its ``requires_grad`` has changed.
-        sources: ``unsearched`` and the lists of ``pending`` and ``unsettled``: while all are empty,
-            no gradient has arrived.
+        sources: ``unsearched`` and the lists of ``pending`` and ``unsettled``: while all are
+            empty, no gradient has arrived.
         in_flight: buckets that were launched in a pass and not collected. Each has ``copies``, per
             replica, whose gradients it has taken.
         arrivals: the copies that the last pass has brought gradients to, in the order of arrival.

@@ -28,7 +28,6 @@ from mirror.replica.gradients.ready_grads import (
     accumulate,
     are_non_dense,
     are_usual,
-    common_scale,
     local_grad,
     reduce_non_dense,
     run_hooks,
@@ -75,10 +74,11 @@ class LocalReduction:
         # 1. Take the gradients out of their slots, and wait for the buckets in flight.
         adds_deferred = self.deferred.has_passes
         arrivals, by_replica = self._take(weights)
-        self._buckets.collect()
+        if self._buckets.in_flight or self._buckets.is_held:
+            self._buckets.collect()
         # 2. Weigh them. The sum is multiplied by a share that all replicas have.
         variables, targets = arrivals.variables, arrivals.targets
-        scale = None if adds_deferred else common_scale(weights)
+        scale = None if adds_deferred else weights.common
         if scale is None:
             scale = 1.0
             weigh(by_replica, weights)
@@ -134,7 +134,8 @@ class LocalReduction:
                 self.discard()
                 self._finite.raise_error(grads, rest.variables)
             del grads  # unshare counts the references to their memory
-        self._buckets.record_order(arrivals, again=is_known)
+        if arrivals is not self._buckets.order or self.tracker.streams is not None:
+            self._buckets.record_order(arrivals, again=is_known)
         if self._buckets.is_disordered:
             self._buckets.forget_order()
             self.tracker.restore_hooks()

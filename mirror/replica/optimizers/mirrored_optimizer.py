@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -289,7 +290,8 @@ class MirroredOptimizer:
         gather(exposed, parameters, leader)
         try:
             self.loan.swap_in(0)
-            with using(self.replicas.devices[0]):
+            is_on_cpu = self.replicas.are_simulated  # which needs no device context
+            with nullcontext() if is_on_cpu else using(self.replicas.devices[0]):
                 raw_step(type(optimizer).step)(optimizer, *args, **kwargs)
             self.loan.is_begun = False
         finally:
