@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
-from mirror.base.timeline import WAITING
+from mirror.base.timeline import MANY_MARKS, WAITING
 from mirror.device.device_mesh import DeviceRemap
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError, short_repr
@@ -284,7 +284,7 @@ class Run:
             self._on_streams.record(replica_id)
         timeline = self.replicas.timeline
         dynamo_callback = suspend_dynamo()  # actions are not the user's code
-        timeline.begin(replica_id, WAITING, point.operation)
+        timeline.mark((timeline.clock(), replica_id, WAITING, point.operation))
         try:
             result = (
                 self.act(point.action, {replica_id: point.payload})[replica_id]
@@ -299,7 +299,7 @@ class Run:
                 self.swapped.enter(replica_id)
             return result
         finally:
-            timeline.end(replica_id, WAITING)
+            timeline.mark((timeline.clock(), replica_id, WAITING, None))
             resume_dynamo(dynamo_callback)
 
     def wait_for_turn(self, replica_id: int) -> None:
@@ -312,6 +312,8 @@ class Run:
 
     def act(self, action: Action, payloads: Payloads) -> Payloads:
         """Runs the action of a merge point, in the cross-replica context."""
+        if len(self.replicas.timeline.marks) > MANY_MARKS:
+            self.replicas.timeline.add_up()
         if self.modes or self.assigned:
             self._check()
         before = current.replica, current.strategy, current.below

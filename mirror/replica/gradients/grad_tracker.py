@@ -461,7 +461,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         else:
             timeline, lane = replica.replicas.timeline, replica.replica_id
         if timeline is not None:
-            timeline.begin(lane, BACKWARD)
+            timeline.mark((timeline.clock(), lane, BACKWARD, ""))
         if replica is not None:
             if replica.run.is_trial and accumulates:
                 raise Unverifiable("forward calls backward, which would add to gradients twice")
@@ -512,7 +512,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             for tracker, replica_id in begun:
                 tracker.end_pass(this, replica_id)
             if timeline is not None:
-                timeline.end(lane, BACKWARD)
+                timeline.mark((timeline.clock(), lane, BACKWARD, None))
 
     return run_backward
 

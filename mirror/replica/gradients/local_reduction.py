@@ -98,11 +98,10 @@ class LocalReduction:
                 variables, by_replica, targets = [], [], []
         # 4. Sum the others, and add the sums to every replica's gradients.
         if variables:
-            self._replicas.timeline.begin(
-                CROSS, REDUCTION, f"gradients of {len(variables)} parameters"
-            )
+            timeline, name = self._replicas.timeline, f"gradients of {len(variables)} parameters"
+            timeline.mark((timeline.clock(), CROSS, REDUCTION, name))
             self._reducer.all_reduce(self._reducer.move(by_replica, self.tracker.streams), scale)
-            self._replicas.timeline.end(CROSS, REDUCTION)
+            timeline.mark((timeline.clock(), CROSS, REDUCTION, None))
             if any(map(_hooks_of, variables)):
                 run_hooks(variables, by_replica)
         self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]

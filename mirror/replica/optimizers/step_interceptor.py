@@ -233,7 +233,8 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
         current_lane() if replica is None else (replica.replicas.timeline, replica.replica_id)
     )
     if timeline is not None:
-        timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
+        name = f"{type(optimizer).__name__}.step"
+        timeline.mark((timeline.clock(), lane, OPTIMIZER, name))
     try:
         mirror = None
         if _Installed.mirroring and has_hooks_around and not is_traced:
@@ -251,7 +252,7 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
                 resume_dynamo(dynamo_callback)
     finally:
         if timeline is not None:
-            timeline.end(lane, OPTIMIZER)
+            timeline.mark((timeline.clock(), lane, OPTIMIZER, None))
     if len(current.stepping) == 1:  # no step of another optimizer has called this one
         if replica is None:
             step_ends.record_optimizer_step(timeline)
