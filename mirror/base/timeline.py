@@ -228,7 +228,7 @@ class Timeline:
     def end_step(self) -> None:
         """Ends a training step and starts the next one. See [Note: Ends of steps]."""
         now = self.clock()
-        self.add_up()
+        self._adding.call(self._add_up)
         self._open[CROSS].clear()
         self.steps.append((now - self._step_began, self._sums))
         self._step_began = now

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
-from mirror.base.timeline import MANY_MARKS, WAITING
+from mirror.base.timeline import CROSS, MANY_MARKS, WAITING, Timeline, latest_timeline
 from mirror.device.device_mesh import DeviceRemap
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError, short_repr
@@ -463,6 +463,14 @@ def replica_of(replicas: Replicas) -> Replica | None:
     """Returns the current replica if it is one of these, else ``None``."""
     replica = current.replica
     return replica if replica is not None and replica.replicas is replicas else None
+
+
+def current_lane() -> tuple[Timeline | None, int]:
+    """Returns the timeline of the calling code, and its lane in it."""
+    replica = current.replica
+    if replica is None:
+        return latest_timeline(), CROSS
+    return replica.replicas.timeline, replica.replica_id
 
 
 def is_active_in(replicas: Replicas) -> bool:

@@ -31,10 +31,11 @@ strategy is created. The wrapper costs one microsecond per pass. It also splits 
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import is_not
@@ -46,7 +47,7 @@ from torch.func import debug_unwrap
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
-from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest_timeline
+from mirror.base.timeline import BACKWARD, CROSS, latest_timeline
 from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
@@ -65,7 +66,7 @@ from mirror.replica.gradients.ready_grads import (
     local_grad,
     set_local_grad,
 )
-from mirror.replica.gradients.unmirrored import leaves_of_pass
+from mirror.replica.gradients.unmirrored import CallSite, leaves_of_pass
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import MirroredParameter, all_leaves
@@ -104,7 +105,8 @@ class GradTracker:
         arrivals: the copies that the last pass has brought gradients to, in the order of arrival.
         streams: on GPUs, the streams on which passes have brought unreduced gradients.
         mutex: held while entries of ``pending`` are removed or changed.
-        check_pass: called with the run, a replica and the engine's arguments, before its pass.
+        check_pass: called with the run, the call site and the engine's arguments, before a pass.
+        checked: the call sites for which it is not called.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -122,7 +124,8 @@ class GradTracker:
         self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
         self._is_second_pass = False  # one outside run, before the reduction of an earlier pass
-        self.check_pass: Callable[[Run, int, Sequence[Any]], object] = do_nothing
+        self.check_pass: Callable[[Run, CallSite, Sequence[Any]], object] = do_nothing
+        self.checked: Container[CallSite] = ()
         self.after_fork()
         reinit_after_fork(self)
         self._may_be_silent = replicas.mirrors and register_listener(self)
@@ -483,7 +486,11 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                     replica_id = None
                     if replica is not None and tracker.replicas is replica.replicas:
                         replica_id = lane
-                        tracker.check_pass(replica.run, lane, args)
+                        # Of Tensor.backward, past torch.autograd.backward.
+                        caller = sys._getframe(3)
+                        place = caller.f_code, caller.f_lasti, lane
+                        if place not in tracker.checked:
+                            tracker.check_pass(replica.run, place, args)
                     if replica is None or replica_id is not None:
                         tracker.begin_pass(this, replica_id, within=within)
                     begun.append((tracker, replica_id))
@@ -515,14 +522,6 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 timeline.mark((timeline.clock(), lane, BACKWARD, None))
 
     return run_backward
-
-
-def current_lane() -> tuple[Timeline | None, int]:
-    """Returns the timeline of the calling code, and its lane in it."""
-    replica = current.replica
-    if replica is None:
-        return latest_timeline(), CROSS
-    return replica.replicas.timeline, replica.replica_id
 
 
 def _expand_inputs(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:

@@ -37,8 +37,7 @@ from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import wrap_once
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import Replica, current, refuse_within_another
-from mirror.replica.gradients.grad_tracker import current_lane
+from mirror.execution.run import Replica, current, current_lane, refuse_within_another
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
