@@ -73,6 +73,7 @@ class _Span:
     kind: str
     name: str
     begin: float
+    outer: _Span | None  # the open span around it
     inner_seconds: float = 0.0
 
 
@@ -103,11 +104,12 @@ class Timeline:
     """The time of one strategy.
 
     Attributes:
-        marks: those that are not added up yet; after twice ``MANY_MARKS``, the oldest are dropped.
+        marks: those that are not added up yet.
         mark: adds one to them, from any thread, at the time of ``clock``: ``begin`` and ``end``
             for code that cannot afford a call.
         steps: for each of the last steps, its duration and the self seconds of each kind by lane.
         compiled: statistics of compiled steps.
+        sample: what ``set_sample`` has set; ``None`` between samples.
         stopwatches: one per replica during a measurement, else none.
         at_step_ends: callbacks for the end of each step.
         reference: a weak reference to this timeline, for ``last_used``.
@@ -121,12 +123,12 @@ class Timeline:
         self.compiled = Compiled()
         self.at_step_ends: list[Callable[[], None]] = []
         self.clock = perf_counter
-        self.marks: deque[Mark] = deque(maxlen=2 * MANY_MARKS)
+        self.marks: list[Mark] = []
         self.mark: Callable[[Mark], object] = self.marks.append
-        self._sample: Callable[[int, str | None], None] | None = None
+        self.sample: Callable[[int, str | None], None] | None = None
         self.stopwatches: Sequence[SpanTimer] = ()
         self._adding = Mutex()
-        self._open: list[list[_Span]] = [[] for _ in self.names]
+        self._open: list[_Span | None] = [None for _ in self.names]  # the innermost of each lane
         self._events: list[dict[str, Any]] | None = None
         self._target = Path()  # the file of the trace
         self._step_began = self.clock()
@@ -139,6 +141,8 @@ class Timeline:
 
     def begin(self, lane: int, kind: str, name: str = "") -> None:
         """Opens a span on a lane: a replica's id, ``CROSS`` or ``OVERLAPPED``."""
+        if self.marks[MANY_MARKS:]:
+            self.add_up()
         self.mark((self.clock(), lane, kind, name))
 
     def end(self, lane: int, kind: str) -> None:
@@ -149,7 +153,7 @@ class Timeline:
 
     def set_sample(self, sample: Callable[[int, str | None], None] | None) -> None:
         """Sets what is called at both ends of a span, with its lane, and its kind if it ends."""
-        self._sample = sample
+        self.sample = sample
         self._choose_mark()
 
     def set_stopwatches(self, stopwatches: Sequence[SpanTimer]) -> None:
@@ -158,13 +162,13 @@ class Timeline:
         self._choose_mark()
 
     def _choose_mark(self) -> None:
-        is_followed = self._sample is not None or self.stopwatches
+        is_followed = self.sample is not None or self.stopwatches
         self.mark = self._mark_followed if is_followed else self.marks.append
 
     def _mark_followed(self, mark: Mark) -> None:
         _, lane, kind, name = mark
-        if self._sample is not None:
-            self._sample(lane, kind if name is None else None)
+        if self.sample is not None:
+            self.sample(lane, kind if name is None else None)
         if self.stopwatches and (kind is FORWARD or kind is WAITING):
             runs = (name is None) == (kind is WAITING)
             watch = self.stopwatches[lane]
@@ -175,29 +179,36 @@ class Timeline:
 
     def add_up(self) -> None:
         """Adds up the marks that were made so far."""
-        self._adding.call(self._add_up)
-
-    def _add_up(self) -> None:
-        marks = self.marks
-        while marks:
-            now, lane, kind, name = marks.popleft()
-            opened, sums = self._open[lane], self._sums[lane]
-            if name is not None:
-                opened.append(_Span(kind, name, now))
-                continue
-            is_innermost = bool(opened) and opened[-1].kind is kind
-            if not is_innermost and not any(span.kind is kind for span in opened):
-                continue  # an error has dropped it
-            while opened:
-                span = opened.pop()
-                seconds = now - span.begin
-                sums[span.kind] += seconds - span.inner_seconds
-                if opened:
-                    opened[-1].inner_seconds += seconds
-                if self._events is not None:
-                    self._record(lane, span, now)
-                if span.kind is kind:
-                    break
+        marks, lock = self.marks, self._adding.lock
+        try:
+            lock.acquire()
+            taken = marks[:]
+            del marks[: len(taken)]
+            for now, lane, kind, name in taken:
+                span, sums = self._open[lane], self._sums[lane]
+                if name is not None:
+                    self._open[lane] = _Span(kind, name, now, span)
+                    continue
+                around = span
+                while around is not None and around.kind is not kind:
+                    around = around.outer
+                if around is None:
+                    continue  # an error has dropped it
+                while span is not around.outer:
+                    assert span is not None
+                    seconds = now - span.begin
+                    sums[span.kind] += seconds - span.inner_seconds
+                    if self._events is not None:
+                        self._record(lane, span, now)
+                    if span.outer is not None:
+                        span.outer.inner_seconds += seconds
+                    span = span.outer
+                self._open[lane] = span
+        finally:
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:  # see Mutex
+                pass
 
     @contextmanager
     def counting_once(self, kind: str) -> Iterator[None]:
@@ -228,8 +239,8 @@ class Timeline:
     def end_step(self) -> None:
         """Ends a training step and starts the next one. See [Note: Ends of steps]."""
         now = self.clock()
-        self._adding.call(self._add_up)
-        self._open[CROSS].clear()
+        self.add_up()
+        self._open[CROSS] = None
         self.steps.append((now - self._step_began, self._sums))
         self._step_began = now
         self._sums = list(map(dict, repeat(self._zeros, len(self.names))))
@@ -244,8 +255,7 @@ class Timeline:
     def drop_open(self) -> None:
         """Drops the spans that an error left open."""
         self.add_up()
-        for opened in self._open:
-            opened.clear()
+        self._open = [None for _ in self.names]
 
     # Traces
 

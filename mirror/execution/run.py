@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
-from mirror.base.timeline import CROSS, MANY_MARKS, WAITING, Timeline, latest_timeline
+from mirror.base.timeline import CROSS, WAITING, Timeline, latest_timeline
 from mirror.device.device_mesh import DeviceRemap
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError, short_repr
@@ -312,8 +312,6 @@ class Run:
 
     def act(self, action: Action, payloads: Payloads) -> Payloads:
         """Runs the action of a merge point, in the cross-replica context."""
-        if len(self.replicas.timeline.marks) > MANY_MARKS:
-            self.replicas.timeline.add_up()
         if self.modes or self.assigned:
             self._check()
         before = current.replica, current.strategy, current.below

@@ -284,7 +284,7 @@ class Runner:
             run.swapped.end()
         if self.parallel_runs is not None and run.outer is None:
             self.parallel_runs.end(has_failed=has_failed)
-        if len(self.replicas.timeline.marks) > MANY_MARKS:
+        if self.replicas.timeline.marks[MANY_MARKS:]:
             self.replicas.timeline.add_up()
         self._parts.on_run_end(run)
 
@@ -306,7 +306,9 @@ class Runner:
             return  # a step beside it: the last strategy's timeline counts it
         self.gpu_waits.end_step()
         sample = self._sample_at_span if self.gpu_waits.is_sampling else None
-        self.replicas.timeline.set_sample(sample)
+        timeline = self.replicas.timeline
+        if sample is not None or timeline.sample is not None:
+            timeline.set_sample(sample)
 
     def _sample_at_span(self, lane: int, ended: str | None) -> None:
         assert self.gpu_waits is not None

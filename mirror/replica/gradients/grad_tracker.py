@@ -47,7 +47,7 @@ from torch.func import debug_unwrap
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
-from mirror.base.timeline import BACKWARD, CROSS, latest_timeline
+from mirror.base.timeline import BACKWARD, CROSS, MANY_MARKS, latest_timeline
 from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
@@ -97,9 +97,8 @@ class GradTracker:
         unsettled: per replica, the running backward passes, and the buckets in flight with its
             gradients: while there are any, ``pending`` is incomplete.
         unsearched: the last pass outside ``run``, until the slots are searched for its gradients.
+        sources: the lists of these three; while all are empty, no gradient has arrived.
         changes: how often a copy was added, or its ``requires_grad`` has changed.
-        sources: ``unsearched`` and the lists of ``pending`` and ``unsettled``: while all are
-            empty, no gradient has arrived.
         in_flight: buckets that were launched in a pass and not collected. Each has ``copies``, per
             replica, whose gradients it has taken.
         arrivals: the copies that the last pass has brought gradients to, in the order of arrival.
@@ -464,6 +463,8 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         else:
             timeline, lane = replica.replicas.timeline, replica.replica_id
         if timeline is not None:
+            if timeline.marks[MANY_MARKS:]:
+                timeline.add_up()
             timeline.mark((timeline.clock(), lane, BACKWARD, ""))
         if replica is not None:
             if replica.run.is_trial and accumulates:
@@ -486,8 +487,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                     replica_id = None
                     if replica is not None and tracker.replicas is replica.replicas:
                         replica_id = lane
-                        # Of Tensor.backward, past torch.autograd.backward.
-                        caller = sys._getframe(3)
+                        caller = sys._getframe(3)  # of Tensor.backward
                         place = caller.f_code, caller.f_lasti, lane
                         if place not in tracker.checked:
                             tracker.check_pass(replica.run, place, args)
