@@ -22,10 +22,10 @@ gradient counts: [Note: Shares] in ``shares.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -178,7 +178,7 @@ class GradReducer:
 
     def part(self) -> LifecycleHooks:
         """Returns the hooks that reduce or defer gradients at the end of a run."""
-        sources = (self._shown, *self.tracker.sources)
+        sources: tuple[Collection[Any], ...] = (self._shown, *self.tracker.sources)
         return LifecycleHooks(
             name="gradients",
             prepare=tuple(WhilePending(source, self._prepare) for source in sources),

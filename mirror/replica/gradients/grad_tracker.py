@@ -113,7 +113,7 @@ class GradTracker:
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in replicas.devices)
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
         self.unsearched: list[BackwardPass] = []
-        self.sources = (*self.pending, *self.unsettled, self.unsearched)
+        self.sources: tuple[list[Any], ...] = (*self.pending, *self.unsettled, self.unsearched)
         self.in_flight: list[Any] = []
         self._passes: tuple[list[BackwardPass], ...] = tuple([] for _ in self.pending)
         self.changes = 0

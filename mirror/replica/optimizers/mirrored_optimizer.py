@@ -115,8 +115,8 @@ class MirroredOptimizer:
         Args:
             step: the class's step, with the hooks of torch around it.
         """
-        loan, kind = self.loan, type(optimizer)
-        is_own = has_torchs_step(kind, kind.step)
+        kind: Any = type(optimizer)
+        loan, is_own = self.loan, has_torchs_step(kind, kind.step)
         is_in_turn, has_hooks = context.replica_id in self.met, any(self._step_hooks)
         closure = args[0] if args else kwargs.get("closure")
         loss = None

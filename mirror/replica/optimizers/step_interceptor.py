@@ -139,7 +139,7 @@ def _wrap(step: Step) -> Step:
                 if replica.replica_id == replica.run.active[0] and not is_traced:
                     refuse_wrappers(self)  # once: all replicas run the same code
                 is_moved = replicas.shards_state or replicas.has_parameter_device
-                kind = type(self)
+                kind: Any = type(self)
                 if not is_moved and (is_traced or has_torchs_step(kind, kind.step)):
                     return _step(step, self, replica, args, kwargs)
                 return _step_in_run(step, self, replica, args, kwargs)
