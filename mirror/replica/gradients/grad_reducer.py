@@ -22,15 +22,15 @@ gradient counts: [Note: Shares] in ``shares.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, replica_of
 from mirror.execution.runner import Runner
@@ -180,26 +180,25 @@ class GradReducer:
 
     def part(self) -> LifecycleHooks:
         """Returns the hooks that reduce or defer gradients at the end of a run."""
+        sources: tuple[Collection[Any], ...] = (self._shown, *self.tracker.sources)
         return LifecycleHooks(
             name="gradients",
-            prepare=self._prepare,
-            finish=self._finish,
+            prepare=tuple(WhilePending(source, self._prepare) for source in sources),
+            finish=tuple(WhilePending(s, self._finish) for s in (self.scattered, *sources)),
             recover=self._reduction.discard,
         )
 
     def _prepare(self) -> None:
-        if self._shown or self.tracker.may_have_arrived or any(self.tracker.sources):
-            if self.exposed.grads:
-                self.exposed.before_reduction()
-            self._reduce_or_defer()
-            if self.exposed.grads:
-                self.exposed.refresh()
+        if self.exposed.grads:
+            self.exposed.before_reduction()
+        self._reduce_or_defer()
+        if self.exposed.grads:
+            self.exposed.refresh()
 
     def _finish(self, run: Run) -> None:
         if self.scattered and self.scatter is not None:
             self.scatter.settle(run.active)
-        if self._shown or self.tracker.may_have_arrived or any(self.tracker.sources):
-            self._reduce_or_defer(run)
+        self._reduce_or_defer(run)
 
     @contextmanager
     def deferring_gradients(self) -> Iterator[None]:
@@ -221,10 +220,9 @@ class GradReducer:
         Raises:
             StrategyError: the program has changed the copy that ``local_gradient`` returned.
         """
-        shown = self._shown
-        if shown:
-            self._shown = []
-        if shown and any(total._version != version for total, version in shown):
+        shown = self._shown.copy()
+        self._shown.clear()
+        if any(total._version != version for total, version in shown):
             raise StrategyError(
                 "a gradient was changed in place under no_sync, where .grad is the sum of several "
                 "parts; change gradients after no_sync, or set .grad"

@@ -39,8 +39,8 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import put_hooks_around
 from mirror.devices import using
 from mirror.errors import StrategyError
-from mirror.replica.gradients.buckets import bucket_ends
 from mirror.replica.gradients.grad_scatter import SlicedGrads
+from mirror.replica.gradients.local_reduction import bucket_ends
 from mirror.replica.gradients.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.merge_call_shared import average_loss_over_workers
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
