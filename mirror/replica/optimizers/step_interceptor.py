@@ -50,7 +50,7 @@ from mirror.replica.optimizers.merge_call_shared import (
     wrap_in_subclasses,
 )
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
-from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.optimizer_registry import lone_capturers, optimizers_of
 from mirror.replica.optimizers.optimizer_traits import (
     has_torchs_step,
     hooked_code,
@@ -239,6 +239,9 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
         if _Installed.mirroring and has_hooks_around and not is_traced:
             mirror = _find_mirror(optimizer, replica)
         if mirror is None:
+            if lone_capturers and has_hooks_around and not is_traced:
+                for capturer in filter(None, [found() for found in lone_capturers]):
+                    step = partial(capturer.make, step, optimizer, 0)
             result = step(optimizer, *args, **kwargs)
         else:
             dynamo_callback = suspend_dynamo()
