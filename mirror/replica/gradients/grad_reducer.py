@@ -58,6 +58,12 @@ class Reduction(Protocol):
     scatter: GradScatter | None
     bytes_per_pack: int
 
+    def order_of_arrival(self) -> Sequence[ReplicatedParam]:
+        """Returns the variables in the order in which gradients arrive, the same on all workers.
+
+        Only those that are known.
+        """
+
     def reduce(self, weights: PassWeights) -> None:
         """Sums the local gradients, weighted, into every replica's ``.grad``.
 
@@ -92,7 +98,7 @@ class GradReducer:
         reduction: how they are reduced.
 
     Attributes:
-        tracker, deferred, scatter, bytes_per_pack: see ``Reduction``.
+        tracker, deferred, scatter, bytes_per_pack, order_of_arrival: see ``Reduction``.
         pending, unsettled: see ``GradTracker``.
         exposed: the reduced gradients that the program has.
         scattered: the gradients that ``scatter`` has.
@@ -112,12 +118,8 @@ class GradReducer:
         self.scatter, self.bytes_per_pack = reduction.scatter, reduction.bytes_per_pack
         self.pending, self.unsettled = self.tracker.pending, self.tracker.unsettled
         self.scattered = {} if self.scatter is None else self.scatter.scattered
+        self.order_of_arrival = reduction.order_of_arrival
         self._shown: list[tuple[Tensor, int]] = []  # what local_gradient returned, versions
-
-    def order_of_arrival(self) -> Sequence[ReplicatedParam]:
-        """Returns the variables in the order in which gradients have last arrived, if known."""
-        arrivals = self.tracker.arrivals
-        return () if arrivals is None else arrivals.variables
 
     # Whether there is something to reduce
 

@@ -97,6 +97,11 @@ class LocalReduction:
             replicas, runner, reducer, self.tracker, shares, self.deferred, finite, self.scatter
         )
 
+    def order_of_arrival(self) -> Sequence[ReplicatedParam]:
+        """Returns the variables in the order in which gradients have last arrived, if known."""
+        arrivals = self.tracker.arrivals
+        return () if arrivals is None else arrivals.variables
+
     @torch.no_grad()
     def reduce(self, weights: PassWeights) -> None:
         """Sums the local gradients, weighted, into every replica's ``.grad``."""

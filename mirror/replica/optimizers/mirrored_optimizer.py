@@ -360,9 +360,9 @@ class MirroredOptimizer:
     ) -> Any:
         """Makes a step on the mirrored parameters, and copies its result to all replicas."""
         loan, workers = self.loan, self.replicas.workers
-        if closure is not None and workers.is_multi_process:
+        if closure is not None and workers.is_multi_process and self.runner.running is None:
 
-            def whole() -> Any:
+            def whole() -> Any:  # inside ``run`` the closure returns it
                 return average_loss_over_workers(self.replicas, closure(), workers.weight)
 
             args, kwargs = _replace_closure(args, kwargs, whole)

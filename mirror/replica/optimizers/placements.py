@@ -6,8 +6,8 @@
     central        the first, and to   once, on the parameter    all replicas
                    the parameter       device
                    device
-    sharded        the replicas that   by each, of its slices    all replicas: an ``all_gather``
-                   step their slices
+    sharded        the replicas that   by each, of its slices    all replicas of all workers: an
+                   step their slices                             ``all_gather``
 
 ``ShardedSteps`` makes the sharded update, ``MirroredOptimizer`` the others. Replicas on one device
 need not compute the same update N times: the first one's takes a fifth of the time, and keeps one
