@@ -44,7 +44,8 @@ from mirror.base.timeline import CROSS
 
 def opened(optimizer, args, kwargs):
     timeline = strategies[-1]._group.replicas.timeline
-    print("hook", [span.name for span in timeline._open[CROSS]], len(timeline.steps))
+    timeline.add_up()
+    print("hook", [timeline._open[CROSS].name], len(timeline.steps))
 
 strategies = []
 for event in {history}:
