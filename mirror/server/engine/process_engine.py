@@ -17,9 +17,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing import spawn
-from pathlib import Path
 from typing import Any
 
+from mirror.device.host import status_of_process
 from mirror.errors import BackendError
 from mirror.server.engine.actor_process import check_started, receive_message, send_message
 from mirror.server.engine.engine_types import (
@@ -213,12 +213,11 @@ class ProcessActor(SocketClient):
         if self._child is None:
             return ""
         try:
-            stat = Path(f"/proc/{self._child.pid}/stat").read_text()
+            letter = status_of_process(self._child.pid)["State"][0]
         except FileNotFoundError:
             return f"; its process {self._child.pid} has ended"
         except OSError:
             return ""
-        letter = stat.rpartition(")")[2].split()[0]
         if self._child.ended.is_set():  # another process may have its number by now
             letter = "Z"
         return f"; its process {self._child.pid} {_STATES.get(letter, 'waits or works')}"

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType
 from typing import Protocol, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from mirror.device.host import status_of_process
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError
 from mirror.train.elastic.coordinator_calls import call_or_give_up
@@ -394,9 +394,9 @@ def _switches_if_stopped(pid: int) -> int | None:
     if there is no ``/proc``.
     """
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = status_of_process(pid)
     except OSError:
         return None
-    if "State:\tT (stopped)" not in lines:
+    if status["State"] != "T (stopped)":
         return None
-    return sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)
+    return sum(int(count) for name, count in status.items() if name.endswith("ctxt_switches"))
