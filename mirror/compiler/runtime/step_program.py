@@ -212,11 +212,11 @@ class StepProgram:
         found = [*map(self._results, own.values())]
         kept = iter(self._launcher.keep([*chain.from_iterable(found)]))
         self._param_sync.record_step(self._changes, grads, self._launcher, active, weights)
-        results = {r: [*islice(kept, len(found[0]))] for r in own}
-        if self.trace.argument_grads:
-            for r, values in results.items():
-                self._leave_argument_grads(parts[r], values[self._num_results :])
-                del values[self._num_results :]
+        results: dict[int, Sequence[Tensor]] = {}
+        for r in own:
+            values = [*islice(kept, len(found[0]))]
+            self._leave_argument_grads(parts[r], values[self._num_results :])
+            results[r] = values[: self._num_results]
         return results
 
     def _leave_argument_grads(self, part: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
