@@ -187,7 +187,16 @@ class Group:
 
                 return ModuleProgramBuilder(self.replicas, self.registry)
 
-            self._compiled_calls = calls = CompiledCalls(self.replicas, self.runner, make)
+            def make_capturer() -> Any:
+                from mirror.compiler.runtime.captured_update import UpdateCapturer
+
+                capturer = UpdateCapturer(self.replicas)
+                self.optimizers.capture(capturer)
+                return capturer
+
+            self._compiled_calls = calls = CompiledCalls(
+                self.replicas, self.runner, make, make_capturer
+            )
             self.runner.set_hooks((*self._parts, calls.part()))
         return self._compiled_calls
 

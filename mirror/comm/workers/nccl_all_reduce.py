@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.nccl import libnccl
-from mirror.comm.nccl.clique import Clique
-from mirror.comm.nccl.communicators import RankRange, new_identifier
+from mirror.comm.nccl.clique import Clique, RankRange, new_identifier
 from mirror.comm.nccl.libnccl import all_reduce_calls
 from mirror.comm.nccl.nccl_backend import NcclCommunicator, seconds_to_get_ready
 from mirror.comm.workers.monitored_wait import TIMED_OUT

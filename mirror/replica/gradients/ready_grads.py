@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import num_sharers
-from mirror.comm.host.host_backend import HostCommunicator, host_missing_reason
+from mirror.comm.host_backends import HostCommunicator, host_missing_reason
 from mirror.comm.packing import move_into_flats
 from mirror.comm.reduce_ops import reduce_tensors
 from mirror.device.streams import ReplicaStreams

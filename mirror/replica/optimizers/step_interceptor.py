@@ -51,7 +51,7 @@ from mirror.replica.optimizers.merge_call_shared import (
     wrap_in_subclasses,
 )
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
-from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.optimizer_registry import lone_capturers, optimizers_of
 from mirror.replica.optimizers.optimizer_traits import (
     hooked_code,
     is_torchs_own,
@@ -237,6 +237,9 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
         if _Installed.mirroring and has_hooks_around and not is_traced:
             mirror = _find_mirror(optimizer, replica)
         if mirror is None:
+            if lone_capturers and has_hooks_around and not is_traced:
+                for capturer in filter(None, [found() for found in lone_capturers]):
+                    step = partial(capturer.make, step, optimizer, 0)
             result = step(optimizer, *args, **kwargs)
         else:
             dynamo_callback = suspend_dynamo()

@@ -16,7 +16,7 @@ from mirror.data.input_options import InputContext
 from mirror.errors import ActorDied, StepError, StrategyError, short_repr
 from mirror.replica.optimizers.optimizer_traits import hyperparameters_of, rebuild
 from mirror.server.engine.engine_types import ActorClient
-from mirror.server.engine.socket_client import connect_actor
+from mirror.server.engine.process_engine import connect_actor
 from mirror.server.persistent_ids import PersistentId, dump, load_pickled
 from mirror.server.recorded_model import Model, is_table_of_rows, watch
 from mirror.server.roles.variable_client import VariableClient

@@ -25,16 +25,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from mirror.device.host import status_of_process
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError
-from mirror.train.elastic.coordinator_calls import call_or_give_up
-from mirror.train.elastic.member import connect_store
+from mirror.train.elastic.member import call_or_give_up, connect_store
 from mirror.train.elastic.membership import (
     ADDRESS_VARIABLE,
     NAME_VARIABLE,
+    MembershipCoordinator,
+    MembershipOptions,
     MembershipStore,
     Phase,
     View,
 )
-from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
 
 T = TypeVar("T")
 
@@ -238,7 +238,8 @@ class ElasticAgent:
             if self._view().phase is Phase.ENDED:
                 return
             slot.process = None
-            why = slot.why_killed or f"its process has ended with {_describe(code)}"
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            why = slot.why_killed or f"its process has ended with {how}"
             self._ask(partial(self._store.write_death, slot.name, why))
             if code and self._num_restarts < self._options.max_restarts:
                 self._num_restarts += 1
@@ -381,10 +382,6 @@ def _share_of_gpus(number: int, count: int) -> dict[str, str]:
         return {}
     share = gpus[number * len(gpus) // count : (number + 1) * len(gpus) // count]
     return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
-
-
-def _describe(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _switches_if_stopped(pid: int) -> int | None:

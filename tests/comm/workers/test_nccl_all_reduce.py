@@ -6,8 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from mirror.comm.nccl.clique import Clique
-from mirror.comm.nccl.communicators import RankRange, new_identifier
+from mirror.comm.nccl.clique import Clique, RankRange, new_identifier
 from mirror.comm.workers import nccl_all_reduce
 from mirror.comm.workers.nccl_all_reduce import NcclAllReduce, negotiate_nccl
 from mirror.comm.workers.worker_group import LocalWorkerGroup
