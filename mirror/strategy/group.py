@@ -131,7 +131,8 @@ class Group:
         checks = WorkerChecks if is_multi_process else ReplicaChecks
         self.comparison = checks(runner, self.variables, self.optimizers)
         self.plain = UnmirroredParams(replicas, registry, recorded)
-        gradients.tracker.check_pass = self.plain.check_pass
+        tracker = gradients.tracker
+        tracker.check_pass, tracker.checked = self.plain.check_pass, self.plain.checked
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
         first_values = FirstValues(

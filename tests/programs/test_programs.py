@@ -42,13 +42,14 @@ class Column:
     on_gpus: bool = False
 
     def strategy(self, options):
+        options = {**options, **self.options}
         if self.workers:
             devices = ["cpu"] * self.workers[int(os.environ["RANK"])]
             return mirror.MultiWorkerMirroredStrategy(devices, **options)
         if self.is_central:
             return mirror.CentralStorageStrategy(["cpu"] * self.n)
         devices = [f"cuda:{i}" if self.on_gpus else "cpu" for i in range(self.n)]
-        strategy = mirror.MirroredStrategy(devices, **{**options, **self.options})
+        strategy = mirror.MirroredStrategy(devices, **options)
         if self.own_steps:
             step_as_on_distinct_devices(strategy)
         return strategy
@@ -69,6 +70,7 @@ COLUMNS = {
     "run-x3-parallel": Column("run", 3, {"schedule": "parallel"}),
     "run-on-gpus-in-scope": Column("run", 2, {"backend": "naive"}, in_scope=True, on_gpus=True),
     "run-on-workers": Column("run", 3, workers=(2, 1)),
+    "run-sharded-on-workers": Column("run", 3, SHARDED, workers=(2, 1)),
     "compiled-x2": Column("compiled", 2),
 }
 IN_TURN = list(COLUMNS)[2:-1]

@@ -179,10 +179,15 @@ T = TypeVar("T")
 
 
 class ReplicaSums(Protocol):
-    """An all-reduce over all replicas; see ``nccl_all_reduce.py``."""
+    """Sums and gathers over all replicas; see ``nccl_all_reduce.py``."""
 
     def start(self, what: str, buffers: Sequence[Tensor]) -> Waitable[None]:
         """Starts to sum flat buffers, one per local replica, in place."""
+
+    def start_gather(
+        self, what: str, buffers: Sequence[Tensor], first: int, num_replicas: int
+    ) -> Waitable[None]:
+        """Starts to copy every replica's section of flat buffers to all replicas, in place."""
 
     def close(self) -> None:
         """Aborts the sums in flight; idempotent."""
@@ -321,6 +326,30 @@ class DistributedWorkerGroup(LocalWorkerGroup):
             self._call_guarded(lambda: self._monitor.wait(work, lambda: op))
 
         return finish
+
+    def all_gather(self, what: str, buffers: Sequence[Tensor]) -> None:
+        """See ``LocalWorkerGroup``; without NCCL, gloo gathers in host memory."""
+        words, sums = f"{what} at {self._where()}", self._replica_sums
+        if sums is not None and len(set(self.counts)) == 1:  # ranks have equal sections
+            op, place = self._main.count(words), (self.replica_offset, self.num_replicas)
+            work = self._call_guarded(lambda: sums.start_gather(what, buffers, *place))
+            self._call_guarded(lambda: self._monitor.wait(work, lambda: op))
+            return
+        flats = [buffer.view(torch.uint8) for buffer in buffers]
+        begin, most = self.sections[self.replica_offset], max(self.counts)
+        num_bytes = flats[0].numel() // (self.size * most)  # of a section
+        own = torch.zeros(most * num_bytes, dtype=torch.uint8, device="cpu")
+        for i, flat in enumerate(flats):
+            section = flat.narrow(0, (begin + i) * num_bytes, num_bytes)
+            own.narrow(0, i * num_bytes, num_bytes).copy_(section)
+        whole = flats[0] if flats[0].is_cpu else torch.empty_like(flats[0], device="cpu")
+        parts = [*whole.tensor_split(self.size)]
+        self._call_guarded(
+            lambda: self._run(self._main, words, lambda pg: pg.allgather([parts], [own]))
+        )
+        for flat in flats:
+            if flat is not whole:
+                flat.copy_(whole)
 
     def all_reduce_sum_(self, what: str, buffer: Tensor) -> None:
         """See ``LocalWorkerGroup``."""

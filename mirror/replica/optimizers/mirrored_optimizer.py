@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.optimizer_state import ParamGroupSwap, ReplicaStates
 from mirror.replica.optimizers.optimizer_traits import (
     extra_state_of,
+    has_torchs_step,
     is_torchs_own,
     raw_step,
     step_without_draws,
@@ -114,7 +116,8 @@ class MirroredOptimizer:
         Args:
             step: the class's step, with the hooks of torch around it.
         """
-        loan, is_own = self.loan, is_torchs_own(type(optimizer))
+        kind: Any = type(optimizer)
+        loan, is_own = self.loan, has_torchs_step(kind, kind.step)
         is_in_turn, has_hooks = context.replica_id in self.met, any(self._step_hooks)
         closure = args[0] if args else kwargs.get("closure")
         loss = None
@@ -230,7 +233,10 @@ class MirroredOptimizer:
         if context.tracing is None:  # the tensors of a trace have no addresses
             for variable in self.loan.parameters.follow_copies(context.run.active):
                 context.run.assigned[variable] = True
-        self._optimizers.reduce(context.run)
+        self.gradients.unreduced.reduce_pending(context.run)
+        if self.gradients.assigned:
+            self.gradients.refuse_unequal(context.run)
+        self.replicas.workers.num_steps += 1
 
     def _merge(
         self, optimizer: Optimizer, context: Replica, what: str, action: Action, payload: Any
@@ -294,7 +300,8 @@ class MirroredOptimizer:
         gather(exposed, parameters, leader)
         try:
             self.loan.swap_in(0)
-            with using(self.replicas.devices[0]):
+            is_on_cpu = self.replicas.are_simulated  # which needs no device context
+            with nullcontext() if is_on_cpu else using(self.replicas.devices[0]):
                 function = raw_step(type(optimizer).step)
                 if self._optimizers.capturer is not None:
                     function = self._captured(function, optimizer, 0)
@@ -353,9 +360,9 @@ class MirroredOptimizer:
     ) -> Any:
         """Makes a step on the mirrored parameters, and copies its result to all replicas."""
         loan, workers = self.loan, self.replicas.workers
-        if closure is not None and workers.is_multi_process:
+        if closure is not None and workers.is_multi_process and self.runner.running is None:
 
-            def whole() -> Any:
+            def whole() -> Any:  # inside ``run`` the closure returns it
                 return average_loss_over_workers(self.replicas, closure(), workers.weight)
 
             args, kwargs = _replace_closure(args, kwargs, whole)

@@ -67,7 +67,7 @@ class OptimizerRegistry:
         return LifecycleHooks(
             name="optimizers",
             prepare=WhilePending(self.lent, self._prepare),
-            finish=_check_options,
+            finish=Run.check_options,
             sync_idle=self._sync_idle,
             recover=self._recover,
         )
@@ -113,13 +113,9 @@ class OptimizerRegistry:
                 swap.refresh(only_first=True)
         return [swap for swap, _ in self._live()]
 
-    def reduce(self, run: Run | None = None) -> None:
-        """Reduces the gradients for a step, in a run or in the cross-replica context."""
-        if run is None:
-            self.gradients.unreduced.flush()
-        else:
-            self.gradients.unreduced.reduce_pending(run)
-            self.gradients.refuse_unequal(run)
+    def reduce(self) -> None:
+        """Reduces the gradients for a step in the cross-replica context."""
+        self.gradients.unreduced.flush()
         self.replicas.workers.num_steps += 1
 
     # Hooks
@@ -138,10 +134,3 @@ class OptimizerRegistry:
         for swap in tuple(self._all):
             swap.force_out()
             swap.states.follow_first()
-
-
-def _check_options(run: Run) -> None:
-    while run.stepped:
-        _, stepped = run.stepped.popitem()
-        if stepped.left:
-            stepped.check(stepped.left)

@@ -104,7 +104,7 @@ def plan(
         algorithm: "ring", "tree", "hierarchical", or "auto", the faster one of ring and tree.
         bucket_bytes: the capacity of a bucket, which is reduced at once.
         wire_dtype: the dtype of gradients on the wire; by default that of the parameters.
-        optimizer_state: "replicated", or "sharded" over the devices of each machine, see
+        optimizer_state: "replicated", or "sharded" over all devices, see
             ``MirroredStrategy``; by default that of the measured strategy.
 
     Raises:
@@ -260,8 +260,8 @@ class Plan:
 def _head(plan: Plan) -> list[str]:
     work, cluster = plan.workload, plan.cluster
     known = "" if work.host_is_known else ", estimated"
+    is_sharded = plan.optimizer_state == "sharded"
     batch = "on each device" if plan.scaling == "weak" else "shared by all devices"
-    sharded = f"sharded over the devices of a machine: 1/{cluster.devices_per_machine} on each"
     return [
         f"one device    {1e3 * work.step_seconds:.4g} ms a step of {work.batch_size} examples; "
         f"{1e3 * work.host_seconds:.3g} ms to launch it{known}",
@@ -270,7 +270,7 @@ def _head(plan: Plan) -> list[str]:
         f"machines      of {cluster.devices_per_machine}; {_speed(cluster.link.name)}"
         f"{cluster.link.bytes_per_second / 1e9:g} GB/s inside, {_speed(cluster.network.name)}"
         f"{cluster.network.bytes_per_second / 1e9:g} GB/s between; {cluster.algorithm}",
-        *([f"optimizer     state {sharded}"] if plan.optimizer_state == "sharded" else []),
+        *(["optimizer     state sharded over all devices"] if is_sharded else []),
     ]
 
 

@@ -22,8 +22,8 @@ own. There is one channel: it reduces one bucket at a time, in order.
 
 With sharded optimizer state one process reduces each bucket to the devices that update it, which
 takes half as long, and gathers the new values after the update, which takes the other half. A
-device updates 1/N of the parameters, N being the devices of the process. Several machines reduce
-all gradients to all devices. The other ways keep the state as it is.
+device updates 1/N of the parameters, N being all devices. Several machines reduce all gradients to
+all devices. The other ways keep the state as it is.
 
 The time of an all-reduce, see ``Cluster``, is that of closed forms for ring and tree over the
 bandwidths of links.
@@ -412,7 +412,7 @@ class Predictor:
         cluster: the machines, with their links and network.
         scaling: "weak": every device has the batch of ``workload``; "strong": they share it.
         bucket_bytes: the capacity of a bucket.
-        shards_state: whether the devices of one process share the optimizer state.
+        shards_state: whether the devices share the optimizer state.
     """
 
     workload: Workload
@@ -478,20 +478,17 @@ class Predictor:
     def _sharded_step(self, devices: int, part: float) -> _Step:
         """Returns the step of one process with sharded optimizer state."""
         work = self.workload
-        driven = min(devices, self.cluster.devices_per_machine)
         all_reduce = partial(self.cluster.all_reduce_seconds, num_devices=devices)
-        is_one = devices == driven
+        is_one = devices <= self.cluster.devices_per_machine
 
         def reduce(num_bytes: float) -> float:
             return all_reduce(num_bytes) / 2 if is_one else all_reduce(num_bytes)
 
         buckets = buckets_of(work.sizes_bytes, self.bucket_bytes)
         reduced = reduce_during_backward(buckets, work.backward_seconds(part), reduce)
-        gather = 0.0
-        if driven > 1 and work.num_bytes:
-            gather = self.cluster.all_reduce_seconds(work.num_bytes, num_devices=driven) / 2
+        gather = all_reduce(work.num_bytes) / 2 if work.num_bytes else 0.0
         communication = Communication(reduced.seconds + gather, reduced.exposed_seconds + gather)
-        busy = work.busy_seconds(part) - work.update_seconds * (1 - 1 / driven)
+        busy = work.busy_seconds(part) - work.update_seconds * (1 - 1 / devices)
         return _Step(
             busy + communication.exposed_seconds,
             self._host_seconds(devices, ONE_PROCESS),

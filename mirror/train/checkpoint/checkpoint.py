@@ -332,8 +332,8 @@ class WorkerAgreement:
         found: list[Snapshot] = []
 
         def digest() -> bytes:
+            found.append(take_snapshot(objects))  # first: all workers gather state that is sharded
             wait()
-            found.append(take_snapshot(objects))
             return take_worker_snapshot(objects).digest() if self.is_multi_worker else b""
 
         if not self.is_multi_worker:

@@ -64,6 +64,28 @@ def test_replicas_of_all_workers_have_the_sum(counts, dtype):
     fake.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2)])
+def test_replicas_of_all_workers_have_all_sections(counts):
+    fake, size = FakeNccl(), sum(counts)
+    identifier = new_identifier(fake.library)
+
+    def work(first, count):
+        devices = [torch.device("cpu")] * count
+        place = RankRange(first, size, identifier)
+        sums = NcclAllReduce(Clique(fake.library, devices, SECONDS, SECONDS, place), devices)
+        buffers = [torch.zeros(5 * size) for _ in devices]
+        for rank, buffer in enumerate(buffers, first):
+            buffer[5 * rank : 5 * rank + 5] = 1.0 + rank
+        sums.start_gather("values", buffers, first, size).wait(timedelta(seconds=SECONDS))
+        sums.close()
+        return buffers
+
+    whole = torch.arange(1.0, 1 + size).repeat_interleave(5)
+    for buffers in in_threads(counts, work):
+        assert all(buffer.equal(whole) for buffer in buffers)
+    fake.assert_nothing_is_left()
+
+
 def test_sizes_that_differ_end_the_clique():
     fake = FakeNccl()
     identifier = new_identifier(fake.library)

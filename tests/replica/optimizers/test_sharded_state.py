@@ -374,7 +374,7 @@ def test_the_report_has_the_state_of_every_replica(inside, sharded):
     assert "optimizer state: sharded, at most 0.016 MB on a replica, 1.00 times the mean" in str(
         report
     )
-    assert "sharded over the devices of a machine" in str(mirror.plan(strategy, model=model))
+    assert "sharded over all devices" in str(mirror.plan(strategy, model=model))
 
 
 def test_options_are_checked():
