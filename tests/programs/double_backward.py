@@ -134,8 +134,7 @@ class Recomputing(Net):
         return self.head(inner)
 
 
-@program(reentrant=[False])
-@program(reentrant=[True], apart={"compiled": "a fault: gradients of recomputed layers are lost"})
+@program(reentrant=[False, True])
 def activation_checkpointing_inside_forward(place, reentrant):
     model = place.put(Recomputing(reentrant))
     optimizer = sgd(model)

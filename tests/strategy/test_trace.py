@@ -189,7 +189,8 @@ def test_each_strategy_traces_its_own(make_strategy, tmp_path):
     assert counts == [2, 6]
 
 
-def test_the_caller_need_not_be_the_main_thread(make_strategy, tmp_path):
+def test_the_caller_need_not_be_the_main_thread(make_strategy, tmp_path, request):
+    is_parallel = request.config.getoption("--schedule") == "parallel"
     strategy = make_strategy(2)
     inside, outside = training(strategy)
 
@@ -201,7 +202,8 @@ def test_the_caller_need_not_be_the_main_thread(make_strategy, tmp_path):
     _, error, _ = finishes(use)
     assert error is None
     kinds = [span["cat"] for span in events_of(tmp_path / "trace.json")[1]]
-    assert kinds.count(BACKWARD) == 3
+    # Replicas that run at once also begin their parts of the pass outside run at once.
+    assert kinds.count(BACKWARD) == (5 if is_parallel else 3)
     assert strategy.report().num_steps == 2
 
 

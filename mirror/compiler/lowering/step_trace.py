@@ -40,6 +40,8 @@ class StepTrace:
         leaves: the leaves of it that are not tensors; for a tensor that becomes a number, the
             type of the number.
         is_tensor: for each leaf, whether it comes from a slot.
+        argument_grads: the numbers of the tensors among the arguments' leaves that the step leaves
+            a gradient in; their gradients follow its results.
         grads: for each parameter, the position of its gradient in the results, or ``None``.
         draws: the number of draws of random numbers.
         modes: the modules that get another mode in the step, with that mode.
@@ -60,6 +62,7 @@ class StepTrace:
     structure: Any
     leaves: list[Any]
     is_tensor: list[bool]
+    argument_grads: list[int]
     grads: dict[StateTensor, int | None]
     entering: dict[StateTensor, bool]
     collectives: list[CollectivePoint]
@@ -175,6 +178,7 @@ class _Try:
         self._call, self._placeholders, self._varying = call, placeholders, varying
         self.tracer, self._unchanged, self._places = tracer, unchanged, places
         self._result: Any = None
+        self._argument_grads: dict[int, Tensor] = {}
         self._numbers: list[type | None] = []
         self._left: dict[StateTensor, Tensor | None] = {}
 
@@ -184,8 +188,9 @@ class _Try:
         args = [
             self._placeholder_for(i, *one) for i, one in enumerate(zip(leaves, own, strict=True))
         ]
+        wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         graph, inputs = trace_functional(
-            lambda: self._call_step(args), placeholders.mode, placeholders.inputs
+            lambda: self._call_step(args, wanted), placeholders.mode, placeholders.inputs
         )
         self._refuse_overlaps(inputs, written_inputs(graph, inputs))
         returned = leaves_of(self._result)
@@ -205,7 +210,8 @@ class _Try:
                 for number, leaf in zip(self._numbers, returned, strict=True)
             ],
             is_tensor=is_tensor,
-            grads=_positions(self._left, sum(is_tensor)),
+            argument_grads=list(self._argument_grads),
+            grads=_positions(self._left, sum(is_tensor) + len(self._argument_grads)),
             entering={} if gradients is None else dict(gradients.looked_at),
             collectives=tracer.collectives,
             modules=list(tracer.modules.values()),
@@ -258,14 +264,26 @@ class _Try:
         dynamic = self._varying.dimensions(index)
         return self._placeholders.add(kind, leaf, index, dynamic=dynamic, batched=is_own)
 
-    def _call_step(self, args: Sequence[Any]) -> Sequence[Tensor]:
-        """Calls the step; returns results, gradients, and the weight if the step sets one."""
+    def _call_step(self, args: Sequence[Any], wanted: Sequence[bool]) -> Sequence[Tensor]:
+        """Calls the step; returns results, gradients, and the weight if the step sets one.
+
+        Args:
+            wanted: for each argument, whether it is a tensor that requires a gradient.
+        """
+        args = [
+            arg.detach().requires_grad_() if requires_grad else arg
+            for arg, requires_grad in zip(args, wanted, strict=True)
+        ]
         with self._unchanged:
             result = self.tracer.trace(lambda: self._call(args))
         self._numbers = list(map(_number, leaves_of(result)))
         self._result = map_structure(_as_tensor, result)
         assert self.tracer.gradients is not None
         self._left = dict(self.tracer.gradients.left)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        self._argument_grads = {
+            i: t.grad for i, t in enumerate(tensors) if t.is_leaf and t.grad is not None
+        }
         placeholders = self._placeholders
         by_id = placeholders.index_by_id()
         replaced: list[tuple[Tensor, Tensor]] = []
@@ -287,6 +305,7 @@ class _Try:
         for before, after in replaced:
             before.copy_(after)
         tensors = [leaf for leaf in leaves_of(self._result) if isinstance(leaf, Tensor)]
+        tensors += self._argument_grads.values()
         tensors += [grad for grad in self._left.values() if grad is not None]
         tensors += [] if self.tracer.weight is None else [self.tracer.weight]
         return [by_id.get(id(t), t).detach() for t in tensors]

@@ -91,6 +91,11 @@ class StepArguments:
         found = [(i, c) for i, c in enumerate(self.columns) if not isinstance(c[0], Tensor)]
         return [{i: c[row] for i, c in found} for row in range(len(self.active))]
 
+    def have_gradients(self) -> bool:
+        """Whether any of the tensors has a gradient."""
+        tensors = (t for row in self.tensors.values() for t in row)
+        return any(t.requires_grad and t.is_leaf and t.grad is not None for t in tensors)
+
     def is_odd(self) -> bool:
         """Whether any replica has a single example, or none."""
         return self._has_fewer_than(2)

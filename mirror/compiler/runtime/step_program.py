@@ -83,7 +83,8 @@ class StepProgram:
             for called, level in zip(levels, plan.levels, strict=True)
         ]
         self._bindings, self._reductions = bindings, reductions
-        self._results = slot_getter(plan.results[: sum(trace.is_tensor)])
+        self._num_results = sum(trace.is_tensor)
+        self._results = slot_getter(plan.results[: self._num_results + len(trace.argument_grads)])
         self._changes = _changes(trace, plan)
         self._grads = slot_getter(
             [plan.results[at] for at in trace.grads.values() if at is not None]
@@ -211,7 +212,17 @@ class StepProgram:
         found = [*map(self._results, own.values())]
         kept = iter(self._launcher.keep([*chain.from_iterable(found)]))
         self._param_sync.record_step(self._changes, grads, self._launcher, active, weights)
-        return {r: [*islice(kept, len(found[0]))] for r in own}
+        results: dict[int, Sequence[Tensor]] = {}
+        for r in own:
+            values = [*islice(kept, len(found[0]))]
+            self._leave_argument_grads(parts[r], values[self._num_results :])
+            results[r] = values[: self._num_results]
+        return results
+
+    def _leave_argument_grads(self, part: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Adds gradients to the arguments, and to the tensors that these are computed from."""
+        for i, grad in zip(self.trace.argument_grads, grads, strict=True):
+            part[i].backward(grad)
 
     def _launch(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
         """Runs a program on the values of some replicas.

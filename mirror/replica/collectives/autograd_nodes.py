@@ -37,6 +37,7 @@ call, is the worker's own; in a mean its weight is that of the worker's last run
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -101,6 +102,17 @@ class SequenceNumbers:
                 if sequence_number(node) > self._latest:
                     return
 
+    def drop_arrivals(self, outer_task: int) -> None:
+        """Drops what a failed pass of this thread has brought to collectives.
+
+        Args:
+            outer_task: the graph task in which the pass ran, and which goes on; -1 for none.
+        """
+        for state in list(self._live):
+            for task, arrivals in list(state.arrived.items()):
+                if task > outer_task and arrivals.thread == threading.get_ident():
+                    state.arrived.pop(task, None)
+
     def _has_live(self) -> bool:
         if not len(self._live):
             self.entered.clear()
@@ -117,6 +129,7 @@ class Arrivals:
         grads: the gradients that GradSend has stored, by replica.
         streams: on GPUs, the streams on which the gradients were computed. The engine makes the
             stream of a node's own GPU current, and GradReduce reads the gradients of all.
+        thread: the thread that runs the pass.
         is_summed: whether a GradReduce has used them.
         totals: their sums over all workers, if there are several.
     """
@@ -124,6 +137,7 @@ class Arrivals:
     def __init__(self, replicas: Replicas) -> None:
         self.grads: dict[int, tuple[Tensor, ...]] = {}
         self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.mesh.replicas)
+        self.thread = threading.get_ident()
         self.is_summed = False
         self.totals: list[Tensor] | None = None
 

@@ -497,7 +497,13 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             if replica is None and serial_graphs.alive:
                 with torch.autograd.set_multithreading_enabled(False):
                     order.advance()  # create_graph=True makes nodes
-                    return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
+                    try:
+                        return (
+                            None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
+                        )
+                    except BaseException:
+                        order.drop_arrivals(current_graph_task_id())
+                        raise
             if replica is None:
                 return None if backward_at_once(run, args, kwargs) else run(*args, **kwargs)
             lockstep = replica.run.lockstep  # the engine runs without the GIL

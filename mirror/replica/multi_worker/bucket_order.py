@@ -69,6 +69,17 @@ class BucketOrder:
         self._known = {*variables, *sparse}
         self.changes = changes
         self._num_narrower = 0
+        self._memory = variables[0].memory if variables else None
+        self._num_moves = 0 if self._memory is None else self._memory.num_moves
+
+    def matches(self) -> bool:
+        """Whether parameters still have the dtypes, shapes and strides of their buckets."""
+        if self._memory is None or self._num_moves == self._memory.num_moves:
+            return True
+        if not all(bucket.matches() for bucket in self.buckets):
+            return False
+        self._num_moves = self._memory.num_moves
+        return True
 
     def forget(self, variable: ReplicatedParam) -> None:
         """Drops a variable that was freed. Takes no lock: a garbage collection may call it."""

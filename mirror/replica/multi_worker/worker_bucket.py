@@ -175,6 +175,14 @@ class WorkerBucket:
             trailer_size = len(variables) + NUM_TRAILER_FIELDS
             self._size = self.num_elements + trailer_size
 
+    def matches(self) -> bool:
+        """Whether the variables have the dtype, shapes and strides for which the bucket is."""
+        pairs = zip(self.variables, self.targets[0], self._layouts, strict=True)
+        return all(
+            variable is None or (real_dtype(target), _layout(target)) == (self.dtype, layout)
+            for variable, target, layout in pairs
+        )
+
     def forget(self, variable: ReplicatedParam) -> None:
         """Drops a variable that was freed; its slot stays, as other workers may still have it."""
         if variable not in self.variables:

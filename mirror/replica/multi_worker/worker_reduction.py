@@ -117,7 +117,7 @@ class WorkerReduction:
     def _may_launch(self, order: BucketOrder) -> bool:
         if self.deferred.is_open or self.deferred.has_passes or self._dropped:
             return False
-        if order.changes != self.tracker.changes:
+        if order.changes != self.tracker.changes or not order.matches():
             return False
         streams = self.tracker.streams
         if streams is not None and (streams.are_mixed or len(self.tracker.pending) > 1):
@@ -165,6 +165,8 @@ class WorkerReduction:
             arrivals, _ = self.tracker.record_arrival_order()
             self._has_sparse = False
             # With the old order first, even if a new one is needed: workers may have launched.
+            if self._order is not None and not (self.tracker.in_flight or self._order.matches()):
+                self._order = None  # model.double(), say, on all workers
             if self._order is not None:
                 self._reduce_in(self._order, weights)
             if self._has_sparse or not self._fits():

@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,11 +39,12 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import SwappedOptimizer, current, replica_of
 from mirror.replica.exactness.replica_checks import ComparePair, VisitValue
 from mirror.replica.optimizers.param_groups import ParamGroupsView, keep_options, state_key
-from mirror.replica.params.mirrored_tensor import path_of
+from mirror.replica.params.mirrored_tensor import path_of, same_kind
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
+from mirror.replica.params.shared_memory import storage_of
 from mirror.threads.merge_point import RunCancelled
-from mirror.values import are_identical, map_structure
+from mirror.values import are_identical, leaves_of, map_structure
 
 # A replica's state, the key in it, and the key in the shared state if that is to see new entries.
 Here = tuple[dict[Any, Any], Any, Any]
@@ -268,28 +270,68 @@ class ReplicaStates:
     def _copy(self, source: int, others: Iterable[int]) -> None:
         for r in others:
             state: dict[Any, Any] = defaultdict(dict)
+            written: set[int] = set()
             for key, value in self._by_replica[source].items():
                 variable = param_of(key)
                 mine = key if variable is None else state_key(variable, r)
-                state[mine] = self._copy_value(value, source, r)
+                # Into the tensors that are there: a CUDA graph has their addresses.
+                known = leaves_of(self._by_replica[r].get(mine)) if r > 0 else []
+                state[mine] = self._copy_value(value, source, r, known, written)
             self._by_replica[r] = state
             if r == 0:
                 self.publish_first()
 
-    def _copy_value(self, value: Any, source: int, destination: int) -> Any:
+    def _copy_value(
+        self,
+        value: Any,
+        source: int,
+        destination: int,
+        known: Sequence[Any] = (),
+        written: set[int] | None = None,
+    ) -> Any:
+        """Returns a replica's copy of an entry, in the tensors of the one that it has if they fit.
+
+        Args:
+            known: the leaves of the entry that it has.
+            written: the storages that have a copy already.
+        """
         devices = (self._replicas.parameter_device, *self._replicas.devices[1:])
         home, device = devices[source], devices[destination]
         places = self._replicas.mesh if self._replicas.mesh.is_model_parallel else None
 
+        here = iter(known)
+
         def copy_leaf(leaf: Any) -> Any:
+            target = next(here, None)
             if isinstance(leaf, Tensor):
                 there = device if leaf.device == home else leaf.device
                 if places is not None:
                     there = places.translate(leaf.device, device)
+                if written is not None and _may_take(target, leaf, there, written):
+                    return target.copy_(leaf.detach())
                 return leaf.detach().to(there, copy=True)
             return copy.deepcopy(leaf)
 
         return map_structure(copy_leaf, value)
+
+
+def _may_take(
+    target: Any, value: Tensor, device: torch.device, written: set[int]
+) -> TypeGuard[Tensor]:
+    """Whether a tensor of a replica's state may take a value, and nothing else changes with it."""
+    fits = (
+        type(target) is Tensor
+        and type(value) is Tensor
+        and target.device == device
+        and same_kind(target, value)
+        and target.stride() == value.stride()
+        and 0 not in target.stride()
+        and not (target.requires_grad or target.is_inference())
+    )
+    if not fits or (storage := storage_of(target)) in (*written, storage_of(value)):
+        return False
+    written.add(storage)
+    return True
 
 
 def _move_to_params(entries: dict[Any, Any]) -> None:

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +91,8 @@ class MirroredTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         special = special_functions.get(func)
+        if special is None and type(func) is FunctionType:  # a tool may have wrapped it
+            special = special_functions.get(inspect.unwrap(func))
         if special is not None:
             return special(*args, **(kwargs or {}))
         if func in _RAW_STORAGE and isinstance(args[0], MirroredTensor):

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import mirror
 from tests.compiler.training import Beside, batches, linear, usual_step
+from tests.oracle import assert_same
 
 
 def loaded(beside, num):
@@ -87,3 +88,34 @@ def test_the_first_call_is_not_compiled():
     assert beside.compiled.num_traces == 0
     beside.compiled(*second)
     assert beside.compiled.num_traces == 1
+
+
+def _train_on_arguments_that_require_grad(is_compiled, is_leaf):
+    """Returns the gradients of the arguments and of the model."""
+    torch.manual_seed(0)
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+    with strategy.scope():
+        model = torch.nn.Linear(3, 2)
+
+    def step(x):
+        out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
+        (out.square().sum() + x.pow(3).sum()).backward()
+
+    compiled = strategy.compile(step, mode="trace")
+    own = [torch.randn(4, 3).requires_grad_() for _ in range(8)]
+    parts = own if is_leaf else [x * 2 for x in own]
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    for pair in [*pairs[:3], pairs[2], pairs[3]] if is_leaf else pairs:
+        arg = strategy.distribute_values_from_function(
+            lambda ctx, pair=pair: pair[ctx.replica_id_in_sync_group]
+        )
+        compiled(arg) if is_compiled else strategy.run(step, (arg,))
+    assert compiled.num_traces == int(is_compiled)
+    return [x.grad for x in own], [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_arguments_get_the_gradients_that_an_uncompiled_step_leaves_in_them(is_leaf):
+    uncompiled = _train_on_arguments_that_require_grad(False, is_leaf)
+    assert all(grad is not None for grad in uncompiled[0])
+    assert_same(_train_on_arguments_that_require_grad(True, is_leaf), uncompiled)

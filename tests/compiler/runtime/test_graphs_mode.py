@@ -329,3 +329,18 @@ def test_what_uncompiled_steps_have_cached_is_given_back_before_a_capture(monkey
         cuda_graph.CudaGraph(graphs.gpus.devices[0]).capture(lambda: x + 1)
         events = [event[0] for event in graphs.since() if event[0] != "wait"]
     assert events == ["empty cache", "capture"]
+
+
+def test_reads_of_optimizer_state_between_steps_cause_no_new_capture():
+    with gpus_with_graphs() as graphs:
+        training = Training(GPUS, mode="graphs")
+        for i in range(6):
+            training.call()
+            training.optimizer.state_dict()
+            if i == 4:
+                first = next(iter(training.optimizer.state.values()))
+                first["momentum_buffer"].zero_()
+        num_captures = [event[0] for event in graphs.events].count("capture")
+        training.strategy.check_replicas()
+        training.close()
+    assert num_captures == 4  # two programs on each GPU

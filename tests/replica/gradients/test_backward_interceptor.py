@@ -1,6 +1,7 @@
 """Backward passes of other kinds, and passes over shared values, which stay one pass."""
 
 import copy
+import functools
 import threading
 import warnings
 
@@ -248,3 +249,22 @@ def test_hidden_saved_tensors_keep_the_pass_in_one(make_eager):
     x, y = batch_of()
     model = with_same_gradients(make_eager(2), Writing(), lambda m: F.cross_entropy(m(x), y))
     assert set(model.inner.threads) == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("name", ["backward", "grad"])
+def test_functions_of_autograd_may_be_wrapped_by_a_tool(name, monkeypatch):
+    found, original = [], getattr(torch.autograd, name)
+    for is_wrapped in (False, True):
+        if is_wrapped:
+            wrapped = functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs))
+            monkeypatch.setattr(torch.autograd, name, wrapped)
+        torch.manual_seed(0)
+        with mirror.MirroredStrategy(["cpu"] * 2).scope():
+            model = torch.nn.Linear(3, 2)
+        loss = model(torch.randn(4, 3)).square().mean()
+        if name == "grad":
+            found.append(torch.autograd.grad(loss, model.weight)[0])
+        else:
+            loss.backward(inputs=[model.weight])
+            found.append(model.weight.grad)
+    assert torch.equal(*found)

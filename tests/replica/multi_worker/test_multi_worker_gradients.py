@@ -109,6 +109,21 @@ def grows(place):
         place.keep(model)
 
 
+def converts(place):
+    """The dtype of all parameters, and the shape of one, change in mid-training."""
+    with place.scope():
+        model = net()
+    for step, (x, y) in enumerate(place.batches):
+        model.zero_grad()
+        if step == 2:
+            model.double()
+        if step == 3:
+            model[-1].weight.data = model[-1].weight.data.repeat(2, 1)
+            model[-1].bias.data = model[-1].bias.data.repeat(2)
+        place.backward(cross_entropy(model), x.to(model[0].weight.dtype), y)
+        place.keep(model)
+
+
 def accumulates(place):
     """Passes with and without no_sync before a read, of different sizes."""
     with place.scope():
@@ -312,6 +327,7 @@ PROGRAMS = [
     leaves_out,
     uses_by_sign,
     grows,
+    converts,
     passes_twice,
     drops,
     hooks,

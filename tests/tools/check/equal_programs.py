@@ -436,10 +436,21 @@ def two_optimizers_in_run():
     train_in_run(model, [torch.optim.AdamW(layer.parameters()) for layer in (model[0], model[2])])
 
 
+def backward_for_chosen_inputs():
+    model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(torch.randn(20, 10)), torch.randn(20, 3))
+        loss.backward(inputs=list(model.parameters()))
+        optimizer.step()
+
+
 EQUAL = (
     amp_bf16_convolutions,
     amp_scaler,
     attention,
+    backward_for_chosen_inputs,
     contrastive_outside,
     conv_bias_before_norm,
     sparse_buffer,
