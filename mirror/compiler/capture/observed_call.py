@@ -101,13 +101,13 @@ class ObservedCall:
                     if caller is not None and caller.f_code in self.codes:
                         self._add(caller, "os.environ")
         elif event == "c_call" and not self.impure and _is_impure(arg):
-            is_of_torch = isinstance(getattr(arg, "__self__", None), torch.Generator)
+            reads_seed = arg.__name__ == "initial_seed"
             caller = frame
             while caller is not None and caller.f_code not in self.codes:  # in a library
                 name = caller.f_code.co_filename
                 if name.startswith(_IMPORTS) or is_mirrors(name):
                     return
-                if is_torchs(name) and not is_of_torch:
+                if is_torchs(name) and not reads_seed:
                     return
                 caller = caller.f_back
             if caller is not None:

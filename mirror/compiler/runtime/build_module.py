@@ -29,6 +29,7 @@ from mirror.execution.replicas import Replicas
 from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.modules.replica_attributes import own_attributes
 from mirror.replica.params.replicated_params import MirroredTensors
+from mirror.replica.params.torch_function import MirroredParameter
 from mirror.values import leaves_of, map_structure
 
 _STATE = InputKind.PARAMETER, InputKind.BUFFER
@@ -80,6 +81,14 @@ class ModuleProgramBuilder:
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
         around = FreeVariables(functions, layers, is_strict=True)
+        names = {name for code in around.codes for name in (*code.co_names, *code.co_consts)}
+        for path, parameter in module.named_parameters():
+            if type(parameter) not in (nn.Parameter, MirroredParameter):
+                kind = type(parameter).__name__
+                raise CompileError(f"parameter {path!r} is a {kind}, which no trace follows")
+            if read := sorted(vars(parameter).keys() & names):
+                line = line_about(around.codes, read)
+                raise CompileError(f"{line}: it reads attribute {read[0]!r} of parameter {path!r}")
         if own := _own_attributes(layers):
             line = line_about(around.codes, [name for _, name in own])
             raise CompileError(

@@ -870,6 +870,33 @@ def test_a_trace_waits_while_a_checkpoint_is_recomputed(n):
     assert all(map(torch.equal, *found))
 
 
+class Bounded(nn.Parameter):
+    bound = 2.0
+
+
+class OfKind(Net):
+    def prepare(self):
+        self.first.weight = Bounded(self.first.weight.detach())
+
+    def compute(self, h):
+        return h * self.first.weight.bound
+
+
+class Attributed(Net):
+    def prepare(self):
+        self.first.weight.bound = 2.0
+
+    def compute(self, h):
+        return h * getattr(self.first.weight, "bound", 1.0)
+
+
+@pytest.mark.parametrize("kind", [OfKind, Attributed])
+@pytest.mark.parametrize("n", [1, 2])
+def test_parameters_are_read_as_what_they_are(kind, n, caplog):
+    assert compare(kind, n, sizes=(6,) * 4, fallback="eager") == 0
+    assert len(caplog.records) == 1
+
+
 REFUSED = [
     Collects,
     *(Counter, Inside, OfClass, Appends, Private, Entry, Fields, Slots, Closure, Global, Default),
