@@ -52,6 +52,7 @@ _IMPORTS = "<frozen importlib"
 _BUILTINS = {builtins.print, builtins.open, builtins.input}
 _ENVIRON = type(os.environ).__getitem__.__code__
 _GENERATED = "<string>"  # by dataclasses, namedtuples and mirror's wrappers
+_GENERATORS = random.Random, torch.Generator
 _CLOCKS = {datetime.datetime, datetime.date}
 _OPAQUE = (
     *(set, bytearray, memoryview, collections.deque),
@@ -151,7 +152,7 @@ class ObservedCall:
 
 def _is_impure(function: Any) -> bool:
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, (random.Random, torch.Generator)):
+    if isinstance(owner, _GENERATORS):
         return True
     if isinstance(owner, type):
         return owner in _CLOCKS and function.__name__ in ("now", "today", "utcnow")

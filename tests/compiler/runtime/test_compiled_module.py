@@ -745,6 +745,11 @@ def appended(values):
     return len(values)
 
 
+def counted(state):
+    state.n = 1 + getattr(state, "n", 0)
+    return state.n
+
+
 def queued(queue):
     queue.put(1)
     return queue.qsize()
@@ -765,15 +770,11 @@ HELD = [
     holding("Defaults", lambda: collections.defaultdict(list), lambda d: appended(d["a"])),
     holding("Queue", queue.SimpleQueue, queued),
     holding("OldQueue", queue.Queue, queued),
-    holding(
-        "Name", types.SimpleNamespace, lambda s: vars(s).update(n=1 + getattr(s, "n", 0)) or s.n
-    ),
+    holding("Name", types.SimpleNamespace, lambda s: counted(s)),
     holding("Bound", bound_append, lambda s: called(lambda: s.append(1), s.size())),
     holding("Nested", lambda: {"a": [{"b": [0]}]}, lambda d: appended(d["a"][0]["b"])),
     holding("InTuple", lambda: ([],), lambda t: appended(t[0])),
-    holding(
-        "OfThread", threading.local, lambda s: vars(s).update(n=1 + getattr(s, "n", 0)) or s.n
-    ),
+    holding("OfThread", threading.local, lambda s: counted(s)),
     holding(
         "Variable",
         lambda: contextvars.ContextVar("n", default=0),
