@@ -28,7 +28,7 @@ from timing import Elsewhere, Samples, interleaved, seconds_of
 from torch import Tensor
 
 from mirror import comm
-from mirror.comm.host import host_backend
+from mirror.comm import host_backends
 from mirror.devices import is_simulated, resolve, synchronize
 from mirror.errors import DeviceError
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = set(arguments.backends or ()) - names
     if unknown:
         parser.error(f"no backend {sorted(unknown)} can serve these devices; {sorted(names)} can")
-    level = host_backend.require().level() if "host" in comm.available(["cpu"]) else "none"
+    level = host_backends.require().level() if "host" in comm.available(["cpu"]) else "none"
     print(
         f"{date.today()}, {platform.machine()}, {places[0][0]}, {torch.get_num_threads()} "
         f"threads, loops for {level}, Python {platform.python_version()}, torch "
@@ -195,7 +195,7 @@ def _plain(tensors: list[Tensor]) -> None:
 
 
 def _copies(count: int, dtype: torch.dtype, repeats: int) -> dict[str, Candidate]:
-    library = host_backend.require()
+    library = host_backends.require()
     # Not zeros: memory that was never written to is one page of zeros, and stays in the cache.
     to, source = torch.ones(count, dtype=dtype), torch.ones(count, dtype=dtype)
 

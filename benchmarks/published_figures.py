@@ -16,12 +16,13 @@ from math import inf, prod
 from statistics import median
 from typing import Any
 
-from mirror.tools.planning.all_reduce_cost import (
+from mirror.tools.planning.prediction import (
+    PROCESS_PER_DEVICE,
     Cluster,
+    Predictor,
     link_between_devices,
     link_between_machines,
 )
-from mirror.tools.planning.prediction import PROCESS_PER_DEVICE, Predictor
 from mirror.tools.planning.workload import Workload, check_plan_choice, make_workload
 
 _MEGABYTE = 1e6

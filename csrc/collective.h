@@ -379,7 +379,7 @@ DEVICE Elements<Partial<T, K>, At> partial(const Totals<T, At>& totals) {
 // if the source does not need them), and whether partial sums are rounded; MIRROR_COPIES for the
 // copies, which work on bytes; MIRROR_THREADS how many threads a block has. 65,536 registers are
 // divided among them: one block always fits on a multiprocessor, so a grid of at most as many
-// blocks as there are multiprocessors is resident as a whole. mirror/comm/kernels/binaries.py
+// blocks as there are multiprocessors is resident as a whole. mirror/comm/kernels/cuda_kernels.py
 // defines the macros; simulate.cpp instantiates the templates itself.
 //
 // A launch without elements ends at once, in any grid: it accesses no memory, signals to no replica

@@ -6,6 +6,7 @@ Each command has a function that adds its parser, and a function that imports it
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import re
 import runpy
@@ -14,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mirror import __version__
 from mirror.errors import MirrorError
@@ -33,7 +34,9 @@ from mirror.tools.option_types import (
 )
 
 if TYPE_CHECKING:
-    from mirror.tools.run.run_command import Script
+    from mirror.tools.run_command import Script
+
+OptionsT = TypeVar("OptionsT")
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as in shells."""
@@ -164,9 +167,14 @@ def _add_script_command(
 
 
 def _script_of(args: argparse.Namespace) -> Script:
-    from mirror.tools.run.run_command import Script
+    from mirror.tools.run_command import Script
 
     return Script(args.script, tuple(args.arguments), args.is_module)
+
+
+def _options_of(kind: Callable[..., OptionsT], args: argparse.Namespace) -> OptionsT:
+    """Returns a command's options, a dataclass, from the arguments of the same names."""
+    return kind(**{name: getattr(args, name) for name in inspect.signature(kind).parameters})
 
 
 def _add_run(commands: Any) -> None:
@@ -222,14 +230,9 @@ def _add_run(commands: Any) -> None:
 
 
 def _run_script(args: argparse.Namespace) -> int:
-    from mirror.tools.run.run_command import RunOptions, run_command
+    from mirror.tools.run_command import RunOptions, run_command
 
-    names = (
-        "devices replicas strategy backend schedule verify trace report sync_batch_norm compile"
-    )
-    return run_command(
-        _script_of(args), RunOptions(**{name: getattr(args, name) for name in names.split()})
-    )
+    return run_command(_script_of(args), _options_of(RunOptions, args))
 
 
 def _add_elastic(commands: Any) -> None:
@@ -273,7 +276,7 @@ def _add_elastic(commands: Any) -> None:
 
 def _run_elastic(args: argparse.Namespace) -> int:
     from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent, make_start
-    from mirror.train.elastic.membership_coordinator import MembershipOptions
+    from mirror.train.elastic.membership import MembershipOptions
 
     if (args.workers is None) != (args.join is not None):
         args.parser.error("needs --workers, or, where the coordinator is elsewhere, --join")
@@ -347,10 +350,7 @@ def _add_check(commands: Any) -> None:
 def _check_script(args: argparse.Namespace) -> int:
     from mirror.tools.check.check_command import CheckOptions, check_command
 
-    names = "replicas devices steps tolerance timeout no_dropout double sync_batch_norm json"
-    return check_command(
-        _script_of(args), CheckOptions(**{name: getattr(args, name) for name in names.split()})
-    )
+    return check_command(_script_of(args), _options_of(CheckOptions, args))
 
 
 def _add_doctor(commands: Any) -> None:
@@ -515,16 +515,7 @@ def _add_demo(commands: Any) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from mirror.tools.demo import DemoOptions, run_demo
 
-    run_demo(
-        DemoOptions(
-            devices=args.devices,
-            replicas=args.replicas,
-            epochs=args.epochs,
-            batch_size=args.batch_size,
-            seed=args.seed,
-            data=args.data,
-        )
-    )
+    run_demo(_options_of(DemoOptions, args))
     return 0
 
 
@@ -567,8 +558,8 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mirror.tools.planning.all_reduce_cost import table_of_links
     from mirror.tools.planning.plan import make_plan
+    from mirror.tools.planning.prediction import table_of_links
 
     published = {}
     if args.check or args.case is not None:

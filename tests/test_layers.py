@@ -194,8 +194,8 @@ def test_public_names_are_defined_in_one_file():
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("comm/host/host_backend.py", "from mirror.values import PerReplica"),
-        ("comm/host/host_backend.py", "import torch.cuda"),
+        ("comm/host_backends.py", "from mirror.values import PerReplica"),
+        ("comm/host_backends.py", "import torch.cuda"),
         ("devices.py", "import torch; torch.cuda.is_available()"),
         ("device/streams.py", "import torch; torch.cuda.is_available()"),
         ("comm/nccl/nccl_backend.py", "from mirror.device.streams import record_event"),
@@ -206,7 +206,7 @@ def test_public_names_are_defined_in_one_file():
         ("data/split.py", "from mirror.execution.run import current"),
         ("tools/demo.py", "from mirror.strategy import mirrored"),
         ("replica/modules/__init__.py", "from mirror.replica.params.tensor import resolve"),
-        ("comm/__init__.py", "from mirror.comm.host import host_backend as host"),
+        ("comm/__init__.py", "from mirror.comm import host_backends as host"),
         ("cli.py", "from mirror import MirroredStrategy"),
         ("cli.py", "from mirror.tools.demo import run_demo"),
         ("__init__.py", "from mirror.strategy.mirrored import MirroredStrategy"),

@@ -1,5 +1,5 @@
 // Collectives over replicas in host memory, with a C ABI for ctypes:
-// mirror/comm/host/host_backend.py.
+// mirror/comm/host_backends.py.
 //
 //   traffic       all-reduce: n * bytes read and n * bytes written, the least there is
 //   best for      every size: small messages stay in the calling thread, large ones are shared
@@ -34,7 +34,7 @@ static_assert(sizeof(void*) == 8, "addresses come as 64-bit integers");
 namespace mirror {
 namespace {
 
-// Numbered as in mirror/comm/host/host_backend.py.
+// Numbered as in mirror/comm/host_backends.py.
 enum class Op { kSum, kMin, kMax, kProd };
 constexpr int kNumOps = 4;
 constexpr int kNumDTypes = 7;

@@ -87,11 +87,13 @@ def init_with_hints(cls: ClassT) -> ClassT:
     @wraps(init)
     def __init__(self: object, *args: Any, **kwargs: Any) -> None:
         _check_keywords(place, places, known, kwargs)
-        for name, value in _find_misplaced(args):
+        for value in args:
+            kinds = (base.__name__ for base in type(value).__mro__)
+            name = next((_KEYWORDS[kind] for kind in kinds if kind in _KEYWORDS), None)
             if name in known:
                 kind = type(value).__name__
                 raise TypeError(f"{place}() takes a {kind} by its name; pass {name}=")
-            if not isinstance(value, dict):
+            if name is not None and not isinstance(value, dict):
                 _check_keywords(place, places, known, (name,))
         init(self, *args, **kwargs)
 
@@ -185,15 +187,6 @@ def _check_keywords(
             hint = find(places, name)
             if hint is not None:
                 raise TypeError(f"{place}() takes no {format_hint(name, hint)}")
-
-
-def _find_misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
-    """Yields each positional argument that belongs to a keyword, with the keyword's name."""
-    for value in args:
-        for base in type(value).__mro__:
-            if base.__name__ in _KEYWORDS:
-                yield _KEYWORDS[base.__name__], value
-                break
 
 
 def format_hint(name: str, hint: Hint) -> str:

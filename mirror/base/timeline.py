@@ -5,6 +5,9 @@ backward pass. Spans of a lane nest. A kind counts its self time: without the sp
 ``"lockstep"`` one lane moves at a time, so the self times of all lanes, without ``WAITING``, add
 up to the step. If replicas run backward at once, the cross-replica lane gets a negative time: the
 duration of the pass minus the sum of the replicas' times.
+
+The begin and the end of a span are *marks*. Making one costs no call in Python; they are added up
+when a step ends, or when somebody asks.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
+from mirror.base.mutex import Mutex
 from mirror.base.safe_files import replace_atomically
 from mirror.errors import StrategyError
 
@@ -44,6 +48,10 @@ KINDS = (
 
 CROSS, OVERLAPPED = -2, -1  # the lanes that belong to no replica
 _STEPS_KEPT = 1000
+MANY_MARKS = 5000  # are added up before the step ends
+
+# The time, the lane, the kind, and the name of a span that begins; None for one that ends.
+Mark = tuple[float, int, str, "str | None"]
 
 
 class _LastUsed(threading.local):
@@ -65,6 +73,7 @@ class _Span:
     kind: str
     name: str
     begin: float
+    outer: _Span | None  # the open span around it
     inner_seconds: float = 0.0
 
 
@@ -95,12 +104,14 @@ class Timeline:
     """The time of one strategy.
 
     Attributes:
-        stopwatches: one per replica during a measurement, else none. Each runs while its replica
-            is in its function, and does not wait for others.
+        marks: those that are not added up yet.
+        mark: adds one to them, from any thread, at the time of ``clock``: ``begin`` and ``end``
+            for code that cannot afford a call.
         steps: for each of the last steps, its duration and the self seconds of each kind by lane.
         compiled: statistics of compiled steps.
+        sample: what ``set_sample`` has set; ``None`` between samples.
+        stopwatches: one per replica during a measurement, else none.
         at_step_ends: callbacks for the end of each step.
-        sample: in a sampled step, called with lane and kind at both ends of a span; else ``None``.
         reference: a weak reference to this timeline, for ``last_used``.
     """
 
@@ -111,12 +122,16 @@ class Timeline:
         self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
         self.compiled = Compiled()
         self.at_step_ends: list[Callable[[], None]] = []
+        self.clock = perf_counter
+        self.marks: list[Mark] = []
+        self.mark: Callable[[Mark], object] = self.marks.append
         self.sample: Callable[[int, str | None], None] | None = None
         self.stopwatches: Sequence[SpanTimer] = ()
-        self._open: list[list[_Span]] = [[] for _ in self.names]
+        self._adding = Mutex()
+        self._open: list[_Span | None] = [None for _ in self.names]  # the innermost of each lane
         self._events: list[dict[str, Any]] | None = None
         self._target = Path()  # the file of the trace
-        self._step_began = perf_counter()
+        self._step_began = self.clock()
         self._zeros = dict.fromkeys(KINDS, 0.0)
         self._sums = [self._zeros.copy() for _ in self.names]
 
@@ -126,69 +141,106 @@ class Timeline:
 
     def begin(self, lane: int, kind: str, name: str = "") -> None:
         """Opens a span on a lane: a replica's id, ``CROSS`` or ``OVERLAPPED``."""
-        if self.sample is not None:
-            self.sample(lane, None)
-        if self.stopwatches:
-            if kind is FORWARD:
-                self.stopwatches[lane].start()
-            elif kind is WAITING:
-                self.stopwatches[lane].stop()
-        self._open[lane].append(_Span(kind, name, perf_counter()))
+        if self.marks[MANY_MARKS:]:
+            self.add_up()
+        self.mark((self.clock(), lane, kind, name))
 
     def end(self, lane: int, kind: str) -> None:
         """Closes the innermost span of this kind, and the open spans inside it."""
+        self.mark((self.clock(), lane, kind, None))
+
+    # What follows the spans as they begin and end
+
+    def set_sample(self, sample: Callable[[int, str | None], None] | None) -> None:
+        """Sets what is called at both ends of a span, with its lane, and its kind if it ends."""
+        self.sample = sample
+        self._choose_mark()
+
+    def set_stopwatches(self, stopwatches: Sequence[SpanTimer]) -> None:
+        """Has one per replica run while its replica is in its function, and does not wait."""
+        self.stopwatches = stopwatches
+        self._choose_mark()
+
+    def _choose_mark(self) -> None:
+        is_followed = self.sample is not None or self.stopwatches
+        self.mark = self._mark_followed if is_followed else self.marks.append
+
+    def _mark_followed(self, mark: Mark) -> None:
+        _, lane, kind, name = mark
         if self.sample is not None:
-            self.sample(lane, kind)
-        if self.stopwatches:
-            if kind is FORWARD:
-                self.stopwatches[lane].stop()
-            elif kind is WAITING:
-                self.stopwatches[lane].start()
-        now = perf_counter()
-        opened, sums = self._open[lane], self._sums[lane]
-        is_innermost = bool(opened) and opened[-1].kind is kind
-        if not is_innermost and not any(span.kind is kind for span in opened):
-            return  # an error has dropped it
-        while opened:
-            span = opened.pop()
-            seconds = now - span.begin
-            sums[span.kind] += seconds - span.inner_seconds
-            if opened:
-                opened[-1].inner_seconds += seconds
-            if self._events is not None:
-                self._record(lane, span, now)
-            if span.kind is kind:
-                return
+            self.sample(lane, kind if name is None else None)
+        if self.stopwatches and (kind is FORWARD or kind is WAITING):
+            runs = (name is None) == (kind is WAITING)
+            watch = self.stopwatches[lane]
+            watch.start() if runs else watch.stop()
+        self.marks.append((self.clock(), lane, kind, name))
+
+    # Adding up
+
+    def add_up(self) -> None:
+        """Adds up the marks that were made so far."""
+        marks, lock = self.marks, self._adding.lock
+        try:
+            lock.acquire()
+            taken = marks[:]
+            del marks[: len(taken)]
+            for now, lane, kind, name in taken:
+                span, sums = self._open[lane], self._sums[lane]
+                if name is not None:
+                    self._open[lane] = _Span(kind, name, now, span)
+                    continue
+                around = span
+                while around is not None and around.kind is not kind:
+                    around = around.outer
+                if around is None:
+                    continue  # an error has dropped it
+                while span is not around.outer:
+                    assert span is not None
+                    seconds = now - span.begin
+                    sums[span.kind] += seconds - span.inner_seconds
+                    if self._events is not None:
+                        self._record(lane, span, now)
+                    if span.outer is not None:
+                        span.outer.inner_seconds += seconds
+                    span = span.outer
+                self._open[lane] = span
+        finally:
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:  # see Mutex
+                pass
 
     @contextmanager
     def counting_once(self, kind: str) -> Iterator[None]:
         """Counts concurrent work of replicas inside by its duration, not once per replica."""
-        before, began = self._sum_replicas(kind), perf_counter()
+        before, began = self._sum_replicas(kind), self.clock()
         try:
             yield
         finally:
             counted = self._sum_replicas(kind) - before
-            self._sums[CROSS][kind] += perf_counter() - began - counted
+            self._sums[CROSS][kind] += self.clock() - began - counted
 
     def _sum_replicas(self, kind: str) -> float:
+        self.add_up()
         return sum(sums[kind] for sums in self._sums[: self.num_replicas])
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Counts the block as tracing and compiling a step."""
-        began = perf_counter()
+        began = self.clock()
         self.begin(CROSS, COMPILING)
         try:
             yield
         finally:
             self.end(CROSS, COMPILING)
             self.compiled.traces += 1
-            self.compiled.seconds += perf_counter() - began
+            self.compiled.seconds += self.clock() - began
 
     def end_step(self) -> None:
         """Ends a training step and starts the next one. See [Note: Ends of steps]."""
-        self._open[CROSS].clear()
-        now = perf_counter()
+        now = self.clock()
+        self.add_up()
+        self._open[CROSS] = None
         self.steps.append((now - self._step_began, self._sums))
         self._step_began = now
         self._sums = list(map(dict, repeat(self._zeros, len(self.names))))
@@ -197,12 +249,13 @@ class Timeline:
 
     def current_step(self) -> tuple[float, list[dict[str, float]]]:
         """Returns the duration and the sums of the current step."""
-        return perf_counter() - self._step_began, self._sums
+        self.add_up()
+        return self.clock() - self._step_began, self._sums
 
     def drop_open(self) -> None:
         """Drops the spans that an error left open."""
-        for opened in self._open:
-            opened.clear()
+        self.add_up()
+        self._open = [None for _ in self.names]
 
     # Traces
 
@@ -230,10 +283,12 @@ class Timeline:
         if self._events is not None:
             raise StrategyError("a trace is being taken already; end it before you begin another")
         self._target = _check_writable(path)
+        self.add_up()
         self._events = []
 
     def stop_recording(self) -> dict[str, Any]:
         """Writes the recorded spans atomically as a Chrome trace, and returns the trace."""
+        self.add_up()
         events, self._events = self._events or [], None
         hidden = self._hidden_share(events)
         threads = [

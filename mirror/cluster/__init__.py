@@ -15,9 +15,13 @@ from mirror.base.migration_hints import names_of
 from mirror.cluster.kubernetes import KubernetesResolver
 from mirror.cluster.launchers import TorchrunResolver
 from mirror.cluster.rendezvous import ClusterSpec, Rendezvous
-from mirror.cluster.resolver import ClusterResolver, SimpleResolver, UnionResolver
+from mirror.cluster.resolver import (
+    ClusterResolver,
+    SimpleResolver,
+    TFConfigResolver,
+    UnionResolver,
+)
 from mirror.cluster.slurm import SlurmResolver
-from mirror.cluster.tf_config import TFConfigResolver
 from mirror.errors import ClusterError
 
 __all__ = [

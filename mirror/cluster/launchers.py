@@ -12,9 +12,8 @@ from mirror.cluster.rendezvous import (
     Rendezvous,
     single_process,
 )
-from mirror.cluster.resolver import ClusterResolver
+from mirror.cluster.resolver import ClusterResolver, TFConfigResolver
 from mirror.cluster.slurm import SlurmResolver
-from mirror.cluster.tf_config import TFConfigResolver
 from mirror.errors import ClusterError
 
 _WHY = "torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: start every worker with it"
@@ -82,17 +81,13 @@ def _torchrun(env: EnvironmentVariables) -> bool:
     return env.find_first("RANK") is not None and not is_pod
 
 
-def _kubernetes(env: EnvironmentVariables) -> bool:
-    return env.find_first("PET_NODE_RANK", "JOB_COMPLETION_INDEX") is not None
-
-
 # In order of precedence. The other launchers often start torchrun, and then its processes have
 # their variables as well. In a Kubernetes Job, every container has an index, used or not.
 _LAUNCHERS: dict[str, Callable[[EnvironmentVariables], bool]] = {
     "torchrun": _torchrun,
     "TF_CONFIG": lambda env: "TF_CONFIG" in env.environ,
     "Slurm": lambda env: env.find_first("SLURM_PROCID") is not None,
-    "Kubernetes": _kubernetes,
+    "Kubernetes": lambda env: env.find_first("PET_NODE_RANK", "JOB_COMPLETION_INDEX") is not None,
     "torchrun, without RANK": lambda env: env.find_first("WORLD_SIZE") is not None,
 }
 

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from mirror.base.migration_hints import names_of
+from mirror.comm import host_backends  # noqa: F401  registers backends
 from mirror.comm.communicator import Communicator
-from mirror.comm.host import host_backend, naive_backend  # noqa: F401  registers backends
 from mirror.comm.kernels import kernel_backends  # noqa: F401  registers backends
 from mirror.comm.nccl import nccl_backend  # noqa: F401  registers backends
 from mirror.comm.registry import available, create, register, unavailable_reason

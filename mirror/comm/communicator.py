@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, pairwise
-from operator import sub
+from operator import itemgetter, sub
 from typing import ClassVar, NoReturn
 
 import numpy as np
@@ -228,7 +228,7 @@ class Communicator(NoCopy, ABC):
             for pack in packs:
                 sent = wire_dtype if first[pack[0]].dtype in WIDE_DTYPES else None
                 if sent is None and len(pack) == 1:
-                    tensors = [column[pack[0]] for column in columns]
+                    tensors = list(map(itemgetter(pack[0]), columns))
                     if all(map(Tensor.is_contiguous, tensors)):
                         self.all_reduce(tensors, op, scale)
                         continue

@@ -34,7 +34,7 @@ Op: TypeAlias = (
 )
 """The operations for type checkers; other case and other libraries' members also work."""
 
-_PAIRWISE: dict[str, Any] = {
+PAIRWISE: dict[str, Any] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
@@ -88,7 +88,7 @@ def check_reducible(tensor: Tensor) -> None:
 
 def reduce_tensors(tensors: Sequence[Tensor], device: torch.device, op: str = "sum") -> Tensor:
     """Returns tensors of one shape reduced in order, on ``device``. Differentiable for "sum"."""
-    combine = _PAIRWISE[op]
+    combine = PAIRWISE[op]
     total: Tensor = reduce(combine, [tensor.to(device) for tensor in tensors])
     return total.coalesce() if total.is_sparse else total
 

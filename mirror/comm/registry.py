@@ -13,7 +13,7 @@ import torch
 
 from mirror.comm import self_test
 from mirror.comm.communicator import Communicator
-from mirror.comm.topology import Matrix, link_matrix, peer_matrix, topology_of
+from mirror.comm.topology import Matrix, islands_of, link_matrix, peer_matrix
 from mirror.devices import are_distinct, is_simulated, parse, resolve
 from mirror.errors import BackendError
 
@@ -167,7 +167,7 @@ class Facts:
         devices: one per replica.
         peers: ``peers[i][j]`` is whether replica ``i``'s device can access the memory of ``j``'s.
         links: ``links[i][j]`` is whether both are one GPU, or connected by NVLink.
-        islands: replica ids, as ``topology_of`` returns them.
+        islands: replica ids, as ``islands_of`` returns them.
     """
 
     devices: tuple[torch.device, ...]
@@ -186,9 +186,7 @@ class Choice:
 
 def facts_of(devices: Sequence[torch.device]) -> Facts:
     """Returns the facts of devices; for simulated ones without a driver."""
-    return Facts(
-        tuple(devices), peer_matrix(devices), link_matrix(devices), topology_of(devices).islands
-    )
+    return Facts(tuple(devices), peer_matrix(devices), link_matrix(devices), islands_of(devices))
 
 
 def preferences(facts: Facts) -> tuple[Choice, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import torch
@@ -52,27 +53,11 @@ def examine(
         BackendError: a result is wrong.
         Exception: an error of the backend.
     """
-    n = len(communicator.devices)
     dtypes = tuple(dict.fromkeys(dtype for _, dtype in reductions))
-    cases: list[tuple[str, str, Collective, Callable[[list[Tensor]], list[Tensor]]]] = [
-        (op, f"all_reduce({op!r})", _all_reduce(communicator, op), _expect_all_reduce(op))
-        for op in OPS
-    ]
-    cases += [
-        ("sum", "reduce_scatter", communicator.reduce_scatter, _expect_reduce_scatter),
-        ("", "all_gather", communicator.all_gather, _expect_all_gather),
-        (
-            "",
-            f"broadcast(root={n - 1})",
-            lambda tensors: communicator.broadcast(tensors, n - 1),
-            lambda values: [values[-1]] * n,
-        ),
-    ]
     num_collectives = 0
     for size in SIZES:
-        values = _values(size, n)
-        for op, name, collective, expect in cases:
-            expected = expect(values)
+        values = _values(size, len(communicator.devices))
+        for op, name, collective, expected in _cases(communicator, values):
             for dtype in dtypes if size < SIZES[-1] else (torch.float32,):
                 if op and (op, dtype) not in reductions:
                     continue
@@ -160,12 +145,20 @@ def _values(size: int, n: int) -> list[Tensor]:
     return [1 + (owners == i).to(torch.uint8) for i in range(n)]
 
 
-def _all_reduce(communicator: Communicator, op: str) -> Collective:
-    return lambda tensors: communicator.all_reduce(tensors, op)
-
-
-def _expect_all_reduce(op: str) -> Callable[[list[Tensor]], list[Tensor]]:
-    return lambda values: [_reduce(values, op)] * len(values)
+def _cases(
+    communicator: Communicator, values: list[Tensor]
+) -> Iterator[tuple[str, str, Collective, list[Tensor]]]:
+    """Yields each collective: its operation, its name, itself, and its results from ``values``."""
+    n = len(values)
+    for op in OPS:
+        collective = partial(communicator.all_reduce, op=op)
+        yield op, f"all_reduce({op!r})", collective, [_reduce(values, op)] * n
+    chunks = list(_reduce(values, "sum").tensor_split(n))
+    yield "sum", "reduce_scatter", communicator.reduce_scatter, chunks
+    gathered = torch.cat([value.tensor_split(n)[i] for i, value in enumerate(values)])
+    yield "", "all_gather", communicator.all_gather, [gathered] * n
+    last = partial(communicator.broadcast, root=n - 1)
+    yield "", f"broadcast(root={n - 1})", last, [values[-1]] * n
 
 
 def _reduce(values: list[Tensor], op: str) -> Tensor:
@@ -173,15 +166,6 @@ def _reduce(values: list[Tensor], op: str) -> Tensor:
     if op in ("sum", "prod"):
         return (stacked.sum(0) if op == "sum" else stacked.prod(0)).to(torch.uint8)
     return stacked.amin(0) if op == "min" else stacked.amax(0)
-
-
-def _expect_reduce_scatter(values: list[Tensor]) -> list[Tensor]:
-    return list(_reduce(values, "sum").tensor_split(len(values)))
-
-
-def _expect_all_gather(values: list[Tensor]) -> list[Tensor]:
-    n = len(values)
-    return [torch.cat([value.tensor_split(n)[i] for i, value in enumerate(values)])] * n
 
 
 def _compare(

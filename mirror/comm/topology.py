@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,50 +18,42 @@ Matrix = tuple[tuple[bool, ...], ...]
 """One row and one column per replica."""
 
 
-class Topology:
-    """Replicas in islands: links inside an island are faster than those between islands.
+Islands = tuple[tuple[int, ...], ...]
+"""The ids of the replicas in each island, both in ascending order.
 
-    Attributes:
-        islands: the ids of the replicas in each island, both in ascending order.
+Links inside an island are faster than those between islands.
+"""
+
+
+def check_islands(islands: Sequence[Sequence[int]], num_replicas: int) -> Islands:
+    """Returns islands in ascending order.
+
+    Raises:
+        ValueError: the islands are not of equal size, or do not have each replica once.
     """
-
-    def __init__(self, islands: Sequence[Sequence[int]]) -> None:
-        self.islands = tuple(sorted(tuple(sorted(island)) for island in islands))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Topology) and self.islands == other.islands
-
-    def __hash__(self) -> int:
-        return hash(self.islands)
-
-    def __repr__(self) -> str:
-        return f"Topology({self.islands})"
-
-    def validate(self, num_replicas: int) -> Topology:
-        """Returns this topology after a check that it fits.
-
-        Raises:
-            ValueError: the islands are not of equal size, or do not have each replica once.
-        """
-        ids = sorted(replica_id for island in self.islands for replica_id in island)
-        if ids != list(range(num_replicas)):
-            raise ValueError(
-                f"islands must have each of the replicas 0 to {num_replicas - 1} once; got "
-                f"{self.islands}; name every replica in one island"
-            )
-        if not self.is_even():
-            raise ValueError(
-                f"islands must be of equal size; got {self.islands}; leave them out to have one "
-                "island of all replicas where there is no better way"
-            )
-        return self
-
-    def is_even(self) -> bool:
-        """Returns whether all islands have the same number of replicas."""
-        return len({len(island) for island in self.islands}) == 1
+    found = _sort(islands)
+    if sorted(replica_id for island in found for replica_id in island) != [*range(num_replicas)]:
+        raise ValueError(
+            f"islands must have each of the replicas 0 to {num_replicas - 1} once; got {found}; "
+            "name every replica in one island"
+        )
+    if not _are_even(found):
+        raise ValueError(
+            f"islands must be of equal size; got {found}; leave them out to have one island of "
+            "all replicas where there is no better way"
+        )
+    return found
 
 
-def topology_of(devices: Sequence[torch.device]) -> Topology:
+def _sort(islands: Iterable[Sequence[int]]) -> Islands:
+    return tuple(sorted(tuple(sorted(island)) for island in islands))
+
+
+def _are_even(islands: Islands) -> bool:
+    return len({len(island) for island in islands}) == 1
+
+
+def islands_of(devices: Sequence[torch.device]) -> Islands:
     """Returns islands of equal size for the devices.
 
     GPUs that NVLink connects, directly or through other GPUs, form an island. If there is no
@@ -74,29 +66,26 @@ def topology_of(devices: Sequence[torch.device]) -> Topology:
     n = len(devices)
     if is_simulated(devices):
         half = n // 2 if n >= 4 and n % 2 == 0 else n
-        return Topology([range(i, i + half) for i in range(0, n, half)])
+        return tuple(tuple(range(i, i + half)) for i in range(0, n, half))
     indices = [device.index or 0 for device in devices]
     by_link = group(n, lambda i, j: _are_linked(indices[i], indices[j]))
     by_gpu = group(n, lambda i, j: indices[i] == indices[j])
-    if by_link != by_gpu:
-        topology = by_link
-    else:
+    islands = by_link
+    if by_link == by_gpu:
         nodes = [_numa_node(index) for index in indices]
-        topology = group(n, lambda i, j: nodes[i] is not None and nodes[i] == nodes[j])
-        # If the NUMA nodes are unknown, every GPU is an island: nothing is known.
-        if topology == by_gpu:
-            topology = Topology([range(n)])
-    return topology if topology.is_even() else Topology([range(n)])
+        islands = group(n, lambda i, j: nodes[i] is not None and nodes[i] == nodes[j])
+    # If the NUMA nodes are unknown, every GPU is an island: nothing is known.
+    return islands if islands != by_gpu and _are_even(islands) else (tuple(range(n)),)
 
 
-def group(num_replicas: int, are_near: Callable[[int, int], bool]) -> Topology:
+def group(num_replicas: int, are_near: Callable[[int, int], bool]) -> Islands:
     """Returns the islands: the connected components of the relation ``are_near``."""
     islands: list[list[int]] = []
     for i in range(num_replicas):
         near = [island for island in islands if any(are_near(i, j) for j in island)]
         islands = [island for island in islands if island not in near]
         islands.append([i, *(j for island in near for j in island)])
-    return Topology(islands)
+    return _sort(islands)
 
 
 def peer_matrix(devices: Sequence[torch.device]) -> Matrix:

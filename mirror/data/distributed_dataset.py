@@ -18,11 +18,18 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.adapters import DatasetAdapter, make_adapter
 from mirror.data.distributed_steps import Assembly, Delivery, DistributedStep, DistributedSteps
 from mirror.data.input_options import InputOptions, resolve_options
-from mirror.data.prefetch import Closed, OnDemand, Prefetcher
 from mirror.data.resume_state import PassPosition, SavedPosition, gather_states, select_own_state
 from mirror.data.rng_state import capture_rng, replaying_rng, restore_rng
 from mirror.data.split_batch import Balance, make_balance
-from mirror.data.worker_agreement import AgreedBatches, BatchReader, SameBatches, max_num_steps
+from mirror.data.step_readers import (
+    AgreedBatches,
+    BatchReader,
+    Closed,
+    OnDemand,
+    Prefetcher,
+    SameBatches,
+    max_num_steps,
+)
 from mirror.data.worker_sharding import choose_sharding
 
 Measure = Callable[[], Callable[[], Sequence[float]]]

@@ -107,7 +107,8 @@ def _check(state: object, kind: str, num_batches: int | None) -> None:
         "streams": Mapping,
     }
     if state.keys() != wanted.keys():
-        raise ValueError(f"{rule}, with the keys {', '.join(wanted)}; got {_names(state)}")
+        found = ", ".join(map(str, state)) or "none"
+        raise ValueError(f"{rule}, with the keys {', '.join(wanted)}; got {found}")
     for key, kinds in wanted.items():
         if not isinstance(state[key], kinds):
             raise ValueError(f"{rule}; its {key!r} is {_shorten(state[key])}, of another type")
@@ -168,10 +169,6 @@ def _has_structure_of(value: Any, template: Any) -> bool:
             and value.dtype == template.dtype
         )
     return value is None or isinstance(value, (int, float))
-
-
-def _names(state: Mapping[Any, Any]) -> str:
-    return ", ".join(map(str, state)) or "none"
 
 
 def _shorten(value: object) -> str:

@@ -60,7 +60,9 @@ class CudaGraph:
                 try:
                     result = work()
                 except BaseException:
-                    self._abandon()
+                    with contextlib.suppress(RuntimeError):
+                        self._graph.capture_end()
+                    self._graph = torch.cuda.CUDAGraph()
                     raise
                 self._graph.capture_end()
         finally:
@@ -71,12 +73,6 @@ class CudaGraph:
 
     def launch(self) -> None:
         self._graph.replay()
-
-    def _abandon(self) -> None:
-        """Ends a capture that has failed."""
-        with contextlib.suppress(RuntimeError):  # the caller raises the cause
-            self._graph.capture_end()
-        self._graph = torch.cuda.CUDAGraph()
 
 
 def has_graphs(device: torch.device) -> bool:

@@ -43,10 +43,10 @@ class DeviceMesh:
         self.replicas = tuple(map(tuple, rows))
         self.devices = tuple(dict.fromkeys(device for row in self.replicas for device in row))
         self.is_model_parallel = len(self.replicas[0]) > 1 and not is_simulated(self.devices)
-        columns: tuple[tuple[torch.device, ...], ...] = tuple(zip(*self.replicas, strict=True))
-        self.positions = columns if self.is_model_parallel else columns[:1]
+        positions: tuple[tuple[torch.device, ...], ...] = tuple(zip(*self.replicas, strict=True))
+        self.positions = positions if self.is_model_parallel else positions[:1]
         of_several = self.positions if self.is_model_parallel else ()
-        self._columns = {device: column for column in of_several for device in column}
+        self._peers = {device: peers for peers in of_several for device in peers}
         self._replica_ids = {d: r for r, row in enumerate(self.replicas) for d in row}
 
     def __str__(self) -> str:
@@ -58,15 +58,15 @@ class DeviceMesh:
 
         For any other device, returns those at position 0.
         """
-        return self._columns.get(device, self.positions[0])
+        return self._peers.get(device, self.positions[0])
 
     def translate(self, device: torch.device, one: torch.device) -> torch.device:
         """Returns the device at the same position of the replica that has device ``one``.
 
         Returns the device itself if it belongs to no replica.
         """
-        column = self._columns.get(device)
-        return device if column is None else column[self._replica_ids[one]]
+        peers = self._peers.get(device)
+        return device if peers is None else peers[self._replica_ids[one]]
 
     def home_of(self, device: torch.device, name: str) -> torch.device:
         """Returns the device of the first replica's copy of a variable.

@@ -1,4 +1,4 @@
-"""The host: facts that identify the machine, its memory, and OpenMP's teams of threads.
+"""The host: facts of the machine and of processes, memory, and OpenMP's teams of threads.
 
 glibc returns large freed blocks to the system, and the next step gets new ones page by page: a
 small CNN spent 10 of its 33 ms per step in 5000 page faults. So with several simulated devices
@@ -69,6 +69,16 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_... of malloc.h
 _MOST_BYTES_KEPT = 2**31 - 1  # all an int holds
 _LARGEST_BLOCK_KEPT = 32 * 2**20  # glibc's limit; larger ones always are the system's
 _OF_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+
+
+def status_of_process(pid: int) -> dict[str, str]:
+    """Returns what Linux tells of a process by field, such as "State": "T (stopped)".
+
+    Raises:
+        OSError: FileNotFoundError if the process is gone, or there is no ``/proc``.
+    """
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def keep_freed_memory() -> None:

@@ -101,7 +101,7 @@ class LifecycleHooks:
     prepare: Callable[[], None] | WhilePending | tuple[WhilePending, ...] = do_nothing
     on_merge: Callable[[Run], None] = do_nothing
     on_return: Callable[[], None] | WhilePending = do_nothing
-    finish: Callable[[Run], None] | WhilePending = do_nothing
+    finish: Callable[[Run], None] | WhilePending | tuple[WhilePending, ...] = do_nothing
     on_run_end: Callable[[tuple[int, ...]], None] | WhilePending = do_nothing
     sync_idle: Callable[[int, Sequence[int]], None] = do_nothing
     on_synced: Callable[[], None] = do_nothing

@@ -197,7 +197,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             current.replica, current.strategy = replica, strategy
             # In a merge, this thread may run the cross-replica context.
             last_used.reference = timeline.reference
-            timeline.begin(replica_id, FORWARD)
+            timeline.mark((timeline.clock(), replica_id, FORWARD, ""))
             replica.has_begun = True
             swapped = run.swapped
             if swapped is not None and swapped.inside != replica_id:
@@ -208,7 +208,7 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             return result
         finally:
             current.replica, current.strategy, current.below = before
-            timeline.end(replica_id, FORWARD)
+            timeline.mark((timeline.clock(), replica_id, FORWARD, None))
             if replica.lent:
                 replica.give_back()
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
-from mirror.base.timeline import WAITING
+from mirror.base.timeline import CROSS, WAITING, Timeline, latest_timeline
 from mirror.device.device_mesh import DeviceRemap
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError, short_repr
@@ -284,7 +284,7 @@ class Run:
             self._on_streams.record(replica_id)
         timeline = self.replicas.timeline
         dynamo_callback = suspend_dynamo()  # actions are not the user's code
-        timeline.begin(replica_id, WAITING, point.operation)
+        timeline.mark((timeline.clock(), replica_id, WAITING, point.operation))
         try:
             result = (
                 self.act(point.action, {replica_id: point.payload})[replica_id]
@@ -299,7 +299,7 @@ class Run:
                 self.swapped.enter(replica_id)
             return result
         finally:
-            timeline.end(replica_id, WAITING)
+            timeline.mark((timeline.clock(), replica_id, WAITING, None))
             resume_dynamo(dynamo_callback)
 
     def wait_for_turn(self, replica_id: int) -> None:
@@ -357,6 +357,13 @@ class Run:
             self.check_modes()
         for check in self.checks:
             check(self)
+
+    def check_options(self) -> None:
+        """Raises StrategyError if the replicas have left other options of an optimizer each."""
+        while self.stepped:
+            _, stepped = self.stepped.popitem()
+            if stepped.left:
+                stepped.check(stepped.left)
 
     def check_modes(self) -> None:
         """Raises StrategyError if only some replicas have changed a module's mode."""
@@ -454,6 +461,14 @@ def replica_of(replicas: Replicas) -> Replica | None:
     """Returns the current replica if it is one of these, else ``None``."""
     replica = current.replica
     return replica if replica is not None and replica.replicas is replicas else None
+
+
+def current_lane() -> tuple[Timeline | None, int]:
+    """Returns the timeline of the calling code, and its lane in it."""
+    replica = current.replica
+    if replica is None:
+        return latest_timeline(), CROSS
+    return replica.replicas.timeline, replica.replica_id
 
 
 def is_active_in(replicas: Replicas) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from mirror.base.process_bound import reinit_after_fork
-from mirror.base.timeline import BACKWARD, CROSS, INPUT, last_used
+from mirror.base.timeline import BACKWARD, CROSS, INPUT, MANY_MARKS, last_used
 from mirror.device.gpu_waits import GpuWaits
 from mirror.device.host import release_thread_pool
 from mirror.device.streams import CopyStreams, Stopwatch, has_failed
@@ -284,6 +284,8 @@ class Runner:
             run.swapped.end()
         if self.parallel_runs is not None and run.outer is None:
             self.parallel_runs.end(has_failed=has_failed)
+        if self.replicas.timeline.marks[MANY_MARKS:]:
+            self.replicas.timeline.add_up()
         self._parts.on_run_end(run)
 
     def _fail(self, run: Run, state: ThreadState | None) -> None:
@@ -304,13 +306,15 @@ class Runner:
             return  # a step beside it: the last strategy's timeline counts it
         self.gpu_waits.end_step()
         sample = self._sample_at_span if self.gpu_waits.is_sampling else None
-        self.replicas.timeline.sample = sample
+        timeline = self.replicas.timeline
+        if sample is not None or timeline.sample is not None:
+            timeline.set_sample(sample)
 
     def _sample_at_span(self, lane: int, ended: str | None) -> None:
         assert self.gpu_waits is not None
         self.gpu_waits.sample(None if lane < 0 else lane, counts=ended is not INPUT)
         if not self.gpu_waits.is_sampling:  # a capture has begun
-            self.replicas.timeline.sample = None
+            self.replicas.timeline.set_sample(None)
 
     def _end_step(self) -> None:
         _, sums = self.replicas.timeline.steps[-1]
@@ -361,7 +365,7 @@ class Runner:
         """
         if not self._stopwatches:
             self._stopwatches = tuple(map(Stopwatch, self.replicas.devices))
-            self.replicas.timeline.stopwatches = self._stopwatches
+            self.replicas.timeline.set_stopwatches(self._stopwatches)
         return lambda: tuple(watch.seconds() for watch in self._stopwatches)
 
     # Checks, forks and closing
@@ -407,7 +411,7 @@ class Runner:
         if self.running is not None or self.parallel_pass is not None:
             raise StrategyError("close() was called inside run; close the strategy after it")
         self.is_closed, self.is_usable = True, False
-        self.replicas.timeline.sample = None
+        self.replicas.timeline.set_sample(None)
         self.locksteps.close()
 
 

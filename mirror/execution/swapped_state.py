@@ -224,7 +224,8 @@ class RandomStreams(Slot):
     ) -> None:
         self.read, self.write = read, seeded.generator.set_state
         self.initial, self.owner = seeded.state_of, owner
-        self.values, self._seeded, self._device = {}, seeded, device
+        self.values, self._seeded, self._device = seeded.states.copy(), seeded, device
+        self.values.pop(owner, None)  # as of another run, in which it was not the owner
 
     def end(self, inside: int) -> None:
         """Restores the owner's stream to the generator."""

@@ -27,7 +27,7 @@ from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import WHOLE_CALL, wrap_once
 from mirror.errors import StrategyError
 from mirror.execution.lifecycle import step_ends
-from mirror.execution.run import Replica, Run, current
+from mirror.execution.run import Replica, Run, current, current_lane
 from mirror.execution.runner import Runner, runner_of
 from mirror.integrations.keras_layers import (
     KerasThreadState,
@@ -40,7 +40,6 @@ from mirror.integrations.keras_layers import (
     keras_library,
     wrap_metrics,
 )
-from mirror.replica.gradients.grad_tracker import current_lane
 from mirror.replica.modules.module_owner import recording
 from mirror.replica.modules.module_registry import LayerLibrary, layer_libraries
 from mirror.replica.modules.split_call import CallInterceptor

@@ -244,7 +244,10 @@ def place(
         for i, variable in enumerate(variables)
         for rows in _cut(variable, None if variable.is_whole else partitioner)
     ]
-    sizes = [_bytes_of(variables[i], begin, end) for i, (begin, end, _) in cut]
+    sizes = [
+        math.prod(_shape_of(variables[i], begin, end)) * variables[i].dtype.itemsize
+        for i, (begin, end, _) in cut
+    ]
     if callable(placement):
         servers = [_request(placement, variables[i], *rows, num_servers) for i, rows in cut]
     elif placement == "largest_first":
@@ -260,7 +263,7 @@ def place(
                 pieces[k] = VariablePiece(
                     i, begin, end, shape, servers[k], used[servers[k]], num_bytes
                 )
-                used[servers[k]] += _align_up(size)
+                used[servers[k]] += -(-size // ALIGNMENT) * ALIGNMENT
         if not by_rows:
             dense_sizes = tuple(used)
     in_order = tuple(pieces[k] for k in range(len(cut)))
@@ -283,14 +286,6 @@ def _cut(variable: VariableSpec, partitioner: Partitioner | None) -> list[tuple[
 
 def _shape_of(variable: VariableSpec, begin: int, end: int) -> tuple[int, ...]:
     return (end - begin, *variable.shape[1:]) if variable.shape else ()
-
-
-def _bytes_of(variable: VariableSpec, begin: int, end: int) -> int:
-    return math.prod(_shape_of(variable, begin, end)) * variable.dtype.itemsize
-
-
-def _align_up(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _largest_first(sizes: Sequence[int], num_servers: int) -> list[int]:

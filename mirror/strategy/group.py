@@ -131,7 +131,8 @@ class Group:
         checks = WorkerChecks if is_multi_process else ReplicaChecks
         self.comparison = checks(runner, self.variables, self.optimizers)
         self.plain = UnmirroredParams(replicas, registry, recorded)
-        gradients.tracker.check_pass = self.plain.check_pass
+        tracker = gradients.tracker
+        tracker.check_pass, tracker.checked = self.plain.check_pass, self.plain.checked
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
         first_values = FirstValues(
@@ -187,7 +188,16 @@ class Group:
 
                 return ModuleProgramBuilder(self.replicas, self.registry)
 
-            self._compiled_calls = calls = CompiledCalls(self.replicas, self.runner, make)
+            def make_capturer() -> Any:
+                from mirror.compiler.runtime.captured_update import UpdateCapturer
+
+                capturer = UpdateCapturer(self.replicas)
+                self.optimizers.capture(capturer)
+                return capturer
+
+            self._compiled_calls = calls = CompiledCalls(
+                self.replicas, self.runner, make, make_capturer
+            )
             self.runner.set_hooks((*self._parts, calls.part()))
         return self._compiled_calls
 

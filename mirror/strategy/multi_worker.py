@@ -52,15 +52,14 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         devices, backend, communication_options, guards, schedule: this worker's arguments of
             ``MirroredStrategy``; workers may differ in number of devices.
         gradient_reduction, optimizer_state: the same on all workers. ``"sharded"`` shards the
-            state over the devices of each worker, and needs as many devices on each.
+            state over the devices of all workers; all of them read it together.
         cluster_resolver: the source of the workers' ranks and addresses. ``None`` selects it by
             the launcher of this process (torchrun, TF_CONFIG, Slurm, Kubernetes).
 
     Raises:
         ClusterError: the description of the cluster is wrong or contradictory.
         WorkerLostError: a worker has not arrived, or is lost.
-        StrategyError: workers differ in one of these; or the state is to be sharded, and they
-            differ in number of devices.
+        StrategyError: workers differ in one of these.
         As ``MirroredStrategy``.
     """
 
@@ -95,15 +94,6 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         except BaseException:
             self.close()
             raise
-        counts = self._group.replicas.workers.counts
-        if optimizer_state == "sharded" and len(set(counts)) > 1:
-            # Pieces of other sizes are computed with other rounding, so the workers would drift.
-            self.close()
-            raise StrategyError(
-                'optimizer_state="sharded" needs as many devices on each worker, and these have '
-                f"{', '.join(map(str, counts))}; give all workers as many, or leave "
-                "optimizer_state out"
-            )
 
     def _refuse_different_options(self, **options: str) -> None:
         """Raises StrategyError on all workers if an option differs between them."""

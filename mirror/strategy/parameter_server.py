@@ -24,7 +24,7 @@ from mirror.values import PerReplica, is_int, is_real
 if TYPE_CHECKING:
     from mirror.server.cluster_tasks import Tasks
     from mirror.server.engine.engine_types import Engine
-    from mirror.server.roles.session import Session
+    from mirror.server.roles.coordinator import Session
     from mirror.server.servers_report import ServersReport
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -106,7 +106,7 @@ class ParameterServerStrategy(NoCopy):
         num_workers: int | None = None,
         *,
         cluster: Any = None,
-        engine: str | Engine = "auto",
+        engine: str | Engine[Any] = "auto",
         sync: bool = False,
         replicas_to_aggregate: int | None = None,
         max_staleness: int | None = None,
@@ -272,7 +272,7 @@ class ParameterServerStrategy(NoCopy):
     def begin_session(self, queue_size: int) -> Session:
         """Starts servers and workers, for the first ``ClusterCoordinator``."""
         from mirror.server.cluster_tasks import Settings
-        from mirror.server.roles.session import Session
+        from mirror.server.roles.coordinator import Session
 
         self.check_usable("ClusterCoordinator")
         settings = Settings(
@@ -354,13 +354,13 @@ def _resolve_tasks(cluster: Any, engine: object, counts: Sequence[object]) -> Ta
     return found
 
 
-def _make_engine(cluster_tasks: Tasks) -> Engine:
+def _make_engine(cluster_tasks: Tasks) -> Engine[Any]:
     """Returns the engine with an actor at the address of each of a cluster's tasks.
 
     Raises:
         WireError: there is no key.
     """
-    from mirror.server.engine.agent_engine import AgentEngine
+    from mirror.server.engine.node_agents import AgentEngine
     from mirror.server.engine.socket_client import key_of_environment
 
     return AgentEngine(cluster_tasks.addresses_by_name(), key_of_environment())

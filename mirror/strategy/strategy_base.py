@@ -18,7 +18,7 @@ from mirror.base.process_bound import NoCopy
 from mirror.comm.communicator import Communicator
 from mirror.comm.reduce_ops import Op
 from mirror.comm.workers.worker_group import LocalWorkerGroup
-from mirror.compiler.runtime.compiled_module import compile_module
+from mirror.compiler.runtime.compiled_module import UPDATES, compile_module
 from mirror.compiler.runtime.compiled_step import FALLBACKS, MODES, CompiledStep
 from mirror.compiler.runtime.param_sync import ParamSync
 from mirror.compiler.runtime.worker_consensus import WorkerConsensus
@@ -47,6 +47,7 @@ from mirror.strategy.strategy_options import (
     Fallback,
     Guards,
     Mode,
+    Update,
     check_choice,
 )
 from mirror.values import join_values, select
@@ -210,7 +211,7 @@ class Strategy(NoCopy):
 
     @overload  # a module is a function, too
     def compile(  # type: ignore[overload-overlap]
-        self, step: ModuleT, *, fallback: Fallback = "eager"
+        self, step: ModuleT, *, fallback: Fallback = "eager", update: Update = "captured"
     ) -> ModuleT: ...
 
     @overload
@@ -224,12 +225,14 @@ class Strategy(NoCopy):
         *,
         fallback: Fallback | None = None,
         mode: Mode = "auto",
+        update: Update = "captured",
     ) -> Any:
         """Returns a step that all replicas run as programs of one trace: ``compiled(batch)``.
 
         Of a mirrored module it returns the module itself. Its calls, in ``run`` and outside, are
         then replayed as recorded forward and backward programs, on GPUs as CUDA graphs, with the
-        bits of uncompiled calls; the training loop stays as it is.
+        bits of uncompiled calls; the training loop stays as it is. So are the updates of its
+        parameters by optimizers of ``torch.optim``.
 
         Args:
             step: a function for ``run``: forward, backward, optimizers' steps. Or a module.
@@ -240,13 +243,17 @@ class Strategy(NoCopy):
                 for the same kernels, launched one by one; ``"auto"`` for ``"graphs"`` on GPUs, and
                 on the CPU for inductor if it is available, unless most of the step's time goes
                 into large convolutions.
+            update: of a module: ``"captured"``, or ``"eager"`` for updates that run as they do
+                without ``compile``.
         """
         if isinstance(step, nn.Module):
             check_choice("fallback", fallback or "eager", FALLBACKS)
             check_choice("mode", mode, ("auto",))
+            check_choice("update", update, UPDATES)
             calls, route = self._group.compiled_calls, self._group.modules.route_compiled(step)
-            compile_module(calls, step, route, fallback=fallback or "eager")
+            compile_module(calls, step, route, fallback=fallback or "eager", update=update)
             return step
+        check_choice("update", update, ("captured",))  # it is a part of the step
         return make_compiled_step(
             self._group, self.run, step, fallback=fallback or "error", mode=mode
         )

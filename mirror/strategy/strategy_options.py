@@ -17,6 +17,7 @@ from mirror.values import check_timeout, is_int
 
 # Type checkers find a typo with these; check_choice finds it at run time.
 Fallback: TypeAlias = Literal["error", "eager"]
+Update: TypeAlias = Literal["captured", "eager"]
 GradientReduction: TypeAlias = Literal["mean", "sum"]
 Mode: TypeAlias = Literal["auto", "inductor", "graphs", "trace"]
 OptimizerState: TypeAlias = Literal["replicated", "sharded"]

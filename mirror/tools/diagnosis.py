@@ -147,10 +147,6 @@ class LinkReport:
     missing: str | None = None
     failure: str | None = None
 
-    def to_dict(self) -> dict[str, object]:
-        """Returns the report as values for JSON."""
-        return asdict(self)
-
     def render(self) -> Iterator[str]:
         """Yields the lines for a terminal."""
         if self.failure is not None:
@@ -359,7 +355,7 @@ class Diagnosis:
             ],
             "auto": asdict(self.auto),
             "cluster": self.cluster.to_dict(),
-            "between_workers": None if self.links is None else self.links.to_dict(),
+            "between_workers": None if self.links is None else asdict(self.links),
             "gil": asdict(self.gil),
             "tpu": {"reason": self.tpu_reason},
             "healthy": self.healthy,
@@ -385,7 +381,11 @@ class Diagnosis:
             ("TPU", [self._tpu()]),
         ]
         if self.num_gpus == 0:
-            paragraphs.append(("simulate", _describe_simulation()))
+            simulate = (
+                'mirror.MirroredStrategy(["cpu"] * 4) trains on four simulated devices',
+                "mirror doctor --devices cpu,cpu examines two",
+            )
+            paragraphs.append(("simulate", simulate))
         text = []
         for label, lines in paragraphs:
             for line in chain.from_iterable(map(_wrap_line, lines)):
@@ -523,13 +523,6 @@ def _report(
 def _wrap_line(line: str) -> list[str]:
     columns = max(shutil.get_terminal_size((100, 24)).columns, 60) - _LABEL
     return textwrap.wrap(line, columns, subsequent_indent="  ", break_long_words=False)
-
-
-def _describe_simulation() -> list[str]:
-    return [
-        'mirror.MirroredStrategy(["cpu"] * 4) trains on four simulated devices',
-        "mirror doctor --devices cpu,cpu examines two",
-    ]
 
 
 def _version() -> str:

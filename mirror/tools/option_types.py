@@ -59,14 +59,6 @@ def device_names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def seed(text: str) -> int:
-    """Returns a whole number of 64 bits."""
-    value = int(text) if text.isdecimal() else -1
-    if not 0 <= value < 2**64:
-        raise argparse.ArgumentTypeError(f"needs a whole number from 0 to 2**64 - 1, got {text!r}")
-    return value
-
-
 def worker_range(text: str) -> tuple[int, int]:
     """Returns MIN and MAX of "MIN:MAX"; both are N for "N"."""
     least, _, most = text.rpartition(":")
@@ -76,16 +68,23 @@ def worker_range(text: str) -> tuple[int, int]:
     return values
 
 
+def seed(text: str) -> int:
+    """Returns a whole number of 64 bits."""
+    return _integer(text, 0, "from 0 to 2**64 - 1", most=2**64 - 1)
+
+
 def count(text: str) -> int:
     """Returns a whole number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"needs a whole number of at least 0, got {text!r}")
-    return int(text)
+    return _integer(text, 0, "of at least 0")
 
 
 def positive(text: str) -> int:
     """Returns a whole number of at least 1."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, got {text!r}")
+    return _integer(text, 1, "of at least 1")
+
+
+def _integer(text: str, least: int, rule: str, *, most: float = math.inf) -> int:
+    value = int(text) if text.isdecimal() else -1
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"needs a whole number {rule}, got {text!r}")
     return value

@@ -11,7 +11,7 @@ from torch._inductor.runtime import cache_dir_utils
 
 from mirror.base.safe_files import private_folder, read_private
 from mirror.comm import subprocess_probe
-from mirror.comm.kernels import binaries
+from mirror.comm.kernels import cuda_kernels
 from mirror.comm.subprocess_probe import FOLDER_VARIABLE, Verdict
 from mirror.compiler import torch_internals
 from mirror.compiler.lowering import program_cache
@@ -116,19 +116,19 @@ def stored_binary(folder, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(folder / "kernels"))
     compiled = []
     nvrtc = SimpleNamespace(getVersion=lambda: (12, 9), getSupportedArchs=lambda: [90])
-    monkeypatch.setattr(binaries, "import_module", lambda name: SimpleNamespace(nvrtc=nvrtc))
+    monkeypatch.setattr(cuda_kernels, "import_module", lambda name: SimpleNamespace(nvrtc=nvrtc))
 
     def compiles(*args, **options):
         compiled.append(args)
         return b"binary"
 
-    monkeypatch.setattr(binaries, "_compile", compiles)
+    monkeypatch.setattr(cuda_kernels, "_compile", compiles)
 
     def is_loaded():
         compiled.clear()
-        binaries._folder.cache_clear()
-        file = binaries.binary(binaries.Unit("direct", "float"), 90)
-        binaries._folder.cache_clear()
+        cuda_kernels._folder.cache_clear()
+        file = cuda_kernels.binary(cuda_kernels.Unit("direct", "float"), 90)
+        cuda_kernels._folder.cache_clear()
         return not compiled and folder in file.parents
 
     is_loaded()

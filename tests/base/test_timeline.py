@@ -157,6 +157,18 @@ def test_only_the_last_thousand_steps_are_kept(clock):
     assert report.step == (200 + 1199) / 2
 
 
+def test_marks_are_added_up_when_asked_and_when_they_are_many(clock):
+    timeline = Timeline(["replica 0"])
+    spend(clock, timeline, 0, FORWARD, 1)
+    assert len(timeline.marks) == 2
+    assert timeline.current_step()[1][0][FORWARD] == 1
+    assert not timeline.marks
+    for _ in range(module.MANY_MARKS):
+        spend(clock, timeline, 0, BACKWARD, 1)
+    assert 0 < len(timeline.marks) <= module.MANY_MARKS + 2
+    assert timeline.current_step()[1][0][BACKWARD] == module.MANY_MARKS
+
+
 def test_a_report_in_a_notebook_has_the_printed_rows(clock):
     timeline = Timeline(["replica 0"])
     spend(clock, timeline, 0, FORWARD, 6, [(BACKWARD, 2)])

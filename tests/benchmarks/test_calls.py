@@ -83,7 +83,7 @@ def nothing(*_):
     pass
 
 
-@pytest.mark.parametrize(("n", "most"), [(1, 71), (2, 166), (8, 382)])
+@pytest.mark.parametrize(("n", "most"), [(1, 68), (2, 158), (8, 350)])
 def test_an_empty_run(n, most):
     with mirror.MirroredStrategy(["cpu"] * n) as strategy:
         assert calls_of(lambda: strategy.run(nothing)) <= most
@@ -96,7 +96,7 @@ def test_a_merge():
 
     with mirror.MirroredStrategy(["cpu"] * N) as strategy:
         few, many = (calls_of(lambda t=t: strategy.run(merge, args=(t,))) for t in (2, 12))
-    assert (many - few) / 10 <= 54
+    assert (many - few) / 10 <= 50
 
 
 def test_a_step_in_run_and_what_a_parameter_adds():
@@ -113,7 +113,7 @@ def test_a_step_in_run_and_what_a_parameter_adds():
             return calls_of(lambda: strategy.run(step))
 
     few = calls(2)
-    assert few <= 900
+    assert few <= 750
     assert (calls(12) - few) / 20 <= 20
 
 
@@ -289,7 +289,7 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
             return (thrice - once) / 2 / N
 
     added = (step_calls(6) - step_calls(2)) / 4
-    assert added - pass_calls() <= 21
+    assert added - pass_calls() <= 16
 
 
 @each_once(foreach=[False, True], way=[1, 3], n=[2, 8], inside=[False, True])
@@ -476,6 +476,6 @@ def module_calls(n, num_layers, *, compiles=True):
 def test_what_a_replica_and_a_parameter_add_to_a_pass_of_a_compiled_module():
     """What a parameter adds is the reduction, as uncompiled: 34 calls with two replicas."""
     few, many = module_calls(FEW, 4), module_calls(MANY, 4)
-    assert (many[0] - few[0]) / (MANY - FEW) <= 72
-    assert module_calls(FEW, 8)[0] - few[0] <= 32 * 8
+    assert (many[0] - few[0]) / (MANY - FEW) <= 68
+    assert module_calls(FEW, 8)[0] - few[0] <= 31 * 8
     assert few[1] == many[1] == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mirror import comm
-from mirror.comm.kernels.kernel_communicator import KernelCommunicator
+from mirror.comm.kernels.kernel_backends import KernelCommunicator
 from mirror.device.streams import CopyStreams
 from mirror.devices import synchronize
 from tests.gpu.fake import FakeGpus

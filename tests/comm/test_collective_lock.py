@@ -11,7 +11,7 @@ import torch
 
 from mirror import comm
 from mirror.comm.collective_lock import CollectiveLock, hold_lock
-from mirror.comm.host.host_backend import HostCommunicator
+from mirror.comm.host_backends import HostCommunicator
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 from tests.interrupts.test_exits import in_child

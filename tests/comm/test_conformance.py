@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirror.comm.communicator import DTYPES, HALF_DTYPES, OPS
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host_backends import NaiveCommunicator
 from mirror.comm.packing import (
     ALIGNMENT_BYTES,
     copy_back,

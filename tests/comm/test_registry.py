@@ -5,7 +5,7 @@ import torch
 
 from mirror import comm
 from mirror.comm import registry as choose
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host_backends import NaiveCommunicator
 from mirror.errors import BackendError, DeviceError
 
 

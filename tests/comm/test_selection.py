@@ -12,8 +12,7 @@ import mirror
 from mirror import comm
 from mirror.comm import registry, self_test, topology
 from mirror.comm.communicator import DTYPES, OPS
-from mirror.comm.host.host_backend import HostCommunicator
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host_backends import HostCommunicator, NaiveCommunicator
 from mirror.comm.registry import Choice, Facts, facts_of, pick, preferences
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.gpu.fake import FakeGpus

@@ -15,7 +15,7 @@ import torch
 import mirror
 from mirror import comm
 from mirror.comm import registry, self_test, subprocess_probe, subprocess_probe_main
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host_backends import NaiveCommunicator
 from mirror.comm.kernels.kernel_backends import DirectCommunicator
 from mirror.comm.subprocess_probe import (
     FOLDER_VARIABLE,

@@ -1,4 +1,4 @@
-"""mirror/data/worker_agreement.py: workers that read the same batches, or different ones."""
+"""mirror/data/step_readers.py: workers that read the same batches, or different ones."""
 
 import itertools
 import os

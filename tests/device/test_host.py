@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mirror.device import host as machine_facts
-from mirror.device.host import facts_of_machine, release_thread_pool
+from mirror.device.host import facts_of_machine, release_thread_pool, status_of_process
 
 ROOT = str(Path(__file__).parents[2])
 STEPS, BLOCKS, BYTES = 5, 4, 24 * 2**20
@@ -114,6 +114,18 @@ def test_another_driver_or_command_line_is_another_machine(properties, monkeypat
 
 def test_the_cpu_has_a_name_only():
     assert facts_of_machine([torch.device("cpu")] * 2)["gpus"] == [["cpu"], ["cpu"]]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_the_status_of_a_process_tells_whether_it_is_stopped_and_ends_with_it():
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    process = subprocess.Popen([sys.executable, "-c", program])
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    assert status_of_process(process.pid)["State"] == "T (stopped)"
+    process.kill()
+    process.wait()
+    with pytest.raises(FileNotFoundError):
+        status_of_process(process.pid)
 
 
 # OpenMP threads of one thread end, and start again

@@ -169,7 +169,7 @@ def subclasses(kind):
 def test_every_error_class_is_there():
     import mirror.cli
     import mirror.tools.planning.workload
-    import mirror.tools.run.run_command  # noqa: F401
+    import mirror.tools.run_command  # noqa: F401
 
     named = {name for name, _ in QUOTES}
     assert set(subclasses(MirrorError)) - named == set()

@@ -386,8 +386,6 @@ def counts_of(n):
 
 def _of_worker(n, options, mode):
     options.pop("is_central", None)
-    if len(set(counts_of(n))) > 1:  # refused
-        options.pop("optimizer_state", None)
     own = counts_of(n)[int(os.environ["RANK"])]
     strategy = mirror.MultiWorkerMirroredStrategy(["cpu"] * own, **options)
     return strategy, Worker(strategy, options["gradient_reduction"], mode=mode)

@@ -44,6 +44,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from mirror.replica.gradients import grad_tracker
 from tests.gpu.autograd_queues import AutogradQueues
 from tests.gpu.cudnn import Cudnn
 from tests.gpu.generators import FakeGenerator, of_cuda_random
@@ -102,6 +103,7 @@ class FakeGpus:
         self._modes.mine.__enter__()
         self._has_mkldnn = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)  # which computes on the CPU alone
+        self._before = grad_tracker._trackers
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -110,6 +112,12 @@ class FakeGpus:
         _REGISTRY[:] = [entry for entry in _REGISTRY if entry[1] != self._tag]
         while self._patches:
             self._patches.pop().stop()
+        # Strategies on these GPUs end with them: no later pass asks for their streams.
+        grad_tracker._trackers = tuple(
+            reference
+            for reference in grad_tracker._trackers
+            if reference in self._before or getattr(reference(), "streams", None) is None
+        )
         if kind is None:
             self.order.check()
 

@@ -19,7 +19,7 @@ import torch
 from mirror.comm import self_test
 from mirror.comm.communicator import DTYPES
 from mirror.comm.kernels import cuda_kernels, launcher, simulator
-from mirror.comm.kernels.binaries import ELEMENTS
+from mirror.comm.kernels.cuda_kernels import ELEMENTS
 from mirror.comm.kernels.launcher import KernelArguments, workspace_bytes
 from tests.gpu.fake import FakeGpus
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host_backends import NaiveCommunicator
 from mirror.device import streams
 from tests.gpu.fake import FakeGpus
 

@@ -16,7 +16,7 @@ from mirror.data import DistributedDataset
 from mirror.data.distributed_steps import DistributedSteps
 from mirror.data.input_options import InputOptions
 from mirror.device.streams import CallerStreams, CopyStreams, ReplicaStreams, SideStream
-from mirror.replica.gradients.buckets import Buckets
+from mirror.replica.gradients.local_reduction import Buckets
 from tests.gpu.fake import FakeGpus
 from tests.gpu.order import StreamError
 from tests.gpu.programs import names, train

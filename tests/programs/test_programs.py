@@ -44,13 +44,14 @@ class Column:
     modules: bool = False
 
     def strategy(self, options):
+        options = {**options, **self.options}
         if self.workers:
             devices = ["cpu"] * self.workers[int(os.environ["RANK"])]
             return mirror.MultiWorkerMirroredStrategy(devices, **options)
         if self.is_central:
             return mirror.CentralStorageStrategy(["cpu"] * self.n)
         devices = [f"cuda:{i}" if self.on_gpus else "cpu" for i in range(self.n)]
-        strategy = mirror.MirroredStrategy(devices, **{**options, **self.options})
+        strategy = mirror.MirroredStrategy(devices, **options)
         if self.own_steps:
             step_as_on_distinct_devices(strategy)
         return strategy
@@ -75,6 +76,7 @@ COLUMNS = {
     "loop-x2-modules-in-scope": Column("loop", 2, in_scope=True, modules=True),
     "run-x3-modules": Column("run", 3, modules=True),
     "loop-x2-modules-central": Column("loop", 2, is_central=True, modules=True),
+    "run-sharded-on-workers": Column("run", 3, SHARDED, workers=(2, 1)),
     "compiled-x2": Column("compiled", 2),
 }
 IN_TURN = list(COLUMNS)[2:-1]

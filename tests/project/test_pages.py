@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
-from mirror.comm.kernels.kernel_communicator import KernelCommunicator
+from mirror.comm.kernels.kernel_backends import KernelCommunicator
 from mirror.comm.registry import check_name, names
 from mirror.replica.params.mirrored_buffer import AGGREGATIONS
 from tests.comm.backends import CASES

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host_backends import NaiveCommunicator
 from mirror.execution.run import current
 from mirror.threads import lockstep, schedule
 from mirror.threads.merge_point import MergePoint

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mirror.errors import DeviceError
-from mirror.tools import demo, demo_images
+from mirror.tools import demo
 from mirror.tools.demo import DemoOptions, run_demo
 from tests.pairs import quick_of
 
@@ -19,8 +19,8 @@ from tests.pairs import quick_of
 PROGRAM = """
 import pathlib, sys
 from mirror.cli import main
-from mirror.tools import demo, demo_images
-demo_images.FASHION_MNIST = pathlib.Path("none")
+from mirror.tools import demo
+demo.FASHION_MNIST = pathlib.Path("none")
 sys.exit(main())
 """
 COMMAND = [sys.executable, "-c", PROGRAM, "demo"]
@@ -28,7 +28,7 @@ COMMAND = [sys.executable, "-c", PROGRAM, "demo"]
 
 @pytest.fixture(autouse=True)
 def digits(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo_images, "FASHION_MNIST", tmp_path / "none")
+    monkeypatch.setattr(demo, "FASHION_MNIST", tmp_path / "none")
 
 
 def listen_to_ctrl_c():

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mirror.errors import MirrorError
-from mirror.tools import demo_images
-from mirror.tools.demo_images import (
+from mirror.tools import demo
+from mirror.tools.demo import (
     SIZE,
     ImagesError,
     draw_digits,
@@ -64,12 +64,12 @@ def test_the_directory_asked_for_goes_first(directory):
 
 
 def test_fashion_mnist_is_taken_where_debian_puts_it(directory, monkeypatch):
-    monkeypatch.setattr(demo_images, "FASHION_MNIST", directory)
+    monkeypatch.setattr(demo, "FASHION_MNIST", directory)
     assert load_images().name == "Fashion-MNIST"
 
 
 def test_without_files_the_digits_are_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_images, "FASHION_MNIST", tmp_path / "none")
+    monkeypatch.setattr(demo, "FASHION_MNIST", tmp_path / "none")
     assert load_images().name == "scikit-learn's digits"
 
 
@@ -83,7 +83,7 @@ def test_the_digits_are_1797_and_the_same_every_time():
 
 
 def test_without_scikit_learn_drawn_digits_are_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_images, "FASHION_MNIST", tmp_path / "none")
+    monkeypatch.setattr(demo, "FASHION_MNIST", tmp_path / "none")
     monkeypatch.setitem(sys.modules, "sklearn", None)
     assert load_images().name == "drawn digits"
     with pytest.raises(ImagesError, match=r"pip install scikit-learn .* --data DIR"):

@@ -3,15 +3,20 @@
 csrc/host/launch.cpp explains why Python does not launch them in turn. This has run on one GPU, and
 not yet on several; the tests run the same library with a driver of their own.
 
-It also packs the arguments of the kernels in csrc/, and computes the sizes of their workspaces.
+It also packs the arguments of the kernels in csrc/. A ``Machine`` runs them: GPUs, or simulated
+devices.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from mirror.comm.collective_lock import launch_order
 from mirror.comm.registry import unusable_reason
@@ -55,6 +60,58 @@ class KernelArguments(ctypes.Structure):
 def workspace_bytes(num_blocks: int, scratch_bytes: int) -> int:
     """Returns the size of a replica's workspace for a number of blocks."""
     return num_blocks * (STATE_BYTES + scratch_bytes)
+
+
+class Machine(ABC):
+    """Runs kernels on all replicas, and owns their workspaces.
+
+    Attributes:
+        max_blocks: the number of thread blocks for which each replica's workspace has room.
+        bytes_per_block: the bytes of a message for which a replica uses one block.
+        block_limits: pairs of bytes and blocks, both ascending: for a message of up to so many
+            bytes, a kernel has at most so many blocks on each replica. The last is ``max_blocks``.
+    """
+
+    max_blocks: int
+    bytes_per_block: int
+    block_limits: Sequence[tuple[int, int]]
+    _errors: Tensor  # one flag per replica, on the host
+    _workspaces: list[Tensor]
+    _scratch_bytes: int
+
+    @abstractmethod
+    def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
+        """Compiles the kernels for calls of ``run``; without it, ``run`` compiles them."""
+
+    @abstractmethod
+    def run(
+        self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
+    ) -> None:
+        """Enqueues the kernel for all replicas; sets the addresses of the workspaces."""
+
+    def _set_memory(self, arguments: KernelArguments) -> None:
+        """Sets the addresses and sizes of the workspaces."""
+        arguments.workspace[: len(self._workspaces)] = [w.data_ptr() for w in self._workspaces]
+        arguments.errors = self._errors.data_ptr()
+        arguments.scratch_bytes = self._scratch_bytes
+        arguments.state_blocks = self.max_blocks
+
+    def error_words(self) -> list[int]:
+        """Returns the error word of each replica, 0 for none; does not wait for the devices."""
+        words: list[int] = self._errors.view(torch.int32)[:: FLAG_BYTES // 4].tolist()
+        return [word & 0xFFFFFFFF for word in words]
+
+    def abort(self) -> None:
+        """Ends the waits of running kernels, which poll these words, from any thread."""
+        self._errors.view(torch.int32)[:: FLAG_BYTES // 4].fill_(ABORTED)
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Waits for the devices, and clears the workspaces and the error words."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees the memory."""
 
 
 PATH = Path(__file__).parents[1] / "_launch.so"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.communicator import DTYPES
-from mirror.comm.kernels.launcher import ABORTED, FLAG_BYTES, KernelArguments, workspace_bytes
+from mirror.comm.kernels.launcher import FLAG_BYTES, KernelArguments, Machine, workspace_bytes
 from mirror.comm.registry import unusable_reason
 from mirror.errors import BackendError
 
@@ -26,7 +26,7 @@ _DEFAULT_BLOCKS = 2
 _MAX_BLOCKS = 16
 
 
-class SimulatedGpus:
+class SimulatedGpus(Machine):
     """Devices that are threads of the CPU; a call returns when all threads are done.
 
     Attributes:
@@ -50,7 +50,7 @@ class SimulatedGpus:
             raise ValueError(
                 f"simulated devices have 1 to {_MAX_BLOCKS} blocks; got max_blocks={max_blocks}"
             )
-        self.block_limits: Sequence[tuple[int, int]] = ((sys.maxsize, self.max_blocks),)
+        self.block_limits = ((sys.maxsize, self.max_blocks),)
         self.absent = 0
         self.moved: Tensor | None = None
         self._scratch_bytes = scratch_bytes
@@ -65,10 +65,7 @@ class SimulatedGpus:
         self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
     ) -> None:
         num_replicas = len(self._workspaces)
-        arguments.workspace[:num_replicas] = [w.data_ptr() for w in self._workspaces]
-        arguments.errors = self._errors.data_ptr()
-        arguments.scratch_bytes = self._scratch_bytes
-        arguments.state_blocks = self.max_blocks
+        self._set_memory(arguments)
         arguments.rows[:num_replicas] = range(num_replicas)
         result = simulator_library().mirror_simulate(
             (ctypes.c_char_p * 1)(kernel.encode()),
@@ -84,14 +81,6 @@ class SimulatedGpus:
             threads = num_replicas * blocks * _THREADS_PER_BLOCK
             why = "no such kernel", f"the system refused {threads} threads"
             raise BackendError(f"the simulated devices could not run {kernel}: {why[result - 1]}")
-
-    def error_words(self) -> list[int]:
-        words: list[int] = self._errors.view(torch.int32)[:: FLAG_BYTES // 4].tolist()
-        return [word & 0xFFFFFFFF for word in words]
-
-    def abort(self) -> None:
-        # Waiting kernels poll these words, so another thread can call this.
-        self._errors.view(torch.int32)[:: FLAG_BYTES // 4].fill_(ABORTED)
 
     def reset(self) -> None:
         for memory in (self._errors, *self._workspaces):

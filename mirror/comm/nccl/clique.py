@@ -9,6 +9,16 @@ checks for a stored error first. If a call itself does not return, the watchdog 
 mutex, which makes NCCL return.
 Consequence: the watchdog cannot raise its error, so the next call does. The outputs of an aborted
 collective are garbage on every device.
+
+A clique may have several processes, each with the ranks of its own devices. They share an
+identifier, which one process creates with ``new_identifier`` and sends to the others.
+
+Problem: recording an event on each of 8 devices takes longer than NCCL's calls.
+Rule: if no replica's part can end before all other parts have started (``are_joint``), only the
+last device records an event.
+Consequence: after this event, all replicas have started the collective, and the next operation
+involves all devices again. If the event is late, the other streams are queried to name the late
+replicas.
 """
 
 from __future__ import annotations
@@ -16,25 +26,37 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import monotonic, sleep
+from typing import NamedTuple
 
 import torch
 
 from mirror.comm.collective_lock import launch_order
-from mirror.comm.nccl.communicators import (
-    Communicators,
-    RankRange,
-    Work,
-    nccl_error,
-    timeout_message,
+from mirror.comm.nccl.libnccl import (
+    IN_PROGRESS,
+    SUCCESS,
+    Call,
+    NcclLibrary,
+    UniqueId,
+    are_joint,
+    non_blocking,
+    version_name,
 )
-from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, Call, NcclLibrary, are_joint
-from mirror.device.streams import query_without_breaking_capture, record_event, stream_address
-from mirror.errors import MirrorError
+from mirror.device.streams import (
+    Event,
+    is_stream_idle,
+    query_without_breaking_capture,
+    record_event,
+    stream_address,
+)
+from mirror.devices import using
+from mirror.errors import BackendError, CollectiveTimeoutError, MirrorError
 
 _WATCH_SECONDS = 0.05
 # NCCL enqueues a group in a thread of its own, in some 10 us; nothing may be enqueued before that.
@@ -81,9 +103,9 @@ class Clique:
         """
         self._library = library
         self._devices = tuple(devices)
-        self._is_local = ranks is None
         self.timeout_seconds = timeout_seconds
-        self._communicators = Communicators(library, self._devices, ranks)
+        self._ranks = ranks
+        self._handles = self._null_handles()  # null before its creation and after its end
         self._state_word = ctypes.c_int(SUCCESS)  # used only by the owner of the mutex
         self._state_address = ctypes.byref(self._state_word)
         self._operation_lock = threading.Lock()
@@ -104,7 +126,7 @@ class Clique:
             self._closed = True
             self._stop_watchdog()
             # A call may have created some after the abort of the others.
-            self._communicators.end("ncclCommAbort", _ABORT_SECONDS)
+            self._end("ncclCommAbort", _ABORT_SECONDS)
             raise
 
     def run(self, what: str, calls: Sequence[Call]) -> None:
@@ -116,7 +138,7 @@ class Clique:
         """
         with self._operation(what) as operation:
             streams = operation.streams = [stream_address(device) for device in self._devices]
-            handles = self._communicators.handles
+            handles = self._handles
 
             def enqueue() -> None:
                 for replica_id, function, arguments in calls:
@@ -130,14 +152,14 @@ class Clique:
                     result = self._group(enqueue, self._call_locked)
                 self._settle(result)
 
-            if self._is_local:
+            if self._ranks is None:
                 # While another clique's launch does not end, its deadline counts, not this one's.
                 operation.deadline = math.inf
                 launch_order.mutex.call(launch)
             else:  # it may wait for other processes
                 launch()
             num_replicas = len(self._devices)
-            # See communicators.py.
+            # See the docstring of this file.
             first = num_replicas - 1 if are_joint(calls, num_replicas) else 0
             operation.events = [record_event(device) for device in self._devices[first:]]
             if not operation.is_done():
@@ -205,8 +227,31 @@ class Clique:
                 self._calling = None
 
     def _make(self) -> None:
-        ranks = self._communicators.identify(self._call)
-        self._settle(self._group(lambda: self._communicators.make(ranks, self._call), self._call))
+        if self._ranks is None:
+            first, size, unique_id = 0, len(self._devices), UniqueId()
+            self._call("ncclGetUniqueId", ctypes.byref(unique_id))
+        else:
+            first, size, identifier = self._ranks
+            unique_id = UniqueId.from_buffer_copy(identifier)
+        config = non_blocking()
+
+        def make_each() -> None:
+            for replica_id, device in enumerate(self._devices):
+                handle = ctypes.c_void_p()
+                try:
+                    with using(device):  # the only function that uses the current device
+                        self._call(
+                            "ncclCommInitRankConfig",
+                            ctypes.byref(handle),
+                            size,
+                            unique_id,
+                            first + replica_id,
+                            ctypes.byref(config),
+                        )
+                finally:
+                    self._handles[replica_id] = handle.value
+
+        self._settle(self._group(make_each, self._call))
 
     def _group(self, make_calls: Callable[[], None], call: Callable[[str], int]) -> int:
         """Makes the calls as one group; returns SUCCESS or IN_PROGRESS."""
@@ -245,7 +290,7 @@ class Clique:
         Raises:
             _CallRefused: an operation has failed.
         """
-        handle = self._communicators.handles[replica_id]
+        handle = self._handles[replica_id]
         with self._mutex:
             self._call_locked("ncclCommGetAsyncError", handle, self._state_address)
             state = self._state_word.value
@@ -284,22 +329,52 @@ class Clique:
 
     def _finalize(self) -> None:
         for replica_id in range(len(self._devices)):
-            self._call("ncclCommFinalize", self._communicators.handles[replica_id])
+            self._call("ncclCommFinalize", self._handles[replica_id])
 
     def _destroy(self, operation: Work) -> None:
         seconds = operation.deadline - monotonic()
-        failed = self._communicators.end("ncclCommDestroy", seconds)
+        failed = self._end("ncclCommDestroy", seconds)
         if failed is None:
             self._time_out(operation, "ncclCommDestroy does not return")
             raise _CallRefused
         if failed:
             # ncclCommDestroy fails only before it starts, so these handles are still valid.
-            self._communicators.end_each("ncclCommAbort", failed, _ABORT_SECONDS)
+            self._end_each("ncclCommAbort", failed, _ABORT_SECONDS)
             raise _CallRefused(
                 f"ncclCommDestroy returned {self._library.explain(failed.popitem()[1])}"
             )
 
     # - Ends and errors
+
+    def _end(self, function: str, seconds: float) -> dict[int, int] | None:
+        """Ends all communicators with a function of NCCL; see ``_end_each``."""
+        handles, self._handles = self._handles, self._null_handles()
+        return self._end_each(function, handles, seconds)
+
+    def _end_each(
+        self, function: str, handles: Iterable[int | None], seconds: float
+    ) -> dict[int, int] | None:
+        """Calls a function of NCCL on communicators, in a new thread, since it may not return.
+
+        Returns:
+            The results by handle, of handles for which it failed; ``None`` if it has not returned.
+        """
+        failed: dict[int, int] = {}
+
+        def end() -> None:
+            # In turn: NCCL does the work for all of them in the last call.
+            for handle in filter(None, handles):
+                result = self._library.call(function, handle)
+                if result not in (SUCCESS, IN_PROGRESS):
+                    failed[handle] = result
+
+        thread = threading.Thread(target=end, name=f"mirror-{function}", daemon=True)
+        thread.start()
+        thread.join(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
+        return None if thread.is_alive() else failed
+
+    def _null_handles(self) -> ctypes.Array[ctypes.c_void_p]:
+        return (ctypes.c_void_p * len(self._devices))()
 
     def _watch(self) -> None:
         query_without_breaking_capture()
@@ -334,10 +409,21 @@ class Clique:
             self._in_flight.popleft()
 
     def _make_failure(self, what: str, why: str) -> MirrorError:
-        return nccl_error(self._library.version, what, self._devices, why)
+        where = ", ".join(map(str, self._devices))
+        return BackendError(
+            f"NCCL {version_name(self._library.version)} failed at {what} on {where}: {why}"
+            f"{_hint(why)}; {_ABORTED}"
+        )
 
     def _time_out(self, operation: Work, state: str) -> None:
-        self._abort_with(timeout_message(operation.seconds, operation.what, self._devices, state))
+        where = ", ".join(map(str, self._devices))
+        self._abort_with(
+            CollectiveTimeoutError(
+                f"NCCL must be done within {operation.seconds:g} s; {operation.what} on {where} "
+                f"was not: {state}; see what the devices were doing, or allow more with "
+                f"timeout_seconds; {_ABORTED}"
+            )
+        )
 
     def _abort_with(self, failure: MirrorError) -> None:
         """Stores an error and aborts all communicators, unless another error came first."""
@@ -345,7 +431,7 @@ class Clique:
         try:
             if self._failure is None:
                 self._failure = failure
-                self._communicators.end("ncclCommAbort", _ABORT_SECONDS)
+                self._end("ncclCommAbort", _ABORT_SECONDS)
         finally:
             if locked:
                 self._mutex.release()
@@ -358,3 +444,92 @@ class Clique:
         if self._failure is not None:
             self._failure_was_raised = True
             raise type(self._failure)(str(self._failure)) from None
+
+
+@dataclass
+class Work:
+    """One collective, or the creation or end of the communicators.
+
+    Attributes:
+        seconds: the time from its start to the deadline.
+        streams: the addresses of the streams that it was enqueued on, one per replica.
+        events: recorded behind it: one per replica, or only that of the last replica.
+    """
+
+    what: str
+    seconds: float
+    deadline: float
+    streams: Sequence[int] = ()
+    events: list[Event] = field(default_factory=list)
+
+    def is_done(self) -> bool:
+        """Returns whether the devices are done with it; does not wait."""
+        return all(event.query() for event in self.events)
+
+    def late_replicas(self, devices: Sequence[torch.device]) -> str:
+        """Returns the names of the replicas that are not done, for messages."""
+        num_without_event = len(devices) - len(self.events)
+        late = []
+        for i, device in enumerate(devices):
+            if i < num_without_event:
+                is_done = is_stream_idle(device, self.streams[i])
+            else:
+                is_done = self.events[i - num_without_event].query()
+            if not is_done:
+                late.append(f"replica {i} ({device})")
+        return ", ".join(late)
+
+
+class RankRange(NamedTuple):
+    """The ranks of this process in a clique of several processes.
+
+    Attributes:
+        first: the rank of its first device; the other devices follow.
+        size: the number of ranks of all processes.
+        identifier: of the clique.
+    """
+
+    first: int
+    size: int
+    identifier: bytes
+
+
+def new_identifier(library: NcclLibrary) -> bytes:
+    """Returns an identifier for a new clique.
+
+    Raises:
+        BackendError: NCCL fails.
+    """
+    unique_id = UniqueId()
+    result = library.call("ncclGetUniqueId", ctypes.byref(unique_id))
+    if result != SUCCESS:
+        raise BackendError(f"ncclGetUniqueId returned {library.explain(result)}")
+    return bytes(unique_id)
+
+
+_ABORTED = (
+    "its communicators were aborted, and what was reduced last may be garbage: make another "
+    "strategy"
+)
+
+# GPUs that cannot access each other's memory exchange through shared memory: some 10 MB per pair
+# and channel. Docker's default is 64 MB.
+_SHARED_MEMORY, _ENOUGH_BYTES = "/dev/shm", 2**29
+_SHORTAGE_WORDS = ("ncclSystemError", "shared memory", "/shm", "No space left")
+
+
+def _hint(why: str) -> str:
+    """Returns a remedy if a shortage of shared memory may be the reason, or ""."""
+    if not any(word in why for word in _SHORTAGE_WORDS):
+        return ""
+    try:
+        stats = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return ""
+    size = stats.f_blocks * stats.f_frsize
+    if size >= _ENOUGH_BYTES:
+        return ""
+    return (
+        f"; {_SHARED_MEMORY} has {size >> 20} MiB, in which NCCL joins GPUs that do not reach "
+        "each other: give a container more, for instance docker run --shm-size=1g"
+    )

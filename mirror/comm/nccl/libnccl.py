@@ -319,13 +319,21 @@ def exchange_calls(chunks: Sequence[Sequence[Tensor]], terms: Sequence[Tensor]) 
     return calls
 
 
-def all_gather_calls(tensors: Sequence[Tensor]) -> list[Call]:
-    n, numel, size = len(tensors), tensors[0].numel(), tensors[0].element_size()
+def all_gather_calls(
+    tensors: Sequence[Tensor], first: int = 0, num_ranks: int | None = None
+) -> list[Call]:
+    """Returns calls that copy each rank's chunk to all ranks.
+
+    Args:
+        first: the rank of the first tensor, of ``num_ranks`` in all processes.
+    """
+    n = len(tensors) if num_ranks is None else num_ranks
+    numel, size = tensors[0].numel(), tensors[0].element_size()
     pointers = [tensor.data_ptr() for tensor in tensors]
     if numel % n == 0:
         count = numel // n * size
         return [
-            (i, "ncclAllGather", (pointer + i * count, pointer, count, _BYTES))
+            (i, "ncclAllGather", (pointer + (first + i) * count, pointer, count, _BYTES))
             for i, pointer in enumerate(pointers)
         ]
     calls: list[Call] = []

@@ -30,7 +30,7 @@ from mirror.comm.communicator import (
     Communicator,
     writing_in_place,
 )
-from mirror.comm.host.naive_backend import reduce_in_order
+from mirror.comm.host_backends import reduce_in_order
 from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.clique import Clique
 from mirror.comm.nccl.libnccl import (

@@ -26,9 +26,10 @@ from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any, Generic, Protocol, TypeVar
 
-from mirror.comm.workers.heartbeat import HeartbeatSnapshot, HeartbeatStore
-from mirror.comm.workers.worker_status import (
+from mirror.comm.workers.heartbeat import (
     Exit,
+    HeartbeatSnapshot,
+    HeartbeatStore,
     PendingOp,
     WorkerStatus,
     find_deadlocks,

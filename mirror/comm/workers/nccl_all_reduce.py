@@ -1,5 +1,7 @@
 """NcclAllReduce: sums over the replicas of all workers on their GPUs, with one NCCL clique.
 
+It also gathers the values that replicas have updated, with sharded optimizer state.
+
 [Note: Sums on GPUs]
 Every replica of every worker is an NCCL rank, so NCCL uses all links: NVLink in a machine, and all
 network cards between machines. NCCL hangs if sizes differ, so the workers also exchange what they
@@ -24,9 +26,8 @@ import torch
 from torch import Tensor
 
 from mirror.comm.nccl import libnccl
-from mirror.comm.nccl.clique import Clique
-from mirror.comm.nccl.communicators import RankRange, new_identifier
-from mirror.comm.nccl.libnccl import all_reduce_calls
+from mirror.comm.nccl.clique import Clique, RankRange, new_identifier
+from mirror.comm.nccl.libnccl import Call, all_gather_calls, all_reduce_calls
 from mirror.comm.nccl.nccl_backend import NcclCommunicator, seconds_to_get_ready
 from mirror.comm.workers.monitored_wait import TIMED_OUT
 from mirror.comm.workers.worker_group import LocalWorkerGroup
@@ -83,7 +84,21 @@ class NcclAllReduce:
 
         The caller keeps the buffers until the sum is done.
         """
-        calls = all_reduce_calls(buffers, "sum")
+        return self._start(what, all_reduce_calls(buffers, "sum"))
+
+    def start_gather(
+        self, what: str, buffers: Sequence[Tensor], first: int, num_replicas: int
+    ) -> PendingSum:
+        """Starts to copy every replica's section of flat buffers to all replicas, in place.
+
+        The caller keeps the buffers until the gather is done.
+
+        Args:
+            first: the first local replica, of ``num_replicas`` of all workers.
+        """
+        return self._start(what, all_gather_calls(buffers, first, num_replicas))
+
+    def _start(self, what: str, calls: Sequence[Call]) -> PendingSum:
         join = self._side.start(lambda: self._clique.run(what, calls))
         return PendingSum(self._clique, self._devices, join)
 

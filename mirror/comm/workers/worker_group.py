@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from mirror.base.tree_json import decode, encode
+from mirror.errors import CheckpointError
+
 T = TypeVar("T")
+Place: TypeAlias = Callable[[Tensor, str], Tensor]
 
 _MAX_RUN_WEIGHTS = 64  # runs between two reductions of gradients
 
@@ -38,6 +43,7 @@ class LocalWorkerGroup:
         counts: the number of replicas of each worker.
         replica_offset: the index of this worker's first replica among all.
         num_replicas: the number of replicas of all workers.
+        sections: for each of these, the position of its section in the buffers of ``all_gather``.
         weight: the sum of this worker's weights in its last outermost run. A backward pass outside
             ``run`` has this weight.
         run_weights: the same for each run in grad mode since the last reduction of gradients.
@@ -57,6 +63,8 @@ class LocalWorkerGroup:
         self.rank, self.size, self.counts = rank, len(counts), tuple(counts)
         self.is_multi_process = len(counts) > 1
         self.replica_offset, self.num_replicas = sum(counts[:rank]), sum(counts)
+        most = max(counts)  # every worker sends as many sections
+        self.sections = tuple(w * most + i for w, n in enumerate(counts) for i in range(n))
         self.weight = float(counts[rank])
         self.num_runs = self.num_steps = 0
         self.run_weights: list[float] = []
@@ -99,6 +107,46 @@ class LocalWorkerGroup:
         """
         return [Message([tensor.detach().cpu() for tensor in tensors], tuple(numbers))]
 
+    def exchange_values(self, what: str, value: Any, place: Place) -> list[Any]:
+        """Returns a nested value of each worker, by rank.
+
+        Args:
+            value: tensors, numbers, strings, and containers of them: see ``base/tree_json.py``.
+            place: called with each tensor and the name of the device on which it was; returns
+                the tensor of the result.
+
+        Raises:
+            CheckpointError: on all workers, the value of one cannot be sent.
+            As ``exchange``.
+        """
+        tensors: list[Tensor] = []
+
+        def put(tensor: Tensor, path: str) -> str:
+            tensors.append(tensor)
+            return str(len(tensors) - 1)
+
+        error: CheckpointError | None = None
+        try:
+            head = json.dumps(encode(value, what, put))
+        except CheckpointError as refused:
+            error, head, tensors = refused, json.dumps(str(refused)), []
+        text = torch.frombuffer(bytearray(head.encode()), dtype=torch.uint8)
+        messages = self.exchange_tensors(what, None, [text, *tensors], [error is not None])
+        if error is not None:
+            raise error
+        values = []
+        for rank, message in enumerate(messages):
+            head, received = message.tensors[0].numpy().tobytes().decode(), message.tensors[1:]
+            node = json.loads(head)
+            if message.numbers[0]:
+                raise CheckpointError(f"worker {rank}: {node}")
+
+            def get(name: str, device: str, received: Sequence[Tensor] = received) -> Tensor:
+                return place(received[int(name)], device)
+
+            values.append(decode(node, get))
+        return values
+
     def all_gather_int(self, what: str, number: int) -> Callable[[], list[int]]:
         """Starts to gather a number of each worker; returns a function that waits for them.
 
@@ -128,6 +176,16 @@ class LocalWorkerGroup:
             A function that waits for the sum.
         """
         return lambda: None
+
+    def all_gather(self, what: str, buffers: Sequence[Tensor]) -> None:
+        """Copies every replica's section of a flat buffer to all replicas, in place.
+
+        The workers have exchanged the size. The buffers have ``size * max(counts)`` sections of
+        equal size; ``sections`` says which one is whose.
+
+        Args:
+            buffers: one for each local replica, on its device, with its section filled.
+        """
 
     def all_reduce_sum_(self, what: str, buffer: Tensor) -> None:
         """Sums a flat buffer over the workers, in place; the workers have exchanged its size."""

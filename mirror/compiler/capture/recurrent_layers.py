@@ -7,13 +7,14 @@ trace calls cuDNN, so the weights need not lie in one buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mirror.base.torch_private import wrapping
 from mirror.compiler.fused_lstm import call_lstm, can_fuse
 
 RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -23,8 +24,7 @@ _NAMES = (
 )
 
 
-@contextmanager
-def keeping_weights(is_traced: Callable[[], bool]) -> Iterator[None]:
+def keeping_weights(is_traced: Callable[[], bool]) -> AbstractContextManager[None]:
     """Within the block, a traced step's ``flatten_parameters`` does nothing.
 
     It compares addresses, which placeholders lack, and moves the weights for cuDNN. A layer calls
@@ -33,18 +33,15 @@ def keeping_weights(is_traced: Callable[[], bool]) -> Iterator[None]:
     Args:
         is_traced: whether this thread traces the step.
     """
-    kind: Any = nn.RNNBase
-    flatten = kind.flatten_parameters
 
-    def flatten_parameters(layer: nn.RNNBase) -> None:
-        if not is_traced():
-            flatten(layer)
+    def wrap(flatten: Callable[..., None]) -> Callable[..., None]:
+        def flatten_parameters(layer: nn.RNNBase) -> None:
+            if not is_traced():
+                flatten(layer)
 
-    kind.flatten_parameters = flatten_parameters
-    try:
-        yield
-    finally:
-        kind.flatten_parameters = flatten
+        return flatten_parameters
+
+    return wrapping(nn.RNNBase, "flatten_parameters", wrap)
 
 
 def call_layers(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -45,7 +45,6 @@ from mirror.compiler.step_errors import current_line, is_torchs
 from mirror.compiler.torch_internals import MODULE_HOOKS, is_fake
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import current
 from mirror.replica.modules.module_owner import ReplicaDict, WatchedDict
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 
@@ -461,12 +460,7 @@ class UnchangedSurroundings:
         replicas: Replicas,
         around: FreeVariables | None = None,
     ) -> None:
-        self._step = step
-
-        def is_traced() -> bool:
-            return current.replica is not None and current.replica.tracing is tracer
-
-        self._attributes = SetAttributes(is_traced)
+        self._step, self._attributes = step, SetAttributes(tracer.is_followed)
         optimizers = _optimizers(step, replicas)
         self._options = OptionGuards(optimizers, tracer.numbers.option)
         self._tracer, self._effects = tracer, SideEffects(step, optimizers, around)

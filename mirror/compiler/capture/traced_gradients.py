@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mirror.base.torch_private import has_post_accumulate_hooks, hooks_of, queue_callback
+from mirror.base.torch_private import (
+    has_post_accumulate_hooks,
+    hooks_of,
+    queue_callback,
+    wrapping,
+)
 from mirror.compiler.capture.trace_modes import SPARSE
 from mirror.compiler.step_inputs import StateTensor
 from mirror.errors import CompileError
-from mirror.execution.run import current
 from mirror.replica.gradients.ready_grads import DeferredGrads, local_grad, set_local_grad
 from mirror.replica.params.replicated_param import apply_hooks
 
@@ -119,25 +123,25 @@ class TracedGradients:
             self._is_settling = False
         self.left.update(dict.fromkeys(places))
 
-    def lend_copies(
+    def swap_in_copies(
         self, places: Sequence[StateTensor]
     ) -> dict[StateTensor, tuple[bool, Tensor, Tensor]]:
         """Puts copies in place of gradients, which a step may then write into.
 
         Returns:
-            What ``take_copies_back`` needs: whether the gradient is one of ``left``, it, its copy.
+            What ``swap_out_copies`` needs: whether the gradient is one of ``left``, it, its copy.
         """
-        lent = {}
+        swapped = {}
         for place in places:
             grad = self._get_current(place)
             if grad is not None:
-                lent[place] = place in self.left, grad, grad.clone()
-        self.left.update({place: copy for place, (_, _, copy) in lent.items()})
-        return lent
+                swapped[place] = place in self.left, grad, grad.clone()
+        self.left.update({place: copy for place, (_, _, copy) in swapped.items()})
+        return swapped
 
-    def take_copies_back(self, lent: dict[StateTensor, tuple[bool, Tensor, Tensor]]) -> None:
+    def swap_out_copies(self, swapped: dict[StateTensor, tuple[bool, Tensor, Tensor]]) -> None:
         """Puts the gradients back, except where the step has set another one."""
-        for place, (was_left, grad, copy) in lent.items():
+        for place, (was_left, grad, copy) in swapped.items():
             if self.left.get(place) is not copy:
                 continue
             if was_left:
@@ -222,7 +226,7 @@ _ALWAYS = _Always()
 
 @contextmanager
 def zero_grad_unconditionally(
-    tracing: object, clear: Callable[[Iterable[Tensor]], bool]
+    is_traced: Callable[[], bool], clear: Callable[[Iterable[Tensor]], bool]
 ) -> Iterator[None]:
     """Makes ``zero_grad`` of optimizers and modules clear gradients unread, in a traced step.
 
@@ -230,28 +234,21 @@ def zero_grad_unconditionally(
     every call would have to check it, for gradients that are dropped anyway.
 
     Args:
-        tracing: the tracer of the step.
+        is_traced: whether this thread traces the step.
         clear: drops the gradients of parameters; returns whether it could.
     """
-    kinds: Any = (Optimizer, nn.Module)
-    originals: list[Any] = [kind.zero_grad for kind in kinds]
 
-    def is_traced() -> bool:
-        return current.replica is not None and current.replica.tracing is tracing
+    def wrap(zero_grad: Callable[..., None]) -> Callable[..., None]:
+        def zero_unread(self: Any, set_to_none: bool = True) -> None:
+            held = (
+                self.parameters()
+                if isinstance(self, nn.Module)
+                else (p for group in self.param_groups for p in group["params"])
+            )
+            if not (set_to_none and is_traced() and clear(held)):
+                zero_grad(self, set_to_none)
 
-    def zero_optimizer(self: Any, set_to_none: bool = True) -> None:
-        held = (p for group in self.param_groups for p in group["params"])
-        if not (set_to_none and is_traced() and clear(held)):
-            originals[0](self, set_to_none)
+        return zero_unread
 
-    def zero_module(self: Any, set_to_none: bool = True) -> None:
-        if not (set_to_none and is_traced() and clear(self.parameters())):
-            originals[1](self, set_to_none)
-
-    try:
-        for kind, function in zip(kinds, (zero_optimizer, zero_module), strict=True):
-            kind.zero_grad = function
+    with wrapping(Optimizer, "zero_grad", wrap), wrapping(nn.Module, "zero_grad", wrap):
         yield
-    finally:
-        for kind, function in zip(kinds, originals, strict=True):
-            kind.zero_grad = function

@@ -26,8 +26,8 @@ class TracedSwap:
     Attributes:
         groups, state: its own.
         options_then: copies of the groups at the time of the trace.
-        lent, lent_state: the groups and the state during the trace.
-        were_lent, were_state: copies of both before the step.
+        traced_groups, traced_state: the groups and the state during the trace.
+        groups_before, state_before: copies of both before the step.
         widened: placeholders of counts of steps, with their copies in double precision.
     """
 
@@ -36,12 +36,12 @@ class TracedSwap:
         self.groups: list[dict[str, Any]] = optimizer.param_groups
         self.state: Any = optimizer.state
         self.options_then = [dict(group) for group in self.groups]
-        self.lent: list[dict[str, Any]] = []
-        self.lent_state: Any = None
-        self.were_lent: list[dict[str, Any]] = []
-        self.were_state: dict[Any, dict[str, Any]] = {}
+        self.traced_groups: list[dict[str, Any]] = []
+        self.traced_state: Any = None
+        self.groups_before: list[dict[str, Any]] = []
+        self.state_before: dict[Any, dict[str, Any]] = {}
         self.widened: list[tuple[Tensor, Tensor]] = []
-        self.is_lent = False
+        self.is_swapped_in = False
 
 
 class TracedSwaps:
@@ -72,22 +72,24 @@ class TracedSwaps:
     @property
     def is_stepping(self) -> bool:
         """Whether an optimizer is making its step."""
-        return any(swap.is_lent for swap in self.all.values())
+        return any(swap.is_swapped_in for swap in self.all.values())
 
-    def begin(self, optimizer: Optimizer) -> bool:
+    def swap_in(self, optimizer: Optimizer) -> bool:
         """Puts placeholders into an optimizer's groups and state, before its step.
 
         Returns:
             Whether the step begins here: False if a subclass's step calls that of its base.
         """
         swap = self.all.get(id(optimizer))
-        if swap is not None and swap.is_lent:
+        if swap is not None and swap.is_swapped_in:
             return False
         first = swap is None
         if swap is None:
             swap = self.all[id(optimizer)] = TracedSwap(optimizer, len(self.all))
         if first:
-            swap.lent = [self._group(swap, i, group) for i, group in enumerate(swap.groups)]
+            swap.traced_groups = [
+                self._group(swap, i, group) for i, group in enumerate(swap.groups)
+            ]
             swapped_state: Any = defaultdict(dict)
             for key, entry in raw_state(swap.state).items():
                 place = self._placeholders.place_of(key) if isinstance(key, Tensor) else None
@@ -101,12 +103,12 @@ class TracedSwaps:
                     else value
                     for name, value in entry.items()
                 }
-            swap.lent_state = swapped_state
-            swap.were_lent = [dict(group) for group in swap.lent]
-            swap.were_state = {key: dict(entry) for key, entry in swapped_state.items()}
-        swap.is_lent = True
-        optimizer.param_groups = swap.lent
-        optimizer.state = swap.lent_state
+            swap.traced_state = swapped_state
+            swap.groups_before = [dict(group) for group in swap.traced_groups]
+            swap.state_before = {key: dict(entry) for key, entry in swapped_state.items()}
+        swap.is_swapped_in = True
+        optimizer.param_groups = swap.traced_groups
+        optimizer.state = swap.traced_state
         return True
 
     def rewritten(self, optimizer: Optimizer) -> list[Tensor]:
@@ -157,15 +159,15 @@ class TracedSwaps:
         return places
 
     def _group(self, swap: TracedSwap, i: int, group: dict[str, Any]) -> dict[str, Any]:
-        lent = dict(group)
+        traced = dict(group)
         places = self.places_of(swap.optimizer, group)
-        lent["params"] = params = [self._placeholders.placeholder_of(place) for place in places]
-        rate = lent.get("lr")
-        for name, value in lent.items():
+        traced["params"] = params = [self._placeholders.placeholder_of(place) for place in places]
+        rate = traced.get("lr")
+        for name, value in traced.items():
             if name not in ("params", "lr"):
-                lent[name] = self._numbers.option(swap.optimizer, i, name, value)
+                traced[name] = self._numbers.option(swap.optimizer, i, name, value)
         if self.rates == "numbers":
-            lent["lr"] = self._numbers.option(swap.optimizer, i, "lr", rate, always=True)
+            traced["lr"] = self._numbers.option(swap.optimizer, i, "lr", rate, always=True)
         elif self.rates == "constants":
             pass
         elif isinstance(rate, (float, int)) and not isinstance(rate, bool):
@@ -173,26 +175,26 @@ class TracedSwaps:
             is_double = any(p.dtype in (torch.float64, torch.complex128) for p in params)
             dtype = torch.float64 if is_double else torch.float32
             value = torch.tensor(float(rate), dtype=dtype)
-            lent["lr"] = self._placeholders.add(InputKind.RATE, value, swap.number, (i, "lr"))
+            traced["lr"] = self._placeholders.add(InputKind.RATE, value, swap.number, (i, "lr"))
         elif isinstance(rate, Tensor):
-            lent["lr"] = self._placeholders.add(InputKind.RATE, rate, swap.number, (i, "lr"))
+            traced["lr"] = self._placeholders.add(InputKind.RATE, rate, swap.number, (i, "lr"))
         # The same arithmetic on tensors, without looking at the counts of steps.
-        if "capturable" in lent:
-            lent["capturable"] = True
-        if lent.get("fused"):
-            lent["fused"] = False
-        if "foreach" in lent and not lent.get("differentiable"):
-            lent["foreach"] = self.rates == "tensors"
-        return lent
+        if "capturable" in traced:
+            traced["capturable"] = True
+        if traced.get("fused"):
+            traced["fused"] = False
+        if "foreach" in traced and not traced.get("differentiable"):
+            traced["foreach"] = self.rates == "tensors"
+        return traced
 
     def snapshot(self, optimizer: Optimizer) -> list[Any]:
-        """Returns copies of the parameters and the state of an optimizer that is lent."""
+        """Returns copies of the parameters and the state of an optimizer that is swapped in."""
         swap = self.all[id(optimizer)]
         with torch.no_grad():
-            params = [(p, p.clone()) for group in swap.lent for p in group["params"]]
+            params = [(p, p.clone()) for group in swap.traced_groups for p in group["params"]]
             entries = [
                 (entry, name, value.clone())
-                for entry in swap.lent_state.values()
+                for entry in swap.traced_state.values()
                 if isinstance(entry, dict)
                 for name, value in entry.items()
                 if isinstance(value, Tensor)
@@ -211,9 +213,9 @@ class TracedSwaps:
     def swap_out(self, optimizer: Optimizer) -> None:
         """Takes the placeholders out after a step."""
         swap = self.all.get(id(optimizer))
-        if swap is None or not swap.is_lent:
+        if swap is None or not swap.is_swapped_in:
             return
-        swap.is_lent = False
+        swap.is_swapped_in = False
         optimizer.param_groups = swap.groups
         optimizer.state = swap.state
 
@@ -226,12 +228,12 @@ class TracedSwaps:
         """
         for swap in self.all.values():
             kind = type(swap.optimizer).__name__
-            for before, after in zip(swap.were_lent, swap.lent, strict=True):
+            for before, after in zip(swap.groups_before, swap.traced_groups, strict=True):
                 for name, value in after.items():
                     if name != "params" and not is_as_before(before.get(name, swap), value):
                         raise changed_options_error(kind, f"option {name!r}")
-            for key, entry in swap.lent_state.items():
-                known = swap.were_state.get(key, {})
+            for key, entry in swap.traced_state.items():
+                known = swap.state_before.get(key, {})
                 if isinstance(entry, dict):
                     _check_entry(kind, known, entry)
             with torch.no_grad():

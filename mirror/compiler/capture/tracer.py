@@ -137,8 +137,8 @@ class Tracer:
         self.modules: dict[int, nn.Module] = {}
         self.numbers = numbers
         self.swaps = TracedSwaps(placeholders, refusal, numbers, rates=rates)
-        self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
-        self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that lend
+        self._swapped_grads: dict[int, Any] = {}  # by id of the optimizer that steps
+        self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that swap
         self.gradients: TracedGradients | None = None
         seed = placeholders.get_only(InputKind.SEED)
         self.draws = NativeDraws(refusal) if is_of_module else FunctionalRng(seed, refusal)
@@ -183,7 +183,7 @@ class Tracer:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if not self._is_of_module:  # the module's code asks whether it is compiled, too
                 stack.enter_context(compiling())
-            stack.enter_context(zero_grad_unconditionally(self, self._clear))
+            stack.enter_context(zero_grad_unconditionally(self.is_followed, self._clear))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
@@ -195,9 +195,9 @@ class Tracer:
             stack.callback(self._note_stepping)
             weight = self.placeholders.get_only(InputKind.WEIGHT)
             self.captured = stack.enter_context(Operations(self.draws, weight)).captured
-            stack.enter_context(functions.intercepting(self._is_followed))
-            stack.enter_context(self.draws.following_states(self._is_followed))
-            stack.enter_context(keeping_weights(self._is_followed))
+            stack.enter_context(functions.intercepting(self.is_followed))
+            stack.enter_context(self.draws.following_states(self.is_followed))
+            stack.enter_context(keeping_weights(self.is_followed))
             stack.enter_context(functions)
             try:
                 push_context(self._replicas.strategy, replica)
@@ -205,7 +205,11 @@ class Tracer:
                 self.gradients.settle()
                 self.swaps.check()
                 if False in [scaler.end_trace() for scaler in self.scalers]:
-                    raise _no_update()
+                    raise CompileError(
+                        "the step cannot be compiled: it calls step() or unscale_() of a "
+                        "GradScaler, and not update(); call scaler.update() at the end of the "
+                        "step, or pass fallback='eager'"
+                    )
             finally:
                 for scaler in self.scalers:
                     scaler.end_trace()
@@ -350,7 +354,7 @@ class Tracer:
     def _note_stepping(self) -> None:
         self.failed_in_optimizer = self.swaps.is_stepping
 
-    def _is_followed(self) -> bool:
+    def is_followed(self) -> bool:
         """Whether this thread traces the step."""
         return current.replica is not None and current.replica.tracing is self
 
@@ -359,26 +363,26 @@ class Tracer:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
         self.gradients.settle()
-        if self.swaps.begin(optimizer):
+        if self.swaps.swap_in(optimizer):
             # The user's hooks have the gradients themselves: these come next to the step.
-            first = optimizer.register_step_pre_hook(self._lend_grads)
-            last = optimizer.register_step_post_hook(self._take_grads_back)
+            first = optimizer.register_step_pre_hook(self._swap_in_copies)
+            last = optimizer.register_step_post_hook(self._swap_out_copies)
             hooks: Any = last.hooks_dict_ref()
             hooks.move_to_end(last.id, last=False)
             self._next_to_steps[id(optimizer)] = first, last
             if id(optimizer) in self._skips:
                 self._before[id(optimizer)] = self.swaps.snapshot(optimizer)
 
-    def _lend_grads(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _swap_in_copies(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
-        if id(optimizer) not in self._lent_grads:
+        if id(optimizer) not in self._swapped_grads:
             places = map(self.placeholders.place_of, self.swaps.rewritten(optimizer))
             found = [place for place in places if place is not None]
-            self._lent_grads[id(optimizer)] = self.gradients.lend_copies(found)
+            self._swapped_grads[id(optimizer)] = self.gradients.swap_in_copies(found)
 
-    def _take_grads_back(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _swap_out_copies(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
-        self.gradients.take_copies_back(self._lent_grads.pop(id(optimizer), {}))
+        self.gradients.swap_out_copies(self._swapped_grads.pop(id(optimizer), {}))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._remove_hooks(optimizer)
@@ -417,13 +421,6 @@ class _AllReduce(torch.autograd.Function):
         if ctx.op == "mean":
             summed = [grad / ctx.tracer.count.to(grad.dtype) for grad in summed]
         return (None, None, *summed)
-
-
-def _no_update() -> CompileError:
-    return CompileError(
-        "the step cannot be compiled: it calls step() or unscale_() of a GradScaler, and not "
-        "update(); call scaler.update() at the end of the step, or pass fallback='eager'"
-    )
 
 
 def _floats(tensor: Tensor) -> bool:

@@ -216,7 +216,9 @@ class _Rewriting:
     def run(self) -> dict[fx.Node, fx.Node]:
         """Returns, by input that the graph writes, its last value."""
         for node in list(self._graph.nodes):
-            self._use_values_of_now(node)
+            if any(map(self._is_outdated, node.all_input_nodes)):
+                with self._graph.inserting_before(node):
+                    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._value)
             if node in self._memory.views:
                 self._seen[node] = node, self._count(node)
             elif node in self._plans:
@@ -224,11 +226,6 @@ class _Rewriting:
             elif node in self._memory.whole:
                 self._erase(node)
         return {node: value for node, value in self._now.items() if node.op == "placeholder"}
-
-    def _use_values_of_now(self, node: fx.Node) -> None:
-        if any(self._is_outdated(one) for one in node.all_input_nodes):
-            with self._graph.inserting_before(node):
-                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._value)
 
     def _is_outdated(self, node: fx.Node) -> bool:
         if node in self._now:

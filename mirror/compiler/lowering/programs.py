@@ -237,11 +237,16 @@ def retarget(
     """Returns a graph that creates tensors on ``device`` instead of ``traced_on``."""
     if device == traced_on:
         return graph
+
+    def move(argument: Any) -> Any:
+        is_device = isinstance(argument, torch.device) and argument.type == traced_on.type
+        return device if is_device and argument.index in (None, traced_on.index) else argument
+
     own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     for node in own.graph.nodes:
         if node.op == "call_function":
-            node.args = _move_constant(node.args, traced_on, device)
-            node.kwargs = _move_constant(node.kwargs, traced_on, device)
+            node.args = fx.node.map_aggregate(node.args, move)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, move)
     own.recompile()
     return own
 
@@ -264,14 +269,3 @@ def retarget_with_fakes(
         return own(*inputs)
 
     return trace_graph(function, mode, there)
-
-
-def _move_constant(arguments: Any, before: torch.device, after: torch.device) -> Any:
-    if isinstance(arguments, torch.device):
-        is_named = arguments.type == before.type and arguments.index in (None, before.index)
-        return after if is_named else arguments
-    if isinstance(arguments, dict):
-        return {name: _move_constant(value, before, after) for name, value in arguments.items()}
-    if isinstance(arguments, (list, tuple)):
-        return type(arguments)([_move_constant(value, before, after) for value in arguments])
-    return arguments

@@ -47,6 +47,7 @@ from mirror.values import leaves_of, rebuild_structure
 
 logger = logging.getLogger(__name__)
 
+UPDATES = ("captured", "eager")
 MAX_SHAPES = 4  # in one mode: of training, or of evaluation
 MAX_TRACES = 8
 _MAX_KNOWN = 1000
@@ -75,9 +76,15 @@ class CompiledCalls:
     """
 
     def __init__(
-        self, replicas: Replicas, runner: Runner, make_builder: Callable[[], ModuleBuilder]
+        self,
+        replicas: Replicas,
+        runner: Runner,
+        make_builder: Callable[[], ModuleBuilder],
+        make_capturer: Callable[[], Any],
     ) -> None:
         self.replicas, self.runner, self._make = replicas, runner, make_builder
+        self._make_capturer = make_capturer
+        self._capturer: Any = None
         self.pending: list[tuple[CompiledModule, _KnownCall]] = []
         self._builder: ModuleBuilder | None = None
 
@@ -87,6 +94,17 @@ class CompiledCalls:
         if self._builder is None:
             self._builder = self._make()
         return self._builder
+
+    def capture_updates(self, module: nn.Module, update: str, *, fallback: str) -> None:
+        """Has updates of a module's optimizers captured, or not: see ``captured_update.py``."""
+        if self._capturer is None:
+            if update == "eager":
+                return
+            self._capturer = self._make_capturer()
+        if update == "eager":
+            self._capturer.discard(module)
+        else:
+            self._capturer.add(module, falls_back=fallback == "eager")
 
     def part(self) -> LifecycleHooks:
         """Returns the hook that traces calls before a run. See [Note: Parts]."""
@@ -123,12 +141,18 @@ class _KnownCall:
 
 
 def compile_module(
-    calls: CompiledCalls, module: nn.Module, route: Interceptor | None, *, fallback: str
+    calls: CompiledCalls,
+    module: nn.Module,
+    route: Interceptor | None,
+    *,
+    fallback: str,
+    update: str = "captured",
 ) -> None:
     """Makes calls of a mirrored module run compiled; idempotent.
 
     Args:
         route: its interceptor; ``None`` if the strategy does not mirror it.
+        update: whether updates by its optimizers are "captured", or run as they do ("eager").
 
     Raises:
         CompileError: such modules or strategies cannot be compiled, and ``fallback`` is "error".
@@ -142,6 +166,7 @@ def compile_module(
         )
     if isinstance(route.compiled, CompiledModule):
         route.compiled.set_fallback(fallback)
+        calls.capture_updates(module, update, fallback=fallback)
         return
     replicas = calls.replicas
     why = None
@@ -155,6 +180,7 @@ def compile_module(
         why = "the replicas communicate in it"
     if why is None:
         route.compiled = CompiledModule(module, calls, fallback=fallback)
+        calls.capture_updates(module, update, fallback=fallback)
         return
     what = f"calls of {name} cannot be compiled: {why}"
     if fallback == "error":

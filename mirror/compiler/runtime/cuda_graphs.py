@@ -249,7 +249,8 @@ class CapturedPieces:
 
         try:
             self._check(program, device, inputs)
-            captured.outputs = captured.graph.capture(work)
+            # A view of a parameter would be one of autograd's, which checks it after each write.
+            captured.outputs = [[*map(_detached, own)] for own in captured.graph.capture(work)]
         except Exception as error:
             self._uncapturable.add(program)
             if not self._has_warned:  # once a step
@@ -297,6 +298,10 @@ class CapturedPieces:
         graphs = [c for known in self._captured.values() for c in known.values() if c is not None]
         written = [t for one in graphs for ts in (one.copied_inputs, *one.outputs) for t in ts]
         self._graph_storages = {*_storages_of(t for t in written if isinstance(t, Tensor))} - {0}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 class _LastOperation(DispatchMode):

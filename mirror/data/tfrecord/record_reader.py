@@ -15,7 +15,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,14 +122,6 @@ MAX_INFLATED_BYTES = 2**28
 MAGIC = {b"\x1f\x8b": "GZIP", b"\x78\x01": "ZLIB", b"\x78\x9c": "ZLIB", b"\x78\xda": "ZLIB"}
 
 
-class _Input(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-    def seek(self, offset: int, whence: int = 0, /) -> int: ...
-    def tell(self) -> int: ...
-    def close(self) -> None: ...
-    def fileno(self) -> int: ...
-
-
 # zlib's ``wbits``: 31 is GZIP, 15 is ZLIB, both with the largest window.
 WINDOW_BITS = {"GZIP": 31, "ZLIB": 15}
 CHUNK_BYTES = 2**16
@@ -144,6 +136,11 @@ def check_compression(compression: str | None) -> str | None:
     if compression is not None and compression not in ("", *WINDOW_BITS):
         raise ValueError(f"compression must be None, 'GZIP' or 'ZLIB'; got {compression!r}")
     return compression or None
+
+
+_WRONG_LENGTH = (
+    "its length does not match the length's checksum; the file is damaged, or is no TFRecord file"
+)
 
 
 class InflatingFile(io.RawIOBase):
@@ -222,18 +219,17 @@ class RecordReader:
         self._ahead = io.BytesIO()  # bytes of a compressed file that were read and put back
         self._lost = False
         self._ended = False
-        self._file: _Input
+        self._file: BinaryIO
         _check_format(path, compression)
         if compression is None:
             self._num_bytes = os.stat(path).st_size
             self._file = open(path, "rb", buffering=BUFFER_BYTES)  # noqa: SIM115
         else:
-            self._file = io.BufferedReader(InflatingFile(path, compression), BUFFER_BYTES)
+            inflated = io.BufferedReader(InflatingFile(path, compression), BUFFER_BYTES)
+            self._file = cast(BinaryIO, inflated)
         try:
             if not self._skip_bytes(offset):
-                raise RecordError.at_record(
-                    path, record, offset, "the file ends before this record"
-                )
+                raise self._error("the file ends before this record")
         except BaseException:
             self.close()
             raise
@@ -315,7 +311,7 @@ class RecordReader:
         if length is None:
             self._lost = True
             self._put_back(header)
-            raise _length_error(self.path, self.record, self.offset)
+            raise self._error(_WRONG_LENGTH)
         return length
 
     def _check_length(self, length: int) -> None:
@@ -325,10 +321,7 @@ class RecordReader:
                 raise self._truncation_error(length)
         elif length > MAX_INFLATED_BYTES:
             self._ended = True
-            raise RecordError.at_record(
-                self.path,
-                self.record,
-                self.offset,
+            raise self._error(
                 f"records of compressed files have at most {MAX_INFLATED_BYTES} bytes, so that "
                 f"small files cannot fill the memory; this one says it has {length}; write "
                 "larger records without compression",
@@ -366,10 +359,7 @@ class RecordReader:
                 size -= len(piece)
         except (zlib.error, EOFError) as error:
             self._ended = True
-            raise RecordError.at_record(
-                self.path,
-                self.record,
-                self.offset,
+            raise self._error(
                 f"the {self._compression} compression is damaged, so the rest of the file cannot "
                 f"be read ({error}); copy or write the file again",
             ) from error
@@ -399,12 +389,13 @@ class RecordReader:
     def _truncation_error(self, length: int | None) -> RecordError:
         self._ended = True
         needs = "its length" if length is None else f"its {length} bytes and their checksum"
-        return RecordError.at_record(
-            self.path,
-            self.record,
-            self.offset,
-            f"the file ends before {needs}; it was cut off, or is still being written",
+        return self._error(
+            f"the file ends before {needs}; it was cut off, or is still being written"
         )
+
+    def _error(self, what: str) -> RecordError:
+        """Returns the error for a fault of the next record."""
+        return RecordError.at_record(self.path, self.record, self.offset, what)
 
 
 def read_record(file: int, path: str, record: int, offset: int) -> bytes:
@@ -423,7 +414,7 @@ def read_record(file: int, path: str, record: int, offset: int) -> bytes:
     header = os.pread(file, HEADER.size, offset)
     length = _length_in(header) if len(header) == HEADER.size else None
     if length is None:
-        raise _length_error(path, record, offset)
+        raise RecordError.at_record(path, record, offset, _WRONG_LENGTH)
     begin = offset + HEADER.size
     data = footer = b""
     if begin + length + FOOTER.size <= os.fstat(file).st_size:
@@ -469,16 +460,6 @@ def _check_format(path: str, compression: str | None) -> None:
             f"the file does not have compression={compression!r}; from its first bytes it is "
             f"compression={found!r}",
         )
-
-
-def _length_error(path: str, record: int, offset: int) -> RecordError:
-    return RecordError.at_record(
-        path,
-        record,
-        offset,
-        "its length does not match the length's checksum; the file is damaged, or is no TFRecord "
-        "file",
-    )
 
 
 def _data_error(

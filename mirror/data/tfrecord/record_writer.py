@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from types import TracebackType
-from typing import Protocol
+from typing import BinaryIO
 
 from mirror.data.tfrecord.record_reader import (
     FOOTER,
@@ -39,12 +39,6 @@ class DeflatingFile:
             self._file.close()
 
 
-class _Output(Protocol):
-    def write(self, data: bytes, /) -> int: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class TFRecordWriter:
     """Writes records to a file that TensorFlow and ``TFRecordDataset`` read.
 
@@ -73,7 +67,7 @@ class TFRecordWriter:
         compression = check_compression(compression)
         crc32c_function()
         self._closed = False
-        self._file: _Output
+        self._file: BinaryIO | DeflatingFile
         if compression is None:
             self._file = open(path, "wb")  # noqa: SIM115  # closed by close
         else:

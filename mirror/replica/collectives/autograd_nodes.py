@@ -178,8 +178,8 @@ class CollectiveState:
         arrivals = self.arrived[current_graph_task_id()]
         arrivals.is_summed = True  # before they are read
         with nullcontext() if arrivals.streams is None else arrivals.streams.make_caller_wait():
-            columns = [arrivals.grads[r] for r in self.active if r in arrivals.grads]
-            rows = [*zip(*columns, strict=True)]
+            by_replica = [arrivals.grads[r] for r in self.active if r in arrivals.grads]
+            rows = [*zip(*by_replica, strict=True)]
             if not replicas.workers.is_multi_process:
                 devices = [grad.device for grad in grads]
                 return list(map(reduce_tensors, rows, devices))
@@ -322,7 +322,8 @@ def exchange_parts(runner: Runner, what: str, value: Any) -> tuple[Any, GradLink
         what: the operation with the arguments that must be equal on all workers, for errors.
     """
     workers, device = runner.replicas.workers, runner.replicas.devices[0]
-    own_weight = _own_weight(runner)
+    running = runner.running
+    own_weight = workers.weight if running is None else sum(running.weights().values())
     leaves = [_own(leaf, device, own_weight) for leaf in leaves_of(value)]
     tensors = [tensor for leaf in leaves for tensor in leaf.tensors]
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -383,12 +384,6 @@ def _own(leaf: Any, device: torch.device, own_weight: float) -> _OwnParts:
     tensors = [move_part(part, device) for _, part in leaf.parts()]
     weights = [1.0 if leaf.weights is None else float(leaf.weights[r]) for r, _ in leaf.parts()]
     return _OwnParts(tensors, weights, leaf.weights is not None)
-
-
-def _own_weight(runner: Runner) -> float:
-    """Returns the weight of this worker's replicas in the active run, or in the last one."""
-    running = runner.running
-    return runner.replicas.workers.weight if running is None else sum(running.weights().values())
 
 
 def _join(messages: Sequence[Message], device: torch.device) -> list[PerReplica[Tensor]]:

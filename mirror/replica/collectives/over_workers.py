@@ -78,13 +78,13 @@ def gather_over_workers(
     pieces = [piece for tensor in own for piece in _pieces(tensor)]
     numbers = (participants.num_replicas, participants.differentiable)
     messages = workers.exchange_tensors(what, signature, pieces, numbers)
-    columns = [_join(message, own) for message in messages]
+    by_worker = [_join(message, own) for message in messages]
     whole = [
-        torch.cat([column[i].to(tensor.device) for column in columns], axes[i])
+        torch.cat([joined[i].to(tensor.device) for joined in by_worker], axes[i])
         for i, tensor in enumerate(own)
     ]
-    before = columns[: workers.rank]
-    starts = [sum(column[i].shape[a] for column in before) for i, a in enumerate(axes)]
+    before = by_worker[: workers.rank]
+    starts = [sum(joined[i].shape[a] for joined in before) for i, a in enumerate(axes)]
     return whole, _all_of([message.numbers for message in messages])._replace(starts=starts)
 
 
@@ -113,10 +113,10 @@ def _reduce(
     weights = [numbers[0] if is_weighted else 1.0 for numbers in numbers_by_worker]
     largest = max(weights) or 1.0
     scales = [weight / largest for weight in weights]  # 1, and no bit changes, if all are equal
-    columns = [_join(message, sent) for message in messages]
+    by_worker = [_join(message, sent) for message in messages]
     totals = list(own)
     for position, i in enumerate(others):
-        parts = [column[position] for column in columns]
+        parts = [joined[position] for joined in by_worker]
         totals[i] = _combine(op, parts, scales, own[i].device)
     for dtype in dict.fromkeys(own[i].dtype for i in on_the_way):
         which = [i for i in on_the_way if own[i].dtype == dtype]

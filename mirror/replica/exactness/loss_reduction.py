@@ -201,8 +201,8 @@ class _TermOfReplicas:
             return kind, []
         if kind == "sum" and self._is_of_examples():
             return self._weights_of_sum()
-        if kind != "sum":
-            self._refuse_varying_factors()
+        if kind != "sum" and not all(_are_all_close(values) for _, values in self._factors()):
+            raise NotReducible("a mean multiplied by a number that differs between replicas")
         if kind == "cross entropy":
             return "weighted", [term.weight for term in self._terms]
         if _are_proportional(self._sizes, self._counts):
@@ -224,11 +224,6 @@ class _TermOfReplicas:
                     "they came from their examples"
                 )
                 raise NonlinearInExamples(what, "product", 0)
-
-    def _refuse_varying_factors(self) -> None:
-        for _, values in self._factors():
-            if not _are_all_close(values):
-                raise NotReducible("a mean multiplied by a number that differs between replicas")
 
     def _factors(self) -> Iterator[tuple[bool, list[float]]]:
         """Yields the replicas' factors of the term, and whether it is divided by them."""

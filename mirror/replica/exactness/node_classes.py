@@ -11,6 +11,7 @@
     MASKS        a number of an input, or a constant
     SUMS         a sum or mean of numbers, over all or along dimensions
     PRODUCTS     sums of products, or distances, of rows and columns
+    SOLVES       the solution of a linear system
     LAYERS       what a layer computes of each example
 
 Any other function is known by what its node saves (``reduction``, ``dim``) and by its shapes.
@@ -41,6 +42,7 @@ SCALES = ("Div", "Mul")
 MASKS = ("MaskedFill", "Where")
 SUMS = ("Mean", "Sum")
 PRODUCTS = ("Bmm", "Cdist", "Dot", "EuclideanDist", "Mm", "Mv")
+SOLVES = ("LinalgSolveEx", "LinalgSolveTriangular")
 LAYERS = (  # beginnings of names
     *("Addmm", "Addbmm", "Baddbmm", "Conv", "Cudnn", "Embedding", "Linear", "Mkldnn", "Native"),
     *("Scaled", "Slow", "Thnn", "Upsample"),

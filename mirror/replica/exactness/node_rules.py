@@ -32,6 +32,7 @@ from mirror.replica.exactness.node_classes import (
     PIECES,
     PRODUCTS,
     SCALES,
+    SOLVES,
     SUMS,
     VIEWS,
     Shape,
@@ -514,16 +515,22 @@ def _write(at: Operation) -> Content:
     return Content(into.rows if into and into.rows else Rows(), terms)
 
 
-def other(at: Operation) -> Content:
+def _solve(at: Operation) -> Content:
+    """Of a matrix without a graph: each column (or row) of the right side is solved by itself."""
+    num_dims = len(at.shapes[0])
+    if at.inputs[0] is not None or num_dims < 2:
+        return other(at)
+    return other(at, [num_dims - (2 if at.node._saved_left else 1)])
+
+
+def other(at: Operation, dims: Sequence[int] | None = None) -> Content:
     """A function that its shapes show: along dimensions, or of each number; or an unknown one."""
     if hasattr(at.node, "_saved_reduction"):
         return _loss(at)
     at.refuse_terms()
     shape = at.shapes[0]
-    dims = combined_dims(at.node, at.name, shape, at.shape)
-    if at.name.startswith("LinalgSolve") and at.inputs[0] is None and len(shape) > 1:
-        # Only the right side has a graph: each of its columns (or rows) is solved by itself.
-        dims = [len(shape) - (2 if getattr(at.node, "_saved_left", True) else 1)]
+    if dims is None:
+        dims = combined_dims(at.node, at.name, shape, at.shape)
     if not dims and all(_fits(some, at.shape) for some in at.shapes):
         return at.combined(is_linear=False)
     rows = at.first.rows
@@ -555,5 +562,6 @@ RULES: dict[str, Callable[[Operation], Content]] = {
     **dict.fromkeys(CHOICES, _choose),
     **dict.fromkeys((*PRODUCTS, "Pdist"), _product),
     **dict.fromkeys(FOLDS, _fold),
+    **dict.fromkeys(SOLVES, _solve),
     "CopySlices": _write,
 }

@@ -68,6 +68,7 @@ class GradAccess:
     Attributes:
         unreduced: the gradients that are not reduced yet.
         exposed: the gradients that the cross-replica context has read, and may have changed.
+        assigned: by parameter and replica, the gradients that replicas have set since a step.
     """
 
     def __init__(self, replicas: Replicas, runner: Runner, gradients: GradReducer) -> None:
@@ -75,9 +76,7 @@ class GradAccess:
         self.unreduced = gradients
         self.exposed = gradients.exposed
         self._common: dict[ReplicatedParam, tuple[Tensor | None, Keep]] = {}
-        self._assigned: dict[
-            ReplicatedParam, dict[int, weakref.ref[Tensor]]
-        ] = {}  # what each replica set
+        self.assigned: dict[ReplicatedParam, dict[int, weakref.ref[Tensor]]] = {}
         self._num_comparisons = _MAX_GPU_COMPARISONS
 
     def part(self, variables: ReplicatedParams) -> LifecycleHooks:
@@ -187,7 +186,7 @@ class GradAccess:
 
         Later gradients are added in place, so each replica needs memory of its own.
         """
-        r, assigned = replica.replica_id, self._assigned.setdefault(variable, {})
+        r, assigned = replica.replica_id, self.assigned.setdefault(variable, {})
         grads: Iterable[Tensor | None]
         if replica.run.lockstep.takes_turns:
             grads = (target.grad for i, target in enumerate(variable.targets) if i != r)
@@ -264,7 +263,7 @@ class GradAccess:
         Raises:
             StrategyError: they differ, so that the replicas' parameters would diverge.
         """
-        assigned, self._assigned = self._assigned, {}
+        assigned, self.assigned = self.assigned, {}
         for variable in assigned:
             if variable.devices[0].type != "cpu":
                 self._num_comparisons -= 1
@@ -288,7 +287,7 @@ class GradAccess:
         """Drops the state of a variable that was freed; takes no lock."""
         self.exposed.drop(variable)
         self._common.pop(variable, None)
-        self._assigned.pop(variable, None)
+        self.assigned.pop(variable, None)
         self.unreduced.forget(variable)
 
     # Arrival of local gradients

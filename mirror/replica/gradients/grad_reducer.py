@@ -22,15 +22,15 @@ gradient counts: [Note: Shares] in ``shares.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, replica_of
 from mirror.execution.runner import Runner
@@ -57,6 +57,12 @@ class Reduction(Protocol):
     deferred: DeferredGrads
     scatter: GradScatter | None
     bytes_per_pack: int
+
+    def order_of_arrival(self) -> Sequence[ReplicatedParam]:
+        """Returns the variables in the order in which gradients arrive, the same on all workers.
+
+        Only those that are known.
+        """
 
     def reduce(self, weights: PassWeights) -> None:
         """Sums the local gradients, weighted, into every replica's ``.grad``.
@@ -92,7 +98,7 @@ class GradReducer:
         reduction: how they are reduced.
 
     Attributes:
-        tracker, deferred, scatter, bytes_per_pack: see ``Reduction``.
+        tracker, deferred, scatter, bytes_per_pack, order_of_arrival: see ``Reduction``.
         pending, unsettled: see ``GradTracker``.
         exposed: the reduced gradients that the program has.
         scattered: the gradients that ``scatter`` has.
@@ -112,12 +118,8 @@ class GradReducer:
         self.scatter, self.bytes_per_pack = reduction.scatter, reduction.bytes_per_pack
         self.pending, self.unsettled = self.tracker.pending, self.tracker.unsettled
         self.scattered = {} if self.scatter is None else self.scatter.scattered
+        self.order_of_arrival = reduction.order_of_arrival
         self._shown: list[tuple[Tensor, int]] = []  # what local_gradient returned, versions
-
-    def order_of_arrival(self) -> Sequence[ReplicatedParam]:
-        """Returns the variables in the order in which gradients have last arrived, if known."""
-        arrivals = self.tracker.arrivals
-        return () if arrivals is None else arrivals.variables
 
     # Whether there is something to reduce
 
@@ -178,26 +180,25 @@ class GradReducer:
 
     def part(self) -> LifecycleHooks:
         """Returns the hooks that reduce or defer gradients at the end of a run."""
+        sources: tuple[Collection[Any], ...] = (self._shown, *self.tracker.sources)
         return LifecycleHooks(
             name="gradients",
-            prepare=self._prepare,
-            finish=self._finish,
+            prepare=tuple(WhilePending(source, self._prepare) for source in sources),
+            finish=tuple(WhilePending(s, self._finish) for s in (self.scattered, *sources)),
             recover=self._reduction.discard,
         )
 
     def _prepare(self) -> None:
-        if self._shown or self.tracker.may_have_arrived or any(self.tracker.sources):
-            if self.exposed.grads:
-                self.exposed.before_reduction()
-            self._reduce_or_defer()
-            if self.exposed.grads:
-                self.exposed.refresh()
+        if self.exposed.grads:
+            self.exposed.before_reduction()
+        self._reduce_or_defer()
+        if self.exposed.grads:
+            self.exposed.refresh()
 
     def _finish(self, run: Run) -> None:
         if self.scattered and self.scatter is not None:
             self.scatter.settle(run.active)
-        if self._shown or self.tracker.may_have_arrived or any(self.tracker.sources):
-            self._reduce_or_defer(run)
+        self._reduce_or_defer(run)
 
     @contextmanager
     def deferring_gradients(self) -> Iterator[None]:
@@ -219,10 +220,9 @@ class GradReducer:
         Raises:
             StrategyError: the program has changed the copy that ``local_gradient`` returned.
         """
-        shown = self._shown
-        if shown:
-            self._shown = []
-        if shown and any(total._version != version for total, version in shown):
+        shown = self._shown.copy()
+        self._shown.clear()
+        if any(total._version != version for total, version in shown):
             raise StrategyError(
                 "a gradient was changed in place under no_sync, where .grad is the sum of several "
                 "parts; change gradients after no_sync, or set .grad"

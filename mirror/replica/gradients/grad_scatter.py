@@ -22,7 +22,8 @@ again.
 
 Scattered are the gradients of variables without hooks that an optimizer with slices steps, from
 its second step on. All others are reduced to all replicas: sparse gradients, those of
-several workers, and sums onto a gradient that was read before.
+several workers, and sums onto a gradient that was read before. Workers would save nothing: the
+``reduce_scatter`` of gloo is an ``all_reduce`` of which a part is kept.
 """
 
 from __future__ import annotations

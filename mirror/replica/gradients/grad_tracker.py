@@ -31,12 +31,14 @@ strategy is created. The wrapper costs one microsecond per pass. It also splits 
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ from torch.func import debug_unwrap
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.mutex import Mutex
 from mirror.base.process_bound import reinit_after_fork
-from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest_timeline
+from mirror.base.timeline import BACKWARD, CROSS, MANY_MARKS, latest_timeline
 from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
 from mirror.errors import StrategyError
@@ -64,7 +66,7 @@ from mirror.replica.gradients.ready_grads import (
     local_grad,
     set_local_grad,
 )
-from mirror.replica.gradients.unmirrored import leaves_of_pass
+from mirror.replica.gradients.unmirrored import CallSite, leaves_of_pass
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import MirroredParameter, all_leaves
@@ -81,10 +83,8 @@ class BackwardPass:
         is_over: whether it has ended; after an interrupt, ``end_pass`` may not have been called.
     """
 
-    is_over = False
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
+    # Class attributes and no __init__: every pass makes one, and this is faster.
+    thread, is_over = 0, False
 
 
 class GradTracker:
@@ -96,25 +96,26 @@ class GradTracker:
             those in buckets in flight.
         unsettled: per replica, the running backward passes, and the buckets in flight with its
             gradients: while there are any, ``pending`` is incomplete.
-        may_have_arrived: whether a pass outside ``run`` may have brought gradients.
+        unsearched: the last pass outside ``run``, until the slots are searched for its gradients.
+        sources: the lists of these three; while all are empty, no gradient has arrived.
         changes: how often a copy was added, or its ``requires_grad`` has changed.
-        sources: the lists of ``pending`` and ``unsettled``.
         in_flight: buckets that were launched in a pass and not collected. Each has ``copies``, per
             replica, whose gradients it has taken.
         arrivals: the copies that the last pass has brought gradients to, in the order of arrival.
         streams: on GPUs, the streams on which passes have brought unreduced gradients.
         mutex: held while entries of ``pending`` are removed or changed.
-        check_pass: called with the run, a replica and the engine's arguments, before its pass.
+        check_pass: called with the run, the call site and the engine's arguments, before a pass.
+        checked: the call sites for which it is not called.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in replicas.devices)
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
-        self.sources = (*self.pending, *self.unsettled)
+        self.unsearched: list[BackwardPass] = []
+        self.sources: tuple[list[Any], ...] = (*self.pending, *self.unsettled, self.unsearched)
         self.in_flight: list[Any] = []
         self._passes: tuple[list[BackwardPass], ...] = tuple([] for _ in self.pending)
-        self.may_have_arrived = False
         self.changes = 0
         self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.mesh.replicas)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
@@ -122,7 +123,8 @@ class GradTracker:
         self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
         self._is_second_pass = False  # one outside run, before the reduction of an earlier pass
-        self.check_pass: Callable[[Run, int, Sequence[Any]], object] = do_nothing
+        self.check_pass: Callable[[Run, CallSite, Sequence[Any]], object] = do_nothing
+        self.checked: Container[CallSite] = ()
         self.after_fork()
         reinit_after_fork(self)
         self._may_be_silent = replicas.mirrors and register_listener(self)
@@ -149,22 +151,30 @@ class GradTracker:
             replica_id: the replica that runs it; ``None`` outside ``run``.
             within: whether it runs inside another pass of the same thread.
         """
-        self.mutex.call(self._begin_pass, this, replica_id, within)
-
-    def _begin_pass(self, this: BackwardPass, replica_id: int | None, within: bool) -> None:
         if replica_id is None:
-            if self.may_have_arrived and not self._is_passed_elsewhere():
-                self.scan()
-            if not within:
-                self._is_second_pass = any(self._passes) or any(self.pending)
-            for unsettled, passes in zip(self.unsettled, self._passes, strict=True):
-                unsettled.append(this)
-                passes.append(this)
+            self.mutex.call(self._begin_outer_pass, this, within)
             return
-        self.unsettled[replica_id].append(this)
-        self._passes[replica_id].append(this)
+        lock = self.mutex.lock
+        try:
+            lock.acquire()
+            self.unsettled[replica_id].append(this)
+            self._passes[replica_id].append(this)
+        finally:
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:  # see Mutex
+                pass
         if not within:
             self._num_passes[replica_id] += 1
+
+    def _begin_outer_pass(self, this: BackwardPass, within: bool) -> None:
+        if self.unsearched and not self._is_passed_elsewhere():
+            self.scan()
+        if not within:
+            self._is_second_pass = any(self._passes) or any(self.pending)
+        for unsettled, passes in zip(self.unsettled, self._passes, strict=True):
+            unsettled.append(this)
+            passes.append(this)
 
     def end_pass(self, this: BackwardPass, replica_id: int | None) -> None:
         """Records that a backward pass has ended, and the gradients that it has brought."""
@@ -177,9 +187,9 @@ class GradTracker:
             self._record_streams((replica_id,))
 
     def _end_outer_pass(self, this: BackwardPass) -> None:
-        self.may_have_arrived = True  # before, in case an interrupt comes between
+        self.unsearched[:] = (this,)  # before, in case an interrupt comes between
         self._remove(this, (*self.unsettled, *self._passes))
-        self.may_have_arrived = True  # the next use of the strategy searches the slots
+        self.unsearched[:] = (this,)  # the next use of the strategy searches the slots
         if self.streams is None:
             return
         if self._is_passed_elsewhere():
@@ -222,17 +232,17 @@ class GradTracker:
 
     def have_arrived(self) -> bool:
         """Whether any replica has unreduced gradients from backward passes."""
-        if not (self.may_have_arrived or any(self.sources)):
+        if not any(self.sources):
             return False
-        self.scan()
+        if self.unsearched or any(self._passes):
+            self.scan()
         return any(self.pending) or bool(self.in_flight)
 
     def scan(self) -> None:
         """Finds the gradients of passes outside ``run``, and of running passes."""
-        if self.may_have_arrived or any(self._passes):
-            self.drop_interrupted()
-            self.find()
-            self.may_have_arrived = False
+        self.drop_interrupted()
+        self.find()
+        self.unsearched.clear()
 
     def scan_replica(self, replica_id: int) -> None:
         """Finds the gradients that a replica's running passes have brought."""
@@ -248,7 +258,8 @@ class GradTracker:
                 lock = self.mutex.lock
                 try:
                     lock.acquire()
-                    found = [copy for copy in silent if local_grad(copy) is not None]
+                    have_grads = map(is_not, map(local_grad, silent), repeat(None))
+                    found = list(compress(silent, have_grads))
                     if pending:
                         found += [copy for copy in pending if not copy.is_silent]
                     if found or pending:
@@ -452,7 +463,9 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         else:
             timeline, lane = replica.replicas.timeline, replica.replica_id
         if timeline is not None:
-            timeline.begin(lane, BACKWARD)
+            if timeline.marks[MANY_MARKS:]:
+                timeline.add_up()
+            timeline.mark((timeline.clock(), lane, BACKWARD, ""))
         if replica is not None:
             if replica.run.is_trial and accumulates:
                 raise Unverifiable("forward calls backward, which would add to gradients twice")
@@ -465,6 +478,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         elif transforms_of(args[0][0]):
             _refuse_transformed(args[0], args[4])
         this, begun = BackwardPass(), list[tuple[GradTracker, int | None]]()
+        this.thread = threading.get_ident()
         try:
             within = current_graph_task_id() != -1
             for reference in _trackers if accumulates else ():
@@ -473,7 +487,10 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                     replica_id = None
                     if replica is not None and tracker.replicas is replica.replicas:
                         replica_id = lane
-                        tracker.check_pass(replica.run, lane, args)
+                        caller = sys._getframe(3)  # of Tensor.backward
+                        place = caller.f_code, caller.f_lasti, lane
+                        if place not in tracker.checked:
+                            tracker.check_pass(replica.run, place, args)
                     if replica is None or replica_id is not None:
                         tracker.begin_pass(this, replica_id, within=within)
                     begun.append((tracker, replica_id))
@@ -502,17 +519,9 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             for tracker, replica_id in begun:
                 tracker.end_pass(this, replica_id)
             if timeline is not None:
-                timeline.end(lane, BACKWARD)
+                timeline.mark((timeline.clock(), lane, BACKWARD, None))
 
     return run_backward
-
-
-def current_lane() -> tuple[Timeline | None, int]:
-    """Returns the timeline of the calling code, and its lane in it."""
-    replica = current.replica
-    if replica is None:
-        return latest_timeline(), CROSS
-    return replica.replicas.timeline, replica.replica_id
 
 
 def _expand_inputs(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:

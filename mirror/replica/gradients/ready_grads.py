@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import num_sharers
-from mirror.comm.host.host_backend import HostCommunicator, host_missing_reason
+from mirror.comm.host_backends import HostCommunicator, host_missing_reason
 from mirror.comm.packing import move_into_flats
 from mirror.comm.reduce_ops import reduce_tensors
 from mirror.device.streams import ReplicaStreams
@@ -359,11 +359,12 @@ class Reducer:
     def all_reduce(self, moved: MovedTensors, scale: float) -> None:
         """Sums the gradients over the replicas, in place, and multiplies by ``scale``."""
         columns, buffers, staying = moved
-        lists, bytes_per_pack = columns, self.bytes_per_pack
-        if any(buffers):
-            lists, bytes_per_pack = [], 0  # the buffers are packs already
-            for mine, column in zip(buffers, columns, strict=True):
-                lists.append([*mine, *map(column.__getitem__, staying)])
-        self._replicas.communicator.all_reduce_checked(
-            lists, "sum", scale, bytes_per_pack, self.wire_dtype
-        )
+        communicator, bytes_per_pack = self._replicas.communicator, self.bytes_per_pack
+        for pack in zip(*buffers, strict=True):
+            communicator.all_reduce(pack, "sum", scale)
+        if not staying:
+            return
+        if any(buffers):  # then what stays fits into no pack
+            columns = [list(map(column.__getitem__, staying)) for column in columns]
+            bytes_per_pack = 0
+        communicator.all_reduce_checked(columns, "sum", scale, bytes_per_pack, self.wire_dtype)

@@ -32,10 +32,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import cached_property
 
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run, current
 from mirror.execution.runner import Runner
+from mirror.replica.gradients.ready_grads import common_scale
 from mirror.threads.user_frames import warn_user
 
 
@@ -48,6 +50,11 @@ class PassWeights(dict[int, float]):
     """
 
     total: float | None = None
+
+    @cached_property
+    def common(self) -> float | None:
+        """The weight that all replicas have; ``None`` where they differ."""
+        return common_scale(self)
 
     def shares(self, total: float) -> dict[int, float]:
         """Returns the weights divided by a total over all workers; zeros if that is 0."""
@@ -67,29 +74,31 @@ class Shares:
         self._replicas, self._runner, self._workers = replicas, runner, replicas.workers
         self.reference = 0.0
         self._need_total = replicas.weighted and replicas.workers.is_multi_process
+        self._weights_in_run: dict[int, float] = {}  # by replica; those of ``_last_in_run``
         self._last_in_run = self._last_outside = PassWeights()
         self._estimated: tuple[PassWeights, float, dict[int, float]] = PassWeights(), 0.0, {}
 
     def in_run(self, run: Run) -> PassWeights:
         """Returns the weights of backward passes inside a run."""
-        if not self._need_total:
-            return PassWeights(run.shares())
         weights = run.weights()
-        if self._last_in_run != weights:
-            self._last_in_run = PassWeights(weights)
-            self._last_in_run.total = float(sum(weights.values()))
+        if self._weights_in_run != weights:
+            self._weights_in_run = weights
+            if self._need_total:
+                self._last_in_run = PassWeights(weights)
+                self._last_in_run.total = float(sum(weights.values()))
+            else:
+                self._last_in_run = PassWeights(run.shares())
         return self._last_in_run
 
     def outside(self) -> PassWeights:
         """Returns the weights of backward passes in the cross-replica context."""
-        replica_ids = range(self._replicas.num_replicas)
-        if not self._need_total:
-            counts = self._workers.weight or not self._workers.is_multi_process
-            return PassWeights(dict.fromkeys(replica_ids, 1.0 if counts else 0.0))
         weight = self._workers.weight
-        if self._last_outside.total != weight:
+        if not self._need_total:
+            weight = 1.0 if weight or not self._workers.is_multi_process else 0.0
+        if self._last_outside.get(0) != weight:
+            replica_ids = range(self._replicas.num_replicas)
             self._last_outside = PassWeights(dict.fromkeys(replica_ids, weight))
-            self._last_outside.total = weight
+            self._last_outside.total = weight if self._need_total else None
         return self._last_outside
 
     def of_all(self) -> PassWeights | None:

@@ -9,7 +9,8 @@ and replica r updates run r of every bucket::
     replica       0 0 0 0 1 1   1 1   2 2 2 2       slices: a[0:4] a[4:6] b c
 
 So the shards are balanced for any model, nothing is padded, and at most N - 1 parameters of a
-bucket are cut.
+bucket are cut. N counts the replicas of all workers, and so do the ids of replicas: every worker
+makes the same plan, of its replicas and all others.
 
 An optimizer that is not elementwise needs whole parameters. They go to the replica with the
 fewest elements, largest first (Graham, 1969). Sharding optimizer state is stage 1 of ZeRO
@@ -31,7 +32,7 @@ class ParamSlice(NamedTuple):
     Attributes:
         param_index: the position of the parameter in the ``sizes`` of the plan.
         start, stop: the elements, in the order in which they are in memory.
-        replica_id: the replica.
+        replica_id: the replica, among those of all workers.
     """
 
     param_index: int

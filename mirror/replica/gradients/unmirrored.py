@@ -18,7 +18,6 @@ a warning is issued.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from types import CodeType
@@ -43,6 +42,7 @@ from mirror.threads.user_frames import warn_user
 
 _MAX_PASSES = 3  # that are checked, of one replica and one call site
 _MAX_CALL_SITES = 1000  # that are checked
+CallSite = tuple[CodeType, int, int]  # code, instruction and replica
 _MAX_NODES = 20_000  # that are visited, of one graph
 
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -55,7 +55,8 @@ class UnmirroredParams:
         replicas: the strategy's replicas.
         leaves: by run, the unmirrored leaves that its replicas have trained.
         losses: the losses from which they have started backward passes.
-        passes: the number of checked passes, by code, instruction and replica.
+        passes: the number of checked passes, by call site.
+        checked: the call sites whose further passes are not checked.
 
     Args:
         recorded: true while modules wait to be mirrored at the next use.
@@ -64,7 +65,8 @@ class UnmirroredParams:
     def __init__(self, replicas: Replicas, registry: MirroredTensors, recorded: object) -> None:
         self.replicas = replicas
         self._registry, self._recorded = registry, recorded
-        self.passes: dict[tuple[CodeType, int, int], int] = {}
+        self.passes: dict[CallSite, int] = {}
+        self.checked = set[CallSite]()
         self.losses = LocalLosses()
         self.leaves: weakref.WeakKeyDictionary[Run, UnmirroredLeaves] = weakref.WeakKeyDictionary()
         self._unused = [replicas]  # until their first use
@@ -120,10 +122,11 @@ class UnmirroredParams:
         """Whether warnings for this strategy end: it is closed, or has mirrored something."""
         return runner_of(self.replicas).is_closed or self._registry.has_owned
 
-    def check_pass(self, run: Run, replica_id: int, args: Sequence[Any]) -> None:
+    def check_pass(self, run: Run, place: CallSite, args: Sequence[Any]) -> None:
         """Checks the loss of a replica's backward pass, and the leaves that it accumulates into.
 
         Args:
+            place: the call of ``backward``.
             args: the arguments of the function that starts the engine.
 
         Raises:
@@ -131,14 +134,13 @@ class UnmirroredParams:
         """
         if len(run.active) < 2 and not run.replicas.workers.is_multi_process:
             return
-        # Of Tensor.backward, past torch.autograd.backward and our wrapper.
-        caller = sys._getframe(4)
-        place = (caller.f_code, caller.f_lasti, replica_id)
-        seen = self.passes.get(place, 0)
-        if seen >= _MAX_PASSES or len(self.passes) >= _MAX_CALL_SITES:
+        if len(self.passes) >= _MAX_CALL_SITES:
             return
-        self.passes[place] = nth = seen + 1
-        self.losses.record(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
+        *code, replica_id = place
+        self.passes[place] = nth = self.passes.get(place, 0) + 1
+        if nth == _MAX_PASSES:
+            self.checked.add(place)
+        self.losses.record(run, replica_id, tuple(code), nth, args[0])
         if not run.replicas.weighted:
             return
         leaves = [

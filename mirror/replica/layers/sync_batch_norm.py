@@ -190,26 +190,12 @@ def _normalize_over_batch(
     if not _num_values(x) and count.item() == 0:
         return _batch_norm_of_part(x, None, None, weight, bias, True, 0.0, eps)
     if running_mean is not None and running_var is not None:
-        _update_running_stats(
-            running_mean, running_var, mean.detach(), var.detach(), count, momentum or 0.0
-        )
+        with torch.no_grad():  # to the same bits on all replicas
+            kept, unbiased = 1 - (momentum or 0.0), var * (count / (count - 1))
+            for running, value in ((running_mean, mean), (running_var, unbiased)):
+                running.mul_(kept).add_(value.to(running.dtype), alpha=momentum or 0.0)
     result: Tensor = _normalization(wide, x, mean, var, weight, bias, eps)
     return result
-
-
-@torch.no_grad()
-def _update_running_stats(
-    running_mean: Tensor,
-    running_var: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    count: Tensor,
-    momentum: float,
-) -> None:
-    """Updates this replica's running statistics, to the same bits as on all replicas."""
-    unbiased = var * (count / (count - 1))
-    running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
-    running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
 
 
 def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

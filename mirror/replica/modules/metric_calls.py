@@ -80,17 +80,17 @@ def merge_call_joined(
         DivergenceError: not all active replicas call it, and ``is_partial`` is false.
     """
     name = type(metric).__name__
-    places = replica.replicas.mesh
+    mesh = replica.replicas.mesh
 
     def call_once(calls: dict[int, _Call]) -> dict[int, Any]:
         weights = replica.run.weights()
         first, *_ = calls.values()
-        join = (joining or Join)(first.metric, places, [weights[r] for r in calls], is_partial)
+        join = (joining or Join)(first.metric, mesh, [weights[r] for r in calls], is_partial)
         every = [(one.args, one.kwargs) for one in calls.values()]
         own_args = [join(*values) for values in zip(*(a for a, _ in every), strict=True)]
         own_kwargs = {key: join(*(k[key] for _, k in every)) for key in first.kwargs}
         result = first.call(*own_args, **own_kwargs)
-        return {r: _move(result, places, r) for r in calls}
+        return {r: _move(result, mesh, r) for r in calls}
 
     def action(calls: dict[int, _Call]) -> dict[int, Any]:
         calls_by_object: dict[int, dict[int, _Call]] = {}
@@ -132,10 +132,10 @@ class Join:
     """
 
     def __init__(
-        self, metric: Any, places: DeviceMesh, weights: Sequence[float], is_placed: bool = False
+        self, metric: Any, mesh: DeviceMesh, weights: Sequence[float], is_placed: bool = False
     ) -> None:
         self.metric = metric
-        self._mesh = places
+        self._mesh = mesh
         self._weights = weights
         self._device = _device_of(metric) if is_placed else None
 
@@ -220,10 +220,10 @@ def _device_of(metric: Any) -> torch.device | None:
     return None
 
 
-def _move(result: Any, places: DeviceMesh, replica_id: int) -> Any:
+def _move(result: Any, mesh: DeviceMesh, replica_id: int) -> Any:
     def to_replica(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.device in places.devices:
-            return leaf.to(places.peers_of(leaf.device)[replica_id])
+        if isinstance(leaf, Tensor) and leaf.device in mesh.devices:
+            return leaf.to(mesh.peers_of(leaf.device)[replica_id])
         return leaf
 
     return map_structure(to_replica, result)
@@ -291,12 +291,7 @@ def watch_log(module: nn.Module) -> None:
     for name in _LIGHTNING:
         kind = getattr(sys.modules.get(name), "LightningModule", None)
         if kind is not None and isinstance(module, kind):
-            _wrapping.call(_merge_log, kind)
-
-
-def _merge_log(kind: Any) -> None:
-    if not hasattr(kind.log, _WRAPPED):
-        kind.log = _wrap_method(kind.log)
+            wrap_once(kind, "log", _wrap_method)
 
 
 def watch_lone_metrics() -> None:

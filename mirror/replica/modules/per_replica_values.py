@@ -201,9 +201,9 @@ class PerReplicaAttribute:
         if value is MISSING:
             return value
         sizes = replica.run.all_weights() if self._is_batched else None
-        split, places = None, replica.replicas.mesh
+        split, mesh = None, replica.replicas.mesh
         if sizes is not None:
-            split = SplitPlan([int(n) for n in sizes], places, int(sum(sizes)))
+            split = SplitPlan([int(n) for n in sizes], mesh, int(sum(sizes)))
 
         def part(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
@@ -218,7 +218,7 @@ class PerReplicaAttribute:
                 return leaf
             if split is not None and split.is_batched(leaf):
                 leaf = split.rows(leaf, replica.replica_id)
-            own: Tensor = leaf.to(places.peers_of(leaf.device)[replica.replica_id], copy=True)
+            own: Tensor = leaf.to(mesh.peers_of(leaf.device)[replica.replica_id], copy=True)
             return own
 
         return map_structure(part, value)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -287,7 +287,12 @@ class _Contents:
     __slots__ = ("_found",)
 
     def __init__(self, mirrored: Mirrored) -> None:
-        self._found = {id(one): (one, _elements(one)) for one in _containers(mirrored)}
+        self._found: dict[int, tuple[Any, list[Any]]] = {}
+        for module, _ in mirrored():
+            for name, value in module.__dict__.items():
+                if type(value) in _CONTAINERS and name not in _TORCHS and not is_own(module, name):
+                    elements = [*value, *value.values()] if isinstance(value, dict) else [*value]
+                    self._found[id(value)] = value, elements
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Contents):
@@ -299,16 +304,3 @@ class _Contents:
         )
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _elements(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [*container, *container.values()]
-    return list(container)
-
-
-def _containers(mirrored: Mirrored) -> Iterator[Any]:
-    for module, _ in mirrored():
-        for name, value in module.__dict__.items():
-            if type(value) in _CONTAINERS and name not in _TORCHS and not is_own(module, name):
-                yield value

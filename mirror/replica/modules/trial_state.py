@@ -69,11 +69,11 @@ class Copies:
     """Copies values that forward could change; what is one object stays one.
 
     Args:
-        places: copies of tensors are on the first replica's devices; by default where they were.
+        mesh: copies of tensors are on the first replica's devices; by default where they were.
     """
 
-    def __init__(self, places: DeviceMesh | None = None) -> None:
-        self._places = places
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self._mesh = mesh
         self._known: dict[int, tuple[Any, Any]] = {}
         self._is_in_data = False  # all that an object of data holds is data
 
@@ -126,7 +126,7 @@ class Copies:
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter) or tensor.is_meta:
             return tensor
-        device = tensor.device if self._places is None else self._places.peers_of(tensor.device)[0]
+        device = tensor.device if self._mesh is None else self._mesh.peers_of(tensor.device)[0]
         made = tensor.detach().to(device, copy=True)
         made.requires_grad_(tensor.requires_grad)
         self._known[id(tensor)] = tensor, made  # before its attributes, which may hold it

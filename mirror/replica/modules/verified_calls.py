@@ -153,9 +153,9 @@ class VerifiedCall:
         """Makes the trial; returns whether there is something to compare with."""
         try:
             self._runner.prepare("a call of a mirrored module")
-            places = self._runner.replicas.mesh
+            mesh = self._runner.replicas.mesh
             with telling_what_fails():
-                self._copied = Copies(places).copy((self._args, self._kwargs))
+                self._copied = Copies(mesh).copy((self._args, self._kwargs))
             self._whole = self._call()
         except Unverifiable as why:
             return self._leave_out(str(why))
@@ -309,9 +309,8 @@ class VerifiedCall:
         with ExitStack() as stack:
             with telling_what_fails():
                 states, args, kwargs = self._prepare(stack, run, hook, calls_hooks, part)
-            versions = [
-                (leaf, leaf._version) for leaf in leaves_in((args, kwargs)) if _has_version(leaf)
-            ]
+            tensors = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor)]
+            versions = [(leaf, leaf._version) for leaf in tensors if not leaf.is_inference()]
             before = save_context()
             push_context(replicas.strategy, replica)
             try:
@@ -349,10 +348,6 @@ class VerifiedCall:
         if hook is not None:
             enter(_hooking(self._modules, hook))
         return states, args, kwargs
-
-
-def _has_version(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
 def _uses_statistics_of_batch(module: nn.Module) -> bool:

@@ -162,7 +162,11 @@ class FirstValues:
             changed = list(map(any, columns))
             given = [record for record, flag in zip(records, changed, strict=True) if flag]
             if given:
-                self._put_in_order(named)
+                for record, name in named:  # the same names and order on all workers
+                    record.name = name
+                keys = [id(record.owner()) for record in records]
+                for known in (self._registry, self._variables, self._buffers):
+                    known.put_in_order(keys)
                 if REDUCE in stages and min(stages) < REDUCE:
                     raise _late_change_error(stages, named[changed.index(True)][1])
                 self._warn_if_stale(statuses)
@@ -180,14 +184,6 @@ class FirstValues:
                 return
             if min(stages) >= stage:
                 return
-
-    def _put_in_order(self, named: Sequence[tuple[_Record, str]]) -> None:
-        """Orders and names variables and buffers in the same way on all workers."""
-        for record, name in named:
-            record.name = name
-        keys = [id(record.owner()) for record, _ in named]
-        for known in (self._registry, self._variables, self._buffers):
-            known.put_in_order(keys)
 
     def _has_changed(self, record: _Record) -> bool:
         """Whether a value may have changed on this worker since it was distributed."""

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mirror.comm.host.host_backend import BufferAddresses, host_library
+from mirror.comm.host_backends import BufferAddresses, host_library
 from mirror.comm.packing import ALIGNMENT_BYTES, have_same_strides
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 

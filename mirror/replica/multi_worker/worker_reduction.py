@@ -75,7 +75,7 @@ class WorkerReduction:
         wait_for_reduce: called before each reduction, by all workers: [Note: First values].
     """
 
-    scatter: GradScatter | None = None  # with sharded state every worker needs the whole gradient
+    scatter: GradScatter | None = None  # workers sum whole gradients: [Note: Scattered gradients]
 
     def __init__(
         self,
@@ -385,6 +385,11 @@ class WorkerReduction:
             for mine in bucket.copies
         ]
         return order
+
+    def order_of_arrival(self) -> Sequence[ReplicatedParam]:
+        """Returns the variables in the order on which the workers have agreed, if any."""
+        buckets = [] if self._order is None else self._order.buckets
+        return [v for bucket in buckets for v in bucket.variables if v is not None]
 
     # Deferring and dropping
 

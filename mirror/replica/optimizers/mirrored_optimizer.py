@@ -15,13 +15,15 @@ swapped: [Note: Lending an optimizer] in ``optimizer_state.py``.
 
 Where one update serves all replicas (on one device, with a parameter device, with sharded state),
 it is made once, in the merge or by the call outside ``run``: ``placements.py``. The state of
-replicas 1 .. N-1 is copied from the first one's when their code reads it.
+replicas 1 .. N-1 is copied from the first one's when their code reads it. After
+``strategy.compile(module)``, ``OptimizerRegistry.capturer`` makes the updates of single replicas.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,6 +42,7 @@ from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.optimizer_state import ParamGroupSwap, ReplicaStates
 from mirror.replica.optimizers.optimizer_traits import (
     extra_state_of,
+    has_torchs_step,
     is_torchs_own,
     raw_step,
     step_without_draws,
@@ -113,7 +116,8 @@ class MirroredOptimizer:
         Args:
             step: the class's step, with the hooks of torch around it.
         """
-        loan, is_own = self.loan, is_torchs_own(type(optimizer))
+        kind: Any = type(optimizer)
+        loan, is_own = self.loan, has_torchs_step(kind, kind.step)
         is_in_turn, has_hooks = context.replica_id in self.met, any(self._step_hooks)
         closure = args[0] if args else kwargs.get("closure")
         loss = None
@@ -149,6 +153,8 @@ class MirroredOptimizer:
         # 2. The replica steps. A step that raises is ended by ``end_failed``.
         loan.swap_in(context.replica_id)
         context.lent.append(loan)
+        if self._optimizers.capturer is not None:
+            step = self._captured(step, optimizer, context.replica_id)
         result = step(optimizer, *args, **kwargs)
         loan.is_begun = False
         if has_hooks or not is_own:  # they may assign p.data
@@ -166,6 +172,8 @@ class MirroredOptimizer:
     def _step_clone(self, step: Step, optimizer: Optimizer, context: Replica) -> Any:
         """Makes the step of one of the replicas that step at once."""
         clone = self.loan.clone_of(context.replica_id)
+        if self._optimizers.capturer is not None:
+            step = self._captured(step, optimizer, context.replica_id)
         result = step(clone)
         self._end_together(optimizer, context, options_of(clone))
         return result
@@ -225,7 +233,10 @@ class MirroredOptimizer:
         if context.tracing is None:  # the tensors of a trace have no addresses
             for variable in self.loan.parameters.follow_copies(context.run.active):
                 context.run.assigned[variable] = True
-        self._optimizers.reduce(context.run)
+        self.gradients.unreduced.reduce_pending(context.run)
+        if self.gradients.assigned:
+            self.gradients.refuse_unequal(context.run)
+        self.replicas.workers.num_steps += 1
 
     def _merge(
         self, optimizer: Optimizer, context: Replica, what: str, action: Action, payload: Any
@@ -275,6 +286,11 @@ class MirroredOptimizer:
 
         self._merge(optimizer, context, "the end of optimizer.step", keep, left)
 
+    def _captured(self, step: Step, optimizer: Optimizer, replica_id: int) -> Step:
+        """Returns what makes a replica's update in place of ``step``: recorded, if it can be."""
+        assert self._optimizers.capturer is not None
+        return partial(self._optimizers.capturer.make, step, optimizer, replica_id)
+
     # One step for all
 
     def _step_once(self, optimizer: Optimizer, leader: int, args: Any, kwargs: Any) -> None:
@@ -284,8 +300,12 @@ class MirroredOptimizer:
         gather(exposed, parameters, leader)
         try:
             self.loan.swap_in(0)
-            with using(self.replicas.devices[0]):
-                raw_step(type(optimizer).step)(optimizer, *args, **kwargs)
+            is_on_cpu = self.replicas.are_simulated  # which needs no device context
+            with nullcontext() if is_on_cpu else using(self.replicas.devices[0]):
+                function = raw_step(type(optimizer).step)
+                if self._optimizers.capturer is not None:
+                    function = self._captured(function, optimizer, 0)
+                function(optimizer, *args, **kwargs)
             self.loan.is_begun = False
         finally:
             self.loan.swap_out()
@@ -304,8 +324,11 @@ class MirroredOptimizer:
             return self.sharded.step_with_hooks(optimizer, args, kwargs)
         self.runner.prepare("optimizer.step")
         self._optimizers.reduce()
+        capturer = self._optimizers.capturer
         loan, closure = self.loan, args[0] if args else kwargs.get("closure")
         if closure is not None or any(self._step_hooks) or not is_torchs_own(type(optimizer)):
+            if capturer is not None:
+                capturer.explain(optimizer, args, kwargs)
             return self._step_mirrored_params(step, optimizer, args, kwargs, closure)
         steps_once, result = self.replicas.steps_once, None
         loan.refresh(only_first=steps_once)
@@ -315,11 +338,16 @@ class MirroredOptimizer:
         else:
             function = raw_step(type(optimizer).step)
             for replica_id in range(1, self.replicas.num_replicas):
+                update = function
+                if capturer is not None:
+                    update = self._captured(function, optimizer, replica_id)
                 loan.swap_in(replica_id)
                 with using(self.replicas.devices[replica_id]):
-                    function(optimizer, *args, **kwargs)
+                    update(optimizer, *args, **kwargs)
                 loan.swap_out()
             loan.swap_in(0)
+            if capturer is not None:
+                step = self._captured(step, optimizer, 0)
             result = step(optimizer, *args, **kwargs)
             loan.is_begun = False
             loan.swap_out()
@@ -332,9 +360,9 @@ class MirroredOptimizer:
     ) -> Any:
         """Makes a step on the mirrored parameters, and copies its result to all replicas."""
         loan, workers = self.loan, self.replicas.workers
-        if closure is not None and workers.is_multi_process:
+        if closure is not None and workers.is_multi_process and self.runner.running is None:
 
-            def whole() -> Any:
+            def whole() -> Any:  # inside ``run`` the closure returns it
                 return average_loss_over_workers(self.replicas, closure(), workers.weight)
 
             args, kwargs = _replace_closure(args, kwargs, whole)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
@@ -16,6 +17,26 @@ from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.optimizer_state import ParamGroupSwap
 from mirror.replica.optimizers.placements import CENTRAL, FIRST_REPLICA
 
+
+class CapturesUpdates(Protocol):
+    """Makes updates as recorded programs; see ``compiler/runtime/captured_update.py``."""
+
+    def make(
+        self,
+        step: Callable[..., Any],
+        owner: Optimizer,
+        replica_id: int,
+        optimizer: Optimizer,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Makes an update of one replica; returns what the step returns."""
+
+    def explain(self, owner: Optimizer, args: Any, kwargs: Any) -> None:
+        """Reports why a step without updates of single replicas runs uncompiled."""
+
+
+lone_capturers: list[weakref.ref[CapturesUpdates]] = []  # of strategies with one replica
 _known: WeakReplicaMap[OptimizerRegistry] = WeakReplicaMap()
 optimizers_of = _known.get
 
@@ -27,6 +48,7 @@ class OptimizerRegistry:
         gradients: the gradients of the mirrored parameters.
         placement: how a step that is made once reaches all replicas.
         lent: the optimizers that a step in progress, or one that has raised, uses.
+        capturer: makes the updates, after ``strategy.compile(module)``.
     """
 
     def __init__(self, replicas: Replicas, runner: Runner, gradients: GradAccess) -> None:
@@ -35,6 +57,7 @@ class OptimizerRegistry:
         self.gradients = gradients
         self.placement = CENTRAL if replicas.has_parameter_device else FIRST_REPLICA
         self.lent: set[SwappedOptimizer] = set()
+        self.capturer: CapturesUpdates | None = None
         # In the order of their creation.
         self._all: weakref.WeakKeyDictionary[ParamGroupSwap, None] = weakref.WeakKeyDictionary()
         _known.put(replicas, self)
@@ -44,10 +67,16 @@ class OptimizerRegistry:
         return LifecycleHooks(
             name="optimizers",
             prepare=WhilePending(self.lent, self._prepare),
-            finish=_check_options,
+            finish=Run.check_options,
             sync_idle=self._sync_idle,
             recover=self._recover,
         )
+
+    def capture(self, capturer: CapturesUpdates) -> None:
+        """Has updates made by ``capturer`` from now on; the caller keeps it alive."""
+        self.capturer = capturer
+        if not self.replicas.mirrors:
+            lone_capturers.append(weakref.ref(capturer, lone_capturers.remove))
 
     def add(self, swap: ParamGroupSwap) -> None:
         """Registers an optimizer, for as long as its record lives."""
@@ -84,13 +113,9 @@ class OptimizerRegistry:
                 swap.refresh(only_first=True)
         return [swap for swap, _ in self._live()]
 
-    def reduce(self, run: Run | None = None) -> None:
-        """Reduces the gradients for a step, in a run or in the cross-replica context."""
-        if run is None:
-            self.gradients.unreduced.flush()
-        else:
-            self.gradients.unreduced.reduce_pending(run)
-            self.gradients.refuse_unequal(run)
+    def reduce(self) -> None:
+        """Reduces the gradients for a step in the cross-replica context."""
+        self.gradients.unreduced.flush()
         self.replicas.workers.num_steps += 1
 
     # Hooks
@@ -109,10 +134,3 @@ class OptimizerRegistry:
         for swap in tuple(self._all):
             swap.force_out()
             swap.states.follow_first()
-
-
-def _check_options(run: Run) -> None:
-    while run.stepped:
-        _, stepped = run.stepped.popitem()
-        if stepped.left:
-            stepped.check(stepped.left)

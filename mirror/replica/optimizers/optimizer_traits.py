@@ -93,11 +93,12 @@ def hooked_code() -> Any:
 def is_torchs_own(kind: type) -> bool:
     """Whether steps of a class change nothing but parameters and state."""
     step = getattr(kind, "step", None)  # a class mixed in has none
-    return step is not None and _is_torchs_own(kind, step)
+    return step is not None and has_torchs_step(kind, step)
 
 
 @lru_cache(maxsize=256)
-def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
+def has_torchs_step(kind: type, step: Callable[..., Any]) -> bool:
+    """As ``is_torchs_own``, given the class's step: without a call in Python in every step."""
     return (
         f"{kind.__module__}.".startswith(_TORCHS)  # that of some is torch.optim itself
         and kind is not Optimizer

@@ -29,14 +29,16 @@ from enum import Enum
 from functools import cache, partial
 from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.devices import using
 from mirror.errors import StrategyError
+from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.replica.optimizers.optimizer_traits import (
     describe,
@@ -92,19 +94,21 @@ def calls_hooks_again(optimizer: Optimizer) -> bool:
 def step_clones(
     optimizer: Optimizer,
     clones: Sequence[Optimizer],
-    devices: Sequence[torch.device],
+    replicas: Replicas,
     closure_result: Any,
     *,
     has_closure: bool,
 ) -> None:
     """Steps each clone on its device, and keeps what they have written into their groups.
 
+    Of several workers, also what the clones of the others have written: a worker may have none.
+
     Raises:
         StrategyError: the steps have changed more than parameters, state and equal options.
     """
     kept = extra_state_of(optimizer, with_numbers=False)
     used = [clone for clone in clones if any(group["params"] for group in clone.param_groups)]
-    for clone, device in zip(clones, devices, strict=True):
+    for clone, device in zip(clones, replicas.devices, strict=True):
         if clone not in used:
             continue
         storages = _storages(clone)
@@ -119,19 +123,42 @@ def step_clones(
             _refuse(optimizer, "has changed lists, globals or other attributes")
         if _has_other_state(clone):
             _refuse(optimizer, "has made state that is not of a parameter")
-    for clone in used[1:]:
-        name = _find_difference(numbers_of(used[0]), numbers_of(clone))
+    left = [
+        (numbers_of(clone), [g if g["params"] else {} for g in clone.param_groups])
+        for clone in used
+    ]
+    if replicas.workers.is_multi_process:
+        left = _exchange_left(optimizer, replicas.workers, left)
+    for numbers, _ in left[1:]:
+        name = _find_difference(left[0][0], numbers)
         if name is not None:
             _refuse(optimizer, f"has set its attribute {name!r} differently on two devices")
-    vars(optimizer).update(numbers_of(used[0]) if used else {})
+    vars(optimizer).update(left[0][0] if left else {})
     for i, options in enumerate(optimizer.param_groups):
-        written = [clone.param_groups[i] for clone in used if clone.param_groups[i]["params"]]
+        written = [groups[i] for _, groups in left if groups[i]]
         for other in written[1:]:
             name = _find_difference(written[0], other)
             if name is not None:
                 _refuse(optimizer, f"has set {name!r} of group {i} differently on two devices")
         if written:
             _keep(options, written[0], is_first=written[0] is clones[0].param_groups[i])
+
+
+_Left: TypeAlias = tuple[dict[str, Any], list[dict[str, Any]]]  # a clone's attributes and groups
+
+
+def _exchange_left(
+    optimizer: Optimizer, workers: LocalWorkerGroup, own: list[_Left]
+) -> list[_Left]:
+    """Returns what the clones of all workers have left, without parameters for other workers'."""
+    sent = [
+        (numbers, [{n: v for n, v in group.items() if n != "params"} for group in groups])
+        for numbers, groups in own
+    ]
+    what = f"what a step of {type(optimizer).__name__} has left"
+    every = workers.exchange_values(what, sent, lambda tensor, device: tensor)
+    every[workers.rank] = own
+    return [one for theirs in every for one in theirs]
 
 
 def step_alone(optimizer: Optimizer, *args: Any) -> Any:

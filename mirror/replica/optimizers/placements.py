@@ -6,8 +6,8 @@
     central        the first, and to   once, on the parameter    all replicas
                    the parameter       device
                    device
-    sharded        the replicas that   by each, of its slices    all replicas: an ``all_gather``
-                   step their slices
+    sharded        the replicas that   by each, of its slices    all replicas of all workers: an
+                   step their slices                             ``all_gather``
 
 ``ShardedSteps`` makes the sharded update, ``MirroredOptimizer`` the others. Replicas on one device
 need not compute the same update N times: the first one's takes a fifth of the time, and keeps one
@@ -17,6 +17,8 @@ state instead of N.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import NamedTuple, cast
 
 import torch
@@ -27,6 +29,8 @@ from mirror.replica.optimizers.param_groups import ParamGroupsView
 from mirror.replica.params.central_param import CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
+
+_grad_of = attrgetter("grad")
 
 
 class Placement(NamedTuple):
@@ -59,7 +63,7 @@ def _gather_on_first(exposed: ExposedGrads, parameters: ParamGroupsView, leader:
 @torch.no_grad()
 def _publish_from_first(exposed: ExposedGrads, parameters: ParamGroupsView) -> None:
     moved, targets = parameters.variables, parameters.targets
-    if [target for target in targets[0] if target.grad is None]:
+    if any(map(is_, map(_grad_of, targets[0]), repeat(None))):
         moved = [v for v in moved if v.targets[0].grad is not None or v.has_changed()]
         targets = list(zip(*[variable.targets for variable in moved], strict=True))
     for others in targets[1:]:

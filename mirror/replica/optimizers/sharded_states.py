@@ -2,14 +2,14 @@
 
 [Note: Sharded state]
 With ``optimizer_state="sharded"`` a replica has the state of its slices only: ``_shards[r]`` maps
-the parameters that replica r steps to their entries. ``optimizer.state`` is that of one device all
-the same, so it is gathered when it is read::
+the parameters that replica r of this worker steps to their entries. ``optimizer.state`` is that of
+one device all the same, so it is gathered when it is read, by all workers together::
 
     scattered    _shards[r] has entries, ``optimizer.state`` none
     gathered     ``optimizer.state`` has entries of whole parameters, _shards[r] none
 
     any access to optimizer.state        -> gathered: a tensor as large as its parameter is put
-    (state_dict, a checkpoint, logging)     together on the first replica's device, anything else
+    (state_dict, a checkpoint, logging)     together on each worker's first device, anything else
                                             (a count of steps) is the first slice's
     the next step of sharded parameters  -> scattered: what the program has changed counts
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.base.mutex import Mutex
-from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.errors import CheckpointError, MirrorError, ReplicaMismatchError, StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.exactness.replica_checks import ComparePair, VisitValue
 from mirror.replica.gradients.slice_exchange import flat_like, view_flat
@@ -53,9 +53,14 @@ from mirror.replica.optimizers.sliced_params import SlicedParams
 from mirror.replica.params.mirrored_tensor import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
+from mirror.threads.user_frames import add_note
 from mirror.values import leaves_of, map_structure
 
 Entry = dict[Any, Any]
+_IN_PARTS = (
+    "the workers hold this optimizer's state in parts, so all of them must read it, at the same "
+    "place of the program, while their strategy is in use"
+)
 
 
 class _ReadEntry(NamedTuple):
@@ -79,6 +84,12 @@ def _mark_of(held: Any) -> Any:
 class GatheredState(SharedState):
     """``optimizer.state`` between steps; any access gathers the replicas' parts first."""
 
+    def raw_items(self) -> Iterable[tuple[Any, Any]]:
+        keeper = self._keeper()
+        if isinstance(keeper, ShardedStates):
+            keeper.gather_for_trace()
+        return super().raw_items()
+
 
 def _wrap_method(name: str) -> Callable[..., Any]:
     original = getattr(SharedState, name)
@@ -96,7 +107,7 @@ def _wrap_method(name: str) -> Callable[..., Any]:
 for _name in (
     "__getitem__ __setitem__ __delitem__ __contains__ __iter__ __reversed__ __len__ __eq__ __ne__ "
     "__or__ __ror__ __ior__ __repr__ __reduce_ex__ __deepcopy__ keys values items get setdefault "
-    "copy pop popitem update clear raw_items"
+    "copy pop popitem update clear"
 ).split():
     setattr(GatheredState, _name, _wrap_method(_name))
 
@@ -109,7 +120,10 @@ class ShardedStates(ReplicaStates):
     def __init__(self, replicas: Replicas) -> None:
         self.sliced: SlicedParams | None = None  # while the state is scattered
         self._shards: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
-        self._order: dict[Any, None] = {}  # the keys of optimizer.state, as one device has them
+        # When the keys of optimizer.state were made: the number of the step since the state was
+        # scattered, from 1, and the position in it. One device has them in this order.
+        self._order: dict[Any, tuple[int, int]] = {}
+        self._num_steps = 0
         self._num_ordered = 0  # entries of shards, when their keys were last recorded
         self._reads: list[_ReadEntry] = []  # tensors that the program may still have
         super().__init__(replicas)
@@ -139,19 +153,22 @@ class ShardedStates(ReplicaStates):
         self._refuse_late_writes()
         if self.sliced is sliced and optimizer.state is self.shared:
             self._record_order(sliced)
+            self._num_steps += 1
             return
         self.gather()
         self.read(optimizer)
-        self._order = dict.fromkeys(dict.keys(self.shared))
+        self._order = {key: (0, i) for i, key in enumerate(dict.keys(self.shared))}
+        self._num_steps = 1
         entries = [self._by_replica[0] if self._are_behind else own for own in self._by_replica]
         for variable, positions in sliced.of_variable.items():
             for i in positions:
-                r = sliced.slices[i].replica_id
-                key = variable.home if self._are_behind else variable.targets[r]
-                entry = entries[r].get(key)
+                r = sliced.holders[i]
+                source = 0 if self._are_behind or r is None else r
+                key = variable.home if self._are_behind else variable.targets[source]
+                entry = entries[source].get(key)
                 if entry is not None:
-                    source = 0 if self._are_behind else r
                     self._record_read(entry, variable)
+                if entry is not None and r is not None:
                     self._shards[r][sliced.stepped[i]] = self._part(entry, sliced, i, source)
             owner = variable.owner()
             if dict.__contains__(self.shared, owner):
@@ -165,18 +182,34 @@ class ShardedStates(ReplicaStates):
         if self._num_ordered == (num_entries := sum(map(len, self._shards))):
             return
         self._num_ordered = num_entries
-        for variable, positions in sliced.of_variable.items():
-            slices = [(sliced.slices[i].replica_id, sliced.stepped[i]) for i in positions]
-            if any(stepped in self._shards[r] for r, stepped in slices):
-                self._order.setdefault(variable.owner())
+        for place, (variable, positions) in enumerate(sliced.of_variable.items()):
+            slices = [(sliced.holders[i], sliced.stepped[i]) for i in positions]
+            if any(r is not None and stepped in self._shards[r] for r, stepped in slices):
+                self._order.setdefault(variable.owner(), (self._num_steps, place))
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Puts the state of whole parameters together, on the first replica's device."""
+        """Puts the state of whole parameters together, on the first replica's device.
+
+        All workers call it together, as their programs read the state at the same place.
+        """
         if self.sliced is None:
             return
         self._refuse_late_writes()
-        self._gathering.call(self._gather)
+        try:
+            self._gathering.call(self._gather)
+        except MirrorError as error:
+            if self._replicas.workers.is_multi_process:
+                add_note(error, _IN_PARTS)
+            raise
+
+    def gather_for_trace(self) -> None:
+        """Gathers the state, so that a trace of a step sees changes in it.
+
+        Workers trace at different times, so the state of several stays in parts.
+        """
+        if not self._replicas.workers.is_multi_process:
+            self.gather()
 
     def _gather(self) -> None:
         sliced = self.sliced
@@ -191,7 +224,7 @@ class ShardedStates(ReplicaStates):
                     # Of a plain dict there are no weak references: see ``_record_read``.
                     whole[variable.owner()] = OrderedDict(entry)
         dict.clear(self.shared)
-        for key in self._order:
+        for key in sorted(self._order, key=self._order.__getitem__):
             if key is not None and key in whole:  # else its parameter was freed, or has no state
                 self.shared.put(key, whole[key])
         self._by_replica[0] = defaultdict(dict)
@@ -238,16 +271,14 @@ class ShardedStates(ReplicaStates):
     def _part(self, entry: Entry, sliced: SlicedParams, position: int, source: int) -> Entry:
         """Returns a copy of one slice's part of an entry, on the replica that holds it."""
         one = sliced.slices[position]
-        target = sliced.parameters.targets[source][one.param_index]
-        is_cut = (
-            sliced.stepped[position]
-            is not sliced.parameters.targets[one.replica_id][one.param_index]
-        )
-        home, device = self._replicas.devices[source], self._replicas.devices[one.replica_id]
+        target, r = sliced.parameters.targets[source][one.param_index], sliced.holders[position]
+        assert r is not None
+        is_cut = one.stop - one.start < target.numel()
+        home, device = self._replicas.devices[source], self._replicas.devices[r]
 
         def part(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
-                return self._copy_value(leaf, source, one.replica_id)
+                return self._copy_value(leaf, source, r)
             if is_cut and leaf.shape == target.shape and leaf.layout is torch.strided:
                 leaf = flat_like(leaf, target)[one.start : one.stop]
             return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
@@ -256,15 +287,11 @@ class ShardedStates(ReplicaStates):
 
     def _gather_entry(self, variable: ReplicatedParam, sliced: SlicedParams) -> Entry | None:
         """Returns the entry of a whole parameter, on the first replica's device."""
-        positions = sliced.of_variable[variable]
-        entries = [
-            self._shards[sliced.slices[i].replica_id].get(sliced.stepped[i]) for i in positions
-        ]
+        positions, entries = sliced.of_variable[variable], self._entries_of(variable, sliced)
         if not entries or any(entry is None for entry in entries):
             return None
         target, home = variable.targets[0], self._replicas.devices[0]
-        first = sliced.slices[positions[0]]
-        device = self._replicas.devices[first.replica_id]
+        device = self._replicas.devices[sliced.holders[positions[0]] or 0]
 
         def whole(*leaves: Any) -> Any:
             leaf = leaves[0]
@@ -280,6 +307,37 @@ class ShardedStates(ReplicaStates):
             return full
 
         return map_structure(whole, *entries)  # type: ignore[no-any-return]
+
+    def _entries_of(self, variable: ReplicatedParam, sliced: SlicedParams) -> list[Entry | None]:
+        """Returns the entries of a parameter's slices; those of other workers are copies.
+
+        Also learns from the other workers when they were made.
+        """
+        held = {
+            i: self._shards[r].get(sliced.stepped[i])
+            for i in sliced.of_variable[variable]
+            if (r := sliced.holders[i]) is not None
+        }
+        workers, owner, home = self._replicas.workers, variable.owner(), self._replicas.devices[0]
+        if not workers.is_multi_process:
+            return [*held.values()]
+        name = f"optimizer state of parameter {path_of(owner, variable.name)!r}"
+        try:
+            every = workers.exchange_values(
+                name,
+                (self._order.get(owner), held),
+                lambda tensor, device: tensor if device == "cpu" else tensor.to(home),
+            )
+        except CheckpointError as error:
+            raise StrategyError(
+                f"the {name} is in parts on several workers, and a part cannot be sent: {error}; "
+                'use optimizer_state="replicated"'
+            ) from error
+        made = [one for one, _ in every if one is not None]
+        if made:
+            self._order[owner] = min(made)
+        parts = {i: entry for _, theirs in every for i, entry in theirs.items()} | held
+        return [parts[i] for i in sliced.of_variable[variable]]
 
     # What the parts of replicated state do; scattered state has no other copies
 
@@ -313,26 +371,27 @@ class ShardedStates(ReplicaStates):
                 "optimizer state is sharded wrongly; this is a fault of mirror, please report it"
             )
         for variable, positions in sliced.of_variable.items():
-            first_of, *others = positions
-            first = self._shared_values(sliced, first_of)
-            for i in others:
-                other, replica_id = self._shared_values(sliced, i), sliced.slices[i].replica_id
+            held = [(r, i) for i in positions if (r := sliced.holders[i]) is not None]
+            values = [self._shared_values(sliced, i, r) for r, i in held]
+            for (replica_id, _), other in zip(held[1:], values[1:], strict=True):
+                first, first_id = values[0], held[0][0]
                 for key in first.keys() | other.keys():
 
                     def describe(
                         key: Any = key,
                         variable: ReplicatedParam = variable,
                         r: int = replica_id,
-                        s: int = sliced.slices[first_of].replica_id,
+                        s: int = first_id,
                     ) -> str:
                         return f"{state_name(key, variable)} differs on {names[r]} from {names[s]}"
 
                     compare(first.get(key), other.get(key), describe)
 
-    def _shared_values(self, sliced: SlicedParams, position: int) -> Mapping[Any, Any]:
+    def _shared_values(
+        self, sliced: SlicedParams, position: int, replica_id: int
+    ) -> Mapping[Any, Any]:
         """Returns the values of a slice's entry that are equal for all slices of its parameter."""
-        shard = self._shards[sliced.slices[position].replica_id]
-        entry = shard.get(sliced.stepped[position], {})
+        entry = self._shards[replica_id].get(sliced.stepped[position], {})
         size = sliced.stepped[position].shape
 
         def mask_part(leaf: Any) -> Any:
@@ -342,10 +401,19 @@ class ShardedStates(ReplicaStates):
         return kept_entry
 
     def visit_first(self, variables: Sequence[ReplicatedParam], visit: VisitValue) -> None:
-        """Calls ``visit`` with the state of whole parameters, gathered one after the other."""
+        """Calls ``visit`` with the state of whole parameters, gathered one after the other.
+
+        Of state that several workers hold in parts there are no other copies to compare: visited
+        are the slices, which all workers know.
+        """
         sliced = self.sliced
         if sliced is None:
             super().visit_first(variables, visit)
+            return
+        if self._replicas.workers.is_multi_process:
+            for variable, positions in sliced.of_variable.items():
+                slices = [sliced.slices[i] for i in positions]
+                visit(slices, partial(state_name, "slices", variable))
             return
         for variable in variables:
             entry = (

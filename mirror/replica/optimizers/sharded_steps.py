@@ -12,7 +12,8 @@ is.
 Hooks of the step run once, around all of this, as on one device.
 
     class of the optimizer                 slices
-    elementwise (SGD, AdamW, ...)          every bucket of gradients is cut into N equal runs
+    elementwise (SGD, AdamW, ...)          every bucket of gradients is cut into N equal runs,
+                                           one for each replica of all workers
     not elementwise (Adafactor, Muon)      whole parameters, balanced by size
     not torch's, updates each parameter    whole parameters: ``per_param_steps.py``
     by itself (Lion, Shampoo, ...)
@@ -38,8 +39,8 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import put_hooks_around
 from mirror.devices import using
 from mirror.errors import StrategyError
-from mirror.replica.gradients.buckets import bucket_ends
 from mirror.replica.gradients.grad_scatter import SlicedGrads
+from mirror.replica.gradients.local_reduction import bucket_ends
 from mirror.replica.gradients.slice_plan import ParamSlice, plan_cut, plan_whole
 from mirror.replica.optimizers.merge_call_shared import average_loss_over_workers
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
@@ -106,7 +107,7 @@ class ShardedSteps:
             with torch.enable_grad():
                 result = closure()
             workers = self._replicas.workers
-            if workers.is_multi_process:
+            if workers.is_multi_process and self._runner.running is None:  # else it has the mean
                 result = average_loss_over_workers(self._replicas, result, workers.weight)
         self._runner.prepare("optimizer.step")
         self._optimizers.reduce()
@@ -131,12 +132,13 @@ class ShardedSteps:
         self._runner.unfinished = self._swap.is_begun = True
         try:
             if not is_own:
-                step_clones(optimizer, clones, devices, result, has_closure=closure is not None)
+                has_closure = closure is not None
+                step_clones(optimizer, clones, self._replicas, result, has_closure=has_closure)
             for clone, device in zip(clones, devices, strict=True) if is_own else ():
                 with using(device):
                     step(clone)
         finally:
-            sliced.drop_gradients(versions)
+            sliced.drop_gradients(versions, positions)
             sliced.all_gather(positions)
         if is_own:
             keep_options(optimizer.param_groups, clones[0].param_groups)
@@ -162,6 +164,24 @@ class ShardedSteps:
 
     # Slices
 
+    def _explain_undivided(self, optimizer: Optimizer, parameters: ParamGroupsView) -> str | None:
+        """Returns why an optimizer's state is not sharded; ``None`` if it is."""
+        if not parameters.are_mirrored:
+            return "a parameter of its groups is in no mirrored module"
+        if len({*parameters.variables}) < len(parameters.variables):
+            return "a parameter is in its groups twice"
+        if pair := find_shared(parameters.variables):
+            return f"its parameters {pair[0].name!r} and {pair[1].name!r} share memory"
+        if self._replicas.workers.is_multi_process:
+            for variable in parameters.variables:
+                if not is_cuttable(variable):
+                    return f"its parameter {variable.name!r} has gaps in memory, or is sparse"
+        if any(optimizers_in(optimizer)):
+            return "it steps other optimizers; only the state of these is sharded"
+        if not is_torchs_own(type(optimizer)) or measure_divisible(optimizer) is Divisible.NOT:
+            return explain_not_per_param(optimizer)
+        return None
+
     def _find_slices(self, optimizer: Optimizer) -> SlicedParams | None:
         """Returns the slices of the optimizer's parameters; ``None`` if it has none."""
         parameters, sliced = self._swap.parameters, self.sliced
@@ -169,7 +189,7 @@ class ShardedSteps:
             return sliced
         if self._undivided is not None and self._undivided is parameters:
             return None
-        reason = _explain_undivided(optimizer, parameters)
+        reason = self._explain_undivided(optimizer, parameters)
         self.sliced = self._undivided = None
         former, self._grads = self._grads, None
         scatter = self._gradients.unreduced.scatter
@@ -190,13 +210,16 @@ class ShardedSteps:
         if scatter is not None and former is not None:
             scatter.unregister(former)
         self.sliced = SlicedParams(parameters, self._plan(optimizer, parameters), self._replicas)
+        if self._replicas.workers.is_multi_process:
+            what = f"the slices that {type(optimizer).__name__} steps"
+            self._replicas.workers.exchange(what, self.sliced.slices)
         self._grads = SlicedGrads(parameters.variables, self.sliced.slices)
         if scatter is not None:
             scatter.register(self._grads)
         return self.sliced
 
     def _plan(self, optimizer: Optimizer, parameters: ParamGroupsView) -> list[ParamSlice]:
-        variables, num_replicas = parameters.variables, self._replicas.num_replicas
+        variables, num_replicas = parameters.variables, self._replicas.workers.num_replicas
         sizes = [variable.targets[0].numel() for variable in variables]
         whole = set(range(len(variables)))
         is_own = is_torchs_own(type(optimizer))
@@ -249,18 +272,3 @@ def _closure_of(optimizer: Optimizer, args: Any, kwargs: Any) -> Callable[[], An
             'optimizer_state="replicated", or set options in the parameter groups'
         )
     return found[0] if found else None
-
-
-def _explain_undivided(optimizer: Optimizer, parameters: ParamGroupsView) -> str | None:
-    """Returns why an optimizer's state is not sharded; ``None`` if it is."""
-    if not parameters.are_mirrored:
-        return "a parameter of its groups is in no mirrored module"
-    if len({*parameters.variables}) < len(parameters.variables):
-        return "a parameter is in its groups twice"
-    if pair := find_shared(parameters.variables):
-        return f"its parameters {pair[0].name!r} and {pair[1].name!r} share memory"
-    if any(optimizers_in(optimizer)):
-        return "it steps other optimizers; only the state of these is sharded"
-    if not is_torchs_own(type(optimizer)) or measure_divisible(optimizer) is Divisible.NOT:
-        return explain_not_per_param(optimizer)
-    return None

@@ -1,12 +1,15 @@
 """SlicedParams: the slices of an optimizer's parameters, as tensors that replicas step.
 
-A slice is stepped on one replica, ``gradients/slice_plan.py`` says which. There it is
+A slice is stepped on one replica of one worker: see ``gradients/slice_plan.py``. There it is
 
     a whole parameter    ``targets[r]`` itself, with its gradient
     a part of one        an ordinary flat parameter on a part of the storage of ``targets[r]``
 
 Its gradient is the scattered one, or the same part of ``targets[r].grad``: see
 [Note: Scattered gradients] in ``gradients/grad_scatter.py``.
+
+A slice of another worker has a stand-in, on the first replica, with the gradient that it has
+there: nobody steps it here.
 
 After a step every replica gets the slices that the others have updated: see
 ``gradients/slice_exchange.py``.
@@ -39,6 +42,8 @@ class SlicedParams:
     Attributes:
         parameters: the contents of the optimizer's groups that were planned.
         slices: in the order of the parameters.
+        holders: for each slice the replica of this worker that steps it; ``None`` if it is
+            another worker's.
         stepped: for each slice the parameter that its replica's optimizer step updates.
         of_variable: the positions of each variable's slices.
     """
@@ -51,6 +56,11 @@ class SlicedParams:
         variables = parameters.variables
         self._moves = [variable.num_moves for variable in variables]
         self.of_variable: dict[ReplicatedParam, list[int]] = {v: [] for v in variables}
+        workers = replicas.workers
+        here = range(workers.replica_offset, workers.replica_offset + replicas.num_replicas)
+        self.holders = [
+            one.replica_id - here.start if one.replica_id in here else None for one in self.slices
+        ]
         self.stepped: list[nn.Parameter] = []
         self._views: list[list[Tensor]] = [[] for _ in replicas.devices]
         self._cut: list[int] = []
@@ -62,10 +72,11 @@ class SlicedParams:
             for views, target in zip(self._views, variable.targets, strict=True):
                 view = view_flat(target.detach()) if is_cuttable(variable) else target.detach()
                 views.append(view[one.start : one.stop] if is_cut else view)
-            stepped = variable.targets[one.replica_id]
+            holder = self.holders[position] or 0
+            stepped = variable.targets[holder]
             if is_cut:
                 self._cut.append(position)
-                view = self._views[one.replica_id][position]
+                view = self._views[holder][position]
                 stepped = nn.Parameter(view, requires_grad=stepped.requires_grad)
             else:
                 self._whole.append(position)
@@ -103,7 +114,7 @@ class SlicedParams:
         for size in self.parameters.sizes:
             mine: list[nn.Parameter] = []
             while position < len(self.slices) and self.slices[position].param_index < first + size:
-                if self.slices[position].replica_id == replica_id:
+                if self.holders[position] == replica_id:
                     mine.append(self.stepped[position])
                 position += 1
             first += size
@@ -138,7 +149,7 @@ class SlicedParams:
         else:
             for position in self._cut:
                 one = self.slices[position]
-                target = self.parameters.targets[one.replica_id][one.param_index]
+                target = self.parameters.targets[self.holders[position] or 0][one.param_index]
                 grad = target.grad
                 if grad is not None:
                     grad = flat_like(grad, target)[one.start : one.stop]
@@ -151,7 +162,7 @@ class SlicedParams:
         grads = [stepped.grad for stepped in self.stepped]
         return [None if grad is None else grad._version for grad in grads]
 
-    def drop_gradients(self, versions: Sequence[int | None]) -> None:
+    def drop_gradients(self, versions: Sequence[int | None], positions: Sequence[int]) -> None:
         """Takes the gradients from the slices, after a step.
 
         A step that has written into gradients (by lists, with ``nesterov``) has done so on one
@@ -159,8 +170,18 @@ class SlicedParams:
 
         Args:
             versions: the versions of the gradients before the step.
+            positions: the slices that were stepped.
+
+        Raises:
+            DivergenceError: another worker has stepped other slices.
         """
-        if not self._is_lent and versions != self.grad_versions():
+        is_written = not self._is_lent and versions != self.grad_versions()
+        if self._replicas.workers.is_multi_process:
+            written = self._replicas.workers.exchange(
+                f"the step of {len(positions)} slices", positions, lambda: b"%d" % is_written
+            )
+            is_written = b"1" in written
+        if is_written:
             self._share_written_gradients()
         for position in self._cut:
             self.stepped[position].grad = None

@@ -37,8 +37,7 @@ from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import wrap_once
 from mirror.execution.lifecycle import step_ends
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import Replica, current, refuse_within_another
-from mirror.replica.gradients.grad_tracker import current_lane
+from mirror.execution.run import Replica, current, current_lane, refuse_within_another
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import check_step
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
@@ -51,8 +50,9 @@ from mirror.replica.optimizers.merge_call_shared import (
     wrap_in_subclasses,
 )
 from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
-from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.optimizer_registry import lone_capturers, optimizers_of
 from mirror.replica.optimizers.optimizer_traits import (
+    has_torchs_step,
     hooked_code,
     is_torchs_own,
     may_step_leader_first,
@@ -139,7 +139,8 @@ def _wrap(step: Step) -> Step:
                 if replica.replica_id == replica.run.active[0] and not is_traced:
                     refuse_wrappers(self)  # once: all replicas run the same code
                 is_moved = replicas.shards_state or replicas.has_parameter_device
-                if not is_moved and (is_traced or is_torchs_own(type(self))):
+                kind: Any = type(self)
+                if not is_moved and (is_traced or has_torchs_step(kind, kind.step)):
                     return _step(step, self, replica, args, kwargs)
                 return _step_in_run(step, self, replica, args, kwargs)
             finally:
@@ -231,12 +232,16 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
         current_lane() if replica is None else (replica.replicas.timeline, replica.replica_id)
     )
     if timeline is not None:
-        timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
+        name = f"{type(optimizer).__name__}.step"
+        timeline.mark((timeline.clock(), lane, OPTIMIZER, name))
     try:
         mirror = None
         if _Installed.mirroring and has_hooks_around and not is_traced:
             mirror = _find_mirror(optimizer, replica)
         if mirror is None:
+            if lone_capturers and has_hooks_around and not is_traced:
+                for capturer in filter(None, [found() for found in lone_capturers]):
+                    step = partial(capturer.make, step, optimizer, 0)
             result = step(optimizer, *args, **kwargs)
         else:
             dynamo_callback = suspend_dynamo()
@@ -249,7 +254,7 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
                 resume_dynamo(dynamo_callback)
     finally:
         if timeline is not None:
-            timeline.end(lane, OPTIMIZER)
+            timeline.mark((timeline.clock(), lane, OPTIMIZER, None))
     if len(current.stepping) == 1:  # no step of another optimizer has called this one
         if replica is None:
             step_ends.record_optimizer_step(timeline)

@@ -268,8 +268,13 @@ class ReplicatedBuffer:
             self._stale = self._may_differ = True
         if self._aggregation == "none":
             self._combined_version = self.copies[0]._version
-        if self.views or self.handles:
-            self._combine_for_views()
+        if self.views or self.handles:  # they must see what a run has written
+            self.views.drop_dead()
+            # Workers combine after this, in any case.
+            combines = not self.replicas.workers.is_multi_process
+            if combines and (self.views or self.handles.are_live()):
+                with torch.inference_mode(False):
+                    self.combine()
 
     def count_examples(
         self, active: tuple[int, ...], counts: Mapping[int, float] | Sequence[float] | None
@@ -282,14 +287,6 @@ class ReplicatedBuffer:
         """
         is_used = counts is not None and any(counts[r] for r in active)
         self._counts = [counts[r] for r in active] if is_used and counts is not None else None
-
-    def _combine_for_views(self) -> None:
-        """Combines at once while the program has views, which must see what a run has written."""
-        self.views.drop_dead()
-        # Workers combine after this, in any case.
-        if not self.replicas.workers.is_multi_process and (self.views or self.handles.are_live()):
-            with torch.inference_mode(False):
-                self.combine()
 
     def view(self, make: Callable[[Tensor], Any]) -> Any:
         """Returns a view of the combined value, or a list of them.

@@ -280,7 +280,8 @@ def _autograd_grad(
     outputs = resolve_copies(outputs)
     starts = (outputs,) if isinstance(outputs, Tensor) else outputs
     has_graph = any(getattr(start, "requires_grad", True) for start in starts)
-    if has_graph or not _is_without_examples(inputs):
+    has_examples = all(i._mirrored.replicas.workers.weight for i in filter(_is_of_workers, inputs))
+    if has_graph or has_examples:  # without any, its loss may depend on no parameter
         flat = torch.autograd.grad(
             outputs,
             [copy for copies in spread for copy in copies],
@@ -317,11 +318,6 @@ def _is_of_workers(captured: Any) -> bool:
         return False
     variable = captured._mirrored
     return variable.forward_param() is None and variable.replicas.workers.is_multi_process
-
-
-def _is_without_examples(inputs: Sequence[Any]) -> bool:
-    """Whether this is a worker without examples: its loss may depend on no parameter."""
-    return any(_is_of_workers(i) and not i._mirrored.replicas.workers.weight for i in inputs)
 
 
 def _reduce_over_workers(inputs: Sequence[Any], totals: list[Tensor | None]) -> None:

@@ -145,11 +145,9 @@ class Gatherer:
         self._ids = ids
         self._parts = parts
         self._module = module
-        places = runner.replicas.mesh
-        self._first_device, self._mesh = (
-            places.positions[0][0],
-            places if places.is_model_parallel else None,
-        )
+        mesh = runner.replicas.mesh
+        self._first_device = mesh.positions[0][0]
+        self._mesh = mesh if mesh.is_model_parallel else None
         self._counts = [sizes[r] for r in ids]
         self._total = sum(self._counts)
         # Per replica that ran: the caller's object, by id of the replica's copy of it.
@@ -165,7 +163,9 @@ class Gatherer:
         if kind is Tensor or is_leaf(first) or any(type(part) is not kind for part in parts):
             return parts
         if kind is list:
-            if self._are_of_examples(parts):
+            # Lists of even parts may have an entry for each layer or loss.
+            is_uneven = len({*self._counts}) > 1
+            if is_uneven and [len(part) for part in parts] == self._counts:
                 return [_Entries(part) for part in parts]
         elif kind not in (tuple, dict) and not isinstance(first, (tuple, MutableMapping)):
             return parts
@@ -177,14 +177,6 @@ class Gatherer:
             return parts
         marked = [{key: row[i] for key, row in rows.items()} for i in range(len(parts))]
         return list(map(rebuild_node, parts, marked))
-
-    def _are_of_examples(self, parts: Sequence[list[Any]]) -> bool:
-        """Returns whether lists have an entry for each of the replica's examples.
-
-        Uneven parts leave no choice. Lists of even parts may have an entry for each layer or loss.
-        """
-        is_of_each = [len(part) for part in parts] == self._counts
-        return is_of_each and len(set(self._counts)) > 1
 
     def output(self, *parts: Any) -> Any:
         """Joins one leaf of the outputs."""

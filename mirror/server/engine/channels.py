@@ -92,22 +92,17 @@ Channel = socket.socket | TlsSocket
 
 
 class Deadline:
-    """The end of a wait that has several parts."""
+    """The end of a wait that has several parts; ``None`` is a wait without an end."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._end = seconds, monotonic() + seconds
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else monotonic() + seconds
 
     def wait(self, channel: Channel, event: int) -> None:
         """Waits until a channel can be read or written; raises TimeoutError after the deadline."""
-        wait_for(channel, event, max(0.0, self._end - monotonic()))
-
-
-def wait_for(channel: Channel, event: int, seconds: float | None) -> None:
-    """Waits until a channel can be read or written; raises TimeoutError after ``seconds``."""
-    poll = select.poll()
-    poll.register(channel, event)
-    if not poll.poll(None if seconds is None else seconds * 1e3):
-        raise TimeoutError("the other side took too long")
+        poll = select.poll()
+        poll.register(channel, event)
+        if not poll.poll(None if self._end is None else max(0.0, self._end - monotonic()) * 1e3):
+            raise TimeoutError("the other side took too long")
 
 
 def set_socket_options(sock: socket.socket) -> None:

@@ -3,7 +3,7 @@
 No separate thread reads answers, since waking another thread takes longer than a whole call.
 Instead the first thread in ``Reply.result`` reads. It settles the replies of other threads on the
 way, and leaves when its own has arrived; then one of the threads that still wait reads on. If no
-thread reads, the actor is not blocked: see ``service_loop.py``.
+thread reads, the actor is not blocked: see ``ServiceLoop``.
 """
 
 from __future__ import annotations

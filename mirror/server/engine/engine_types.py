@@ -18,8 +18,8 @@ the actor is a process). If the class has ``concurrent = True``, each call has i
 A method may keep its arguments; they may be read-only. Its result is sent before the next method
 runs. So it may return memory that the next method changes, unless the class is concurrent.
 
-``BaseEngine`` has what the engines share: starting actors, stopping them, and noticing that they
-have ended.
+``Engine`` and ``OwnedActor`` have what the engines share: starting actors, stopping them, and
+noticing that they have ended.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ __all__ = [
     "Sendable",
     "WireError",
 ]
+
+_DEATH_NOTICE_SECONDS = 1.0
 
 Array = NDArray[Any]
 Header = dict[str, Any]
@@ -132,11 +134,33 @@ class Actor(ActorClient, Protocol):
     def restart(self) -> None:
         """Kills the process and starts the actor again in a new one, at the same address."""
 
+    def stop(self) -> None:
+        """Ends the process; the actor cannot be restarted."""
 
-class Engine(Protocol):
-    """Starts actors and stops them."""
 
-    def start(self, name: str, role: str, init: Header) -> Actor:
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+ActorT = TypeVar("ActorT", bound=Actor)
+
+
+class Engine(ABC, Generic[ActorT]):
+    """Starts actors and stops them; it has a list of those that it started."""
+
+    def __init__(self) -> None:
+        self._actors: list[ActorT] = []
+        self._is_closed = False
+
+    @abstractmethod
+    def _make(self, name: str, role: str, init: Header) -> ActorT:
+        """Returns an actor that has not been started yet."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops all actors."""
+
+    def start(self, name: str, role: str, init: Header) -> ActorT:
         """Starts an actor, and returns when it is ready.
 
         Args:
@@ -147,56 +171,6 @@ class Engine(Protocol):
         Raises:
             RemoteError: the role does not exist, or its constructor raised.
         """
-
-    def close(self) -> None:
-        """Stops all actors."""
-
-    def __enter__(self) -> Engine:
-        """Returns the engine; ``with`` closes it."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stops all actors."""
-
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-class Startable(Protocol):
-    """An actor that has not been started yet."""
-
-    def restart(self) -> None:
-        """See ``Actor``."""
-
-    def stop(self) -> None:
-        """Ends the actor's process; the actor cannot be restarted."""
-
-
-StartableT = TypeVar("StartableT", bound=Startable)
-
-
-class BaseEngine(ABC, Generic[StartableT]):
-    """An engine with a list of the actors that it started."""
-
-    def __init__(self) -> None:
-        self._actors: list[StartableT] = []
-        self._is_closed = False
-
-    @abstractmethod
-    def _make(self, name: str, role: str, init: Header) -> StartableT:
-        """Returns an actor that has not been started yet."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """See ``Engine``."""
-
-    def start(self, name: str, role: str, init: Header) -> StartableT:
-        """See ``Engine``."""
         if self._is_closed:
             raise WireError("this engine is closed; make another")
         actor = self._make(name, role, init)
@@ -276,6 +250,33 @@ class Liveness:
         """Raises WireError if the engine is closed."""
         if self.closed.is_set():
             raise WireError(f"{name}: its engine is closed")
+
+
+class OwnedActor:
+    """What the actors of all engines have in common, as the process that started them sees it."""
+
+    _liveness: Liveness
+
+    @property
+    def alive(self) -> bool:
+        """See ``Actor``."""
+        return self._liveness.is_alive
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        """See ``Actor``."""
+        self._liveness.on_death(callback)
+
+    def kill(self) -> None:
+        """See ``Actor``."""
+        raise NotImplementedError
+
+    def confirm_death(self) -> None:
+        """Waits until the engine has noticed the end that a connection noticed."""
+        self._liveness.wait(_DEATH_NOTICE_SECONDS)
+
+    def end_stalled(self) -> None:
+        """Kills the process: a call has taken ``timeout_seconds``."""
+        self.kill()
 
 
 def run_in_threads(functions: list[Callable[[], None]]) -> None:

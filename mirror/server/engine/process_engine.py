@@ -1,4 +1,6 @@
-"""The engine "process": actors are processes on this machine; ``make_engine`` selects an engine.
+"""The engine "process": actors are processes on this machine.
+
+``make_engine`` selects an engine, and ``connect_actor`` a client.
 
 An actor must not outlive the process that started it, not even if SIGKILL ended that process.
 Three mechanisms see to that. The kernel closes the owner's end of the lifeline, and the actor
@@ -15,20 +17,21 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from multiprocessing import spawn
-from pathlib import Path
 from typing import Any
 
+from mirror.device.host import status_of_process
 from mirror.errors import BackendError
 from mirror.server.engine.actor_process import check_started, receive_message, send_message
 from mirror.server.engine.engine_types import (
+    ActorClient,
     ActorDied,
     Address,
-    BaseEngine,
     Engine,
     Header,
     Liveness,
+    OwnedActor,
+    WireError,
     run_in_threads,
 )
 from mirror.server.engine.fork_server import ForkedProcess, fork_server
@@ -42,7 +45,7 @@ from mirror.server.engine.socket_client import (
 NAMES = ("auto", "process", "ray")
 
 
-def make_engine(name: str = "auto") -> Engine:
+def make_engine(name: str = "auto") -> Engine[Any]:
     """Returns a new engine.
 
     Args:
@@ -63,6 +66,26 @@ def make_engine(name: str = "auto") -> Engine:
     return ProcessEngine()
 
 
+def connect_actor(address: Address, timeout_seconds: float | None = None) -> ActorClient:
+    """Returns a client of an actor, which connects at the first call.
+
+    Args:
+        address: the ``address`` of an actor or a client.
+        timeout_seconds: the limit for a call, after which the actor counts as lost.
+
+    Raises:
+        WireError: the argument is not an address, or this process does not have the key.
+    """
+    engine = address.get("engine") if isinstance(address, dict) else None
+    if engine == "ray":
+        from mirror.server.engine.ray_engine import RayClient  # imports Ray
+
+        return RayClient(address, timeout_seconds)
+    if engine != "process":
+        raise WireError(f"an address is the value of actor.address; got {address!r}")
+    return SocketClient(address, timeout_seconds)
+
+
 def _uses_ray() -> bool:
     if "RAY_ADDRESS" in os.environ:
         return True
@@ -70,7 +93,6 @@ def _uses_ray() -> bool:
     return ray is not None and bool(getattr(ray, "is_initialized", lambda: False)())
 
 
-_DEATH_NOTICE_SECONDS = 1.0
 _START_SECONDS = 600.0
 # The states of proc(5).
 _STATES = {
@@ -90,7 +112,7 @@ _SPAWN_KEYS = (
 )
 
 
-class ProcessEngine(BaseEngine["ProcessActor"]):
+class ProcessEngine(Engine["ProcessActor"]):
     """Starts actors as processes on this machine, which only this machine can connect to."""
 
     def __init__(self) -> None:
@@ -127,7 +149,7 @@ def _stop_all(actors: list[ProcessActor]) -> None:
     actors.clear()
 
 
-class ProcessActor(SocketClient):
+class ProcessActor(OwnedActor, SocketClient):
     """An actor in a process of this machine, as its owner sees it.
 
     Args:
@@ -148,15 +170,6 @@ class ProcessActor(SocketClient):
         """The number of its process."""
         assert self._child is not None
         return self._child.pid
-
-    @property
-    def alive(self) -> bool:
-        """See ``Actor``."""
-        return self._liveness.is_alive
-
-    def on_death(self, callback: Callable[[], None]) -> None:
-        """See ``Actor``."""
-        self._liveness.on_death(callback)
 
     def kill(self) -> None:
         """See ``Actor``."""
@@ -192,7 +205,7 @@ class ProcessActor(SocketClient):
             self._child.begin_kill()
 
     def stop(self) -> None:
-        """Ends the process; the actor cannot be restarted."""
+        """See ``Actor``."""
         self._liveness.closed.set()
         with self._lock:
             self.kill()
@@ -200,25 +213,16 @@ class ProcessActor(SocketClient):
             unlisten(self._port)
             self._port.close()
 
-    def confirm_death(self) -> None:
-        """Waits until the fork server has reported the end that a connection noticed."""
-        self._liveness.wait(_DEATH_NOTICE_SECONDS)
-
-    def end_stalled(self) -> None:
-        """See ``SocketClient``."""
-        self.kill()
-
     def state(self) -> str:
         """See ``SocketClient``."""
         if self._child is None:
             return ""
         try:
-            stat = Path(f"/proc/{self._child.pid}/stat").read_text()
+            letter = status_of_process(self._child.pid)["State"][0]
         except FileNotFoundError:
             return f"; its process {self._child.pid} has ended"
         except OSError:
             return ""
-        letter = stat.rpartition(")")[2].split()[0]
         if self._child.ended.is_set():  # another process may have its number by now
             letter = "Z"
         return f"; its process {self._child.pid} {_STATES.get(letter, 'waits or works')}"

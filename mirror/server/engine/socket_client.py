@@ -13,7 +13,6 @@ from time import monotonic, sleep
 from mirror.server.engine.channels import Channel, set_socket_options
 from mirror.server.engine.connection import Connection, Reply, failed_reply
 from mirror.server.engine.engine_types import (
-    ActorClient,
     ActorDied,
     Address,
     Array,
@@ -44,26 +43,6 @@ _keys: dict[str, bytes] = {}
 def register_key(engine: str, key: bytes) -> None:
     """Stores the key of an engine, in the engine's process and in those of its actors."""
     _keys[engine] = key
-
-
-def connect_actor(address: Address, timeout_seconds: float | None = None) -> ActorClient:
-    """Returns a client of an actor, which connects at the first call.
-
-    Args:
-        address: the ``address`` of an actor or a client.
-        timeout_seconds: the limit for a call, after which the actor counts as lost.
-
-    Raises:
-        WireError: the argument is not an address, or this process does not have the key.
-    """
-    engine = address.get("engine") if isinstance(address, dict) else None
-    if engine == "ray":
-        from mirror.server.engine.ray_client import RayClient  # imports Ray
-
-        return RayClient(address, timeout_seconds)
-    if engine != "process":
-        raise WireError(f"an address is the value of actor.address; got {address!r}")
-    return SocketClient(address, timeout_seconds)
 
 
 class SocketClient:

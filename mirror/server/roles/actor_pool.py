@@ -32,7 +32,7 @@ class ActorPool:
     def __init__(
         self, engine: Any, num_servers: int, num_workers: int, timeout_seconds: float
     ) -> None:
-        self._engine: Engine = make_engine(engine) if isinstance(engine, str) else engine
+        self._engine: Engine[Any] = make_engine(engine) if isinstance(engine, str) else engine
         self._on_lost: list[Callable[[], None]] = []
         self.lost: ServerLostError | None = None
         self._timeout_seconds = timeout_seconds

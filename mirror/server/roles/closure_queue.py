@@ -117,7 +117,13 @@ class ClosureQueue:
         """
         with self._changed:
             self.check()
-            self._changed.wait_for(lambda: len(self._queue) < self._queue_size or self._is_over())
+            self._changed.wait_for(
+                lambda: (
+                    len(self._queue) < self._queue_size
+                    or self._fatal is not None
+                    or self._error is not None
+                )
+            )
             self.check()
             step = make(self.num_scheduled)
             step.after = self._num_raised
@@ -169,9 +175,6 @@ class ClosureQueue:
         self.fail(StrategyError("the strategy of this coordinator is closed"))
 
     # - One thread per worker
-
-    def _is_over(self) -> bool:
-        return self._fatal is not None or self._error is not None
 
     def _serve(self, worker: int) -> None:
         while True:

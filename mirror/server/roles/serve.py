@@ -7,7 +7,7 @@ from typing import Any
 from mirror.base.process_bound import NoCopy
 from mirror.errors import ClusterError, short_repr
 from mirror.server.cluster_tasks import SERVING, host_and_port, spec_of
-from mirror.server.engine.node_agent import NodeAgent
+from mirror.server.engine.node_agents import NodeAgent
 from mirror.server.engine.socket_client import key_of_environment
 from mirror.server.roles.actor_pool import SERVER_ROLE, WORKER_ROLE
 

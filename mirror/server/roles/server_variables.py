@@ -83,7 +83,8 @@ class ServerVariables:
         """Sends what the program has changed to servers and workers."""
         with self.lock:
             is_idle = not self._is_busy()
-            if self._recorded.count != self._count or (is_idle and self._differs()):
+            is_new = self._recorded.count != self._count
+            if is_new or (is_idle and Model(self._recorded.roots()).identity() != self._identity):
                 self._wait()
                 self._place()
             client = self.client
@@ -106,9 +107,6 @@ class ServerVariables:
                     self._send_options(remote)
             if is_idle:
                 self._describe()
-
-    def _differs(self) -> bool:
-        return Model(self._recorded.roots()).identity() != self._identity
 
     def _place(self) -> None:
         """Places the recorded modules' variables on the servers, with their current values."""

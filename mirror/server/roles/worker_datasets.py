@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-
 from mirror.base.process_bound import NoCopy
 from mirror.data.input_options import InputContext
 from mirror.errors import StrategyError
+from mirror.values import leaves_of
 
 
 class PerWorkerDataset(NoCopy):
@@ -103,14 +102,8 @@ class WorkerIterator:
 
 def num_examples(batch: Any) -> int | None:
     """Returns the length of a batch's first tensor or array; None if there is none."""
-    if isinstance(batch, torch.Tensor) or hasattr(batch, "__array__"):
-        return int(batch.shape[0]) if batch.ndim else None
-    if isinstance(batch, dict):
-        batch = tuple(batch.values())
-    if isinstance(batch, (tuple, list)):
-        counts = (num_examples(entry) for entry in batch)
-        return next((count for count in counts if count is not None), None)
-    return None
+    arrays = (leaf for leaf in leaves_of(batch) if hasattr(leaf, "__array__") and leaf.ndim)
+    return next((len(array) for array in arrays), None)
 
 
 def _call_with_context(function: Callable[..., Any], context: InputContext) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -17,13 +16,14 @@ from mirror.data.input_options import InputContext
 from mirror.errors import ActorDied, StepError, StrategyError, short_repr
 from mirror.replica.optimizers.optimizer_traits import hyperparameters_of, rebuild
 from mirror.server.engine.engine_types import ActorClient
-from mirror.server.engine.socket_client import connect_actor
+from mirror.server.engine.process_engine import connect_actor
 from mirror.server.persistent_ids import PersistentId, dump, load_pickled
 from mirror.server.recorded_model import Model, is_table_of_rows, watch
 from mirror.server.roles.variable_client import VariableClient
 from mirror.server.roles.worker_datasets import PerWorkerValues, WorkerIterator, num_examples
 from mirror.server.servers_report import Traffic
 from mirror.server.shard import PushMessage, PushResult
+from mirror.values import map_structure
 
 
 class WorkerModel:
@@ -267,7 +267,8 @@ class WorkerRole:
             model.begin(header["flags"])
         try:
             fn, args, kwargs = load_pickled(buffers[0], self._resolve)
-            value = fn(*self._localize(args), **self._localize(kwargs))
+            args, kwargs = map_structure(self._localize, (args, kwargs))
+            value = fn(*args, **kwargs)
             if model is not None and model.client.is_fresh and model.client.find_changed():
                 self._send(None, -1, [])  # only changes of buffers
             outcome, sent = "returned", self._dump_value(value)
@@ -286,7 +287,7 @@ class WorkerRole:
 
     def _dump_value(self, value: Any) -> bytes:
         try:
-            return dump(_detach(value), self._persistent_id)
+            return dump(map_structure(_detach, value), self._persistent_id)
         except Exception as error:
             raise StepError(
                 f"a step has returned {short_repr(value)}, which cannot be sent to the "
@@ -322,22 +323,11 @@ class WorkerRole:
             return ("optimizer", indices[0]) if indices else None
         return None
 
-    def _localize(self, value: Any) -> Any:
-        """Replaces datasets and per-worker values in arguments by this worker's."""
-        if isinstance(value, _NextBatch):
-            return next(value.iterator)
-        if isinstance(value, PerWorkerValues):
-            return value.values[self._index]
-        if isinstance(value, dict):
-            return {name: self._localize(entry) for name, entry in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*[self._localize(entry) for entry in value])
-        if type(value) in (tuple, list):  # map() would end at a StopIteration of a dataset
-            return type(value)([self._localize(entry) for entry in value])
-        if is_dataclass(value) and not isinstance(value, type):
-            own = {f.name: self._localize(getattr(value, f.name)) for f in fields(value) if f.init}
-            return replace(value, **own)
-        return value
+    def _localize(self, leaf: Any) -> Any:
+        """Returns this worker's value for a dataset, or for a value of each worker."""
+        if isinstance(leaf, _NextBatch):
+            return next(leaf.iterator)
+        return leaf.values[self._index] if isinstance(leaf, PerWorkerValues) else leaf
 
     # - Called by the running step
 
@@ -384,17 +374,8 @@ class _NextBatch:
         return next(self.iterator)
 
 
-def _detach(value: Any) -> Any:
-    """Returns a result with its tensors detached and copied to the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {name: _detach(entry) for name, entry in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_detach, value))
-    if type(value) in (tuple, list):
-        return type(value)(map(_detach, value))
-    return value
+def _detach(leaf: Any) -> Any:
+    return leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _dump_error(error: BaseException) -> bytes:

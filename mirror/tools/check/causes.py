@@ -15,7 +15,7 @@ any other operation in a forward                     mixes examples           ou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mirror.replica.exactness.local_losses import GATHER_FIRST, MIXES_EXAMPLES
 from mirror.replica.params.buffer_differences import STATISTICS_OF_PARTS, USE_WHOLE_BATCH
@@ -36,9 +36,110 @@ from mirror.tools.check.record import (
 
 _GENERATORS = ("torch", "Python's random", "NumPy's random")
 _CONTRACTING = frozenset("matmul mm bmm einsum cdist __matmul__ tensordot pdist linear".split())
-_STATISTICS = frozenset("batch_norm instance_norm".split())
+_NORMS = frozenset("batch_norm instance_norm".split())
 _MAX_SHOWN = 4  # replicas whose values are shown
 _FEW_UNITS = 4 * 2.0**-23  # of float32
+
+
+class _Cause(NamedTuple):
+    """What a result says of one kind of difference; ``why`` may have a place for a name."""
+
+    cause: str
+    why: str
+    remedy: str
+
+
+_STATE = "state kept outside the model"
+_LOSS = "a loss that is no mean over examples"
+_UNMIRRORED = "a parameter that was never mirrored"
+_STATISTICS = _Cause("batch statistics per replica", STATISTICS_OF_PARTS, USE_WHOLE_BATCH)
+_MIXING = _Cause("a forward that mixes examples", MIXES_EXAMPLES, GATHER_FIRST)
+_RANDOM = _Cause(
+    "random numbers",
+    "forward draws from {}: each replica draws for its own examples, so the values differ from "
+    "one device's but have the same distribution",
+    "training needs none; to compare the rest of the model, run mirror check --no-dropout, or "
+    "draw outside the model and pass the values as an argument",
+)
+_COUNTER = _Cause(
+    _STATE,
+    "a Python number in forward differs between replicas: a counter, global or attribute that "
+    "every replica changes, or a value that each replica computes from its own examples",
+    "change the number once per step outside forward, or pass it as an argument; compute a value "
+    "of the batch with mirror.get_replica_context().all_reduce",
+)
+_BATCH_SIZE = _Cause(
+    "depends on the size of the batch",
+    "a Python number in forward is computed from the size of the batch: each replica has its own "
+    "number of examples, one device that of the whole batch",
+    "compute the number outside the model and pass it as an argument, or all_reduce('sum', ...) "
+    "the number of examples",
+)
+_TENSOR_OUTSIDE = _Cause(
+    _STATE,
+    "forward {} a tensor that is not a buffer of the model, used in {} at {}: all replicas share "
+    "the tensor, and each computes its value from its own examples",
+    "register the tensor as a buffer and compute it from values of all replicas "
+    "(mirror.get_replica_context().all_reduce, all_gather), or update it outside forward",
+)
+_SHARED_TENSOR = _Cause(
+    _STATE,
+    "a replica writes in place to a tensor that all replicas share, while the backward pass of "
+    "another replica still needs its old value. {}",
+    "register the tensor as a buffer of the model (register_buffer), or write to it outside "
+    "forward",
+)
+_BRANCH = _Cause(
+    "takes another branch",
+    "forward branches on a value that differs between a replica and one device: the number of "
+    "examples, a value computed from them, a counter, or a random number",
+    "branch on a value that is equal on all replicas: pass it as an argument, or all_reduce it "
+    "first",
+)
+_LOSS_IN_RUN = _Cause(
+    _LOSS,
+    "each replica's loss is weighted by its number of examples, and this mean is not the loss of "
+    "the whole batch",
+    "compute the loss outside run, from gathered outputs; or all_reduce its sums with "
+    "mirror.get_replica_context().all_reduce('sum', ...) before the root, quotient or logarithm",
+)
+_LOSS_OUTPUT = _Cause(
+    _LOSS,
+    "{} computes one number from a replica's examples, and the mean of the replicas' numbers is "
+    "not the number of the whole batch",
+    "return one value per example, or the outputs, and compute the loss outside the model; or "
+    "all_reduce its sums inside before the root, quotient or logarithm",
+)
+_STORED_VALUE = _Cause(
+    _LOSS,
+    "the model's outputs equal one device's, but the loss differs: forward stores a value (for "
+    "example a load-balancing loss) that each replica computes from its own examples",
+    "store the probabilities, one row per example, and compute the value outside the model; or "
+    "all_reduce the sums from which it is computed",
+)
+_NOT_CALLED = _Cause(
+    _UNMIRRORED,
+    "{} of the optimizer does not belong to a module that was called",
+    "make it an attribute of a module (nn.Parameter, nn.ParameterList)",
+)
+_NOT_MIRRORED = _Cause(
+    _UNMIRRORED,
+    "{}",
+    "make it an attribute of a module (nn.Parameter, nn.ParameterList, nn.ModuleList), so that "
+    "model.parameters() contains it",
+)
+_BACKWARD = _Cause(
+    "another gradient, or parameter",
+    "outputs and losses are equal, but gradients differ: a custom backward (a Function, a hook, a "
+    "gradient penalty, an embedding with scale_grad_by_freq) mixes or counts examples",
+    "check how backward computes the gradient of this parameter; compute it outside run",
+)
+
+
+def _explain(result: CheckResult, found: _Cause, *names: object) -> CheckResult:
+    """Fills in a cause; ``names`` go into its ``why``."""
+    result.cause, result.why, result.remedy = found.cause, found.why.format(*names), found.remedy
+    return result
 
 
 def explain_error(result: CheckResult, error: dict[str, Any]) -> CheckResult:
@@ -46,24 +147,10 @@ def explain_error(result: CheckResult, error: dict[str, Any]) -> CheckResult:
     message = error.get("message", "")
     result.line = error.get("line", "")
     if "modified by an inplace operation" in message:
-        result.cause = "state kept outside the model"
-        result.why = (
-            "a replica writes in place to a tensor that all replicas share, while the backward "
-            f"pass of another replica still needs its old value. {message}"
-        )
-        result.remedy = (
-            "register the tensor as a buffer of the model (register_buffer), or write to it "
-            "outside forward"
-        )
-    elif "that no strategy mirrors" in message or "are not mirrored" in message:
-        result.cause, result.why = "a parameter that was never mirrored", message
-        result.remedy = (
-            "make it an attribute of a module (nn.Parameter, nn.ParameterList, nn.ModuleList), so "
-            "that model.parameters() contains it"
-        )
-    else:
-        result.cause, result.why, result.remedy = "an error", message, _remedy_in(message)
-    return result
+        return _explain(result, _SHARED_TENSOR, message)
+    if "that no strategy mirrors" in message or "are not mirrored" in message:
+        return _explain(result, _NOT_MIRRORED, message)
+    return _explain(result, _Cause("an error", "{}", _remedy_in(message)), message)
 
 
 def _remedy_in(message: str) -> str:
@@ -108,15 +195,16 @@ def explain_difference(
         result.operation = str(event.info.get("op", ""))
     if first.reason == "other" or event.info.get("op") == "branch":
         if shallow.event.kind == LOSS and not _has_replica_values(shallow.event):
-            return _explain_stored_value(shallow, result)  # the model's outputs are equal
+            result.operation, result.line = "", shallow.event.where
+            return _explain(result, _STORED_VALUE)  # the model's outputs are equal
         return _explain_branch(first, result)
-    if event.info.get("norm") or result.operation in _STATISTICS:
-        return _explain_statistics(result)
+    if event.info.get("norm") or result.operation in _NORMS:
+        return _explain(result, _STATISTICS, result.module_class or result.operation)
     if event.info.get("dropout") or event.info.get("random"):
-        return _explain_random(result, "torch")
+        return _explain(result, _RANDOM, "torch")
     drawn = _find_draws(event, one_events)
     if drawn and drawn != ["torch"]:
-        return _explain_random(result, " and ".join(drawn))
+        return _explain(result, _RANDOM, " and ".join(drawn))
     written = _find_write_outside(event, one_events, many_events)
     if written is not None:
         return _explain_state(result, written)
@@ -257,53 +345,13 @@ def _same_call_of_many(
 # What it is
 
 
-def _explain_statistics(result: CheckResult) -> CheckResult:
-    result.cause = "batch statistics per replica"
-    result.why = STATISTICS_OF_PARTS.format(result.module_class or result.operation)
-    result.remedy = USE_WHOLE_BATCH
-    return result
-
-
-def _explain_random(result: CheckResult, generator: str) -> CheckResult:
-    result.cause = "random numbers"
-    result.why = (
-        f"forward draws from {generator}: each replica draws for its own examples, so the values "
-        "differ from one device's but have the same distribution"
-    )
-    result.remedy = (
-        "training needs none; to compare the rest of the model, run mirror check --no-dropout, or "
-        "draw outside the model and pass the values as an argument"
-    )
-    return result
-
-
 def _explain_numbers(
     result: CheckResult, event: RecordedEvent, one: Any, many: Sequence[Any]
 ) -> CheckResult:
     result.values = {"one device": one, "replicas": list(many[:_MAX_SHOWN])}
     counts = event.info.get("counts") or []
-    if not _follows_size(one, many, counts):
-        result.cause = "state kept outside the model"
-        result.why = (
-            "a Python number in forward differs between replicas: a counter, global or attribute "
-            "that every replica changes, or a value that each replica computes from its own "
-            "examples"
-        )
-        result.remedy = (
-            "change the number once per step outside forward, or pass it as an argument; compute "
-            "a value of the batch with mirror.get_replica_context().all_reduce"
-        )
-        return result
-    result.cause = "depends on the size of the batch"
-    result.why = (
-        "a Python number in forward is computed from the size of the batch: each replica has its "
-        "own number of examples, one device that of the whole batch"
-    )
-    result.remedy = (
-        "compute the number outside the model and pass it as an argument, or "
-        "all_reduce('sum', ...) the number of examples"
-    )
-    return result
+    is_of_size = _follows_size(one, many, counts)
+    return _explain(result, _BATCH_SIZE if is_of_size else _COUNTER)
 
 
 def _follows_size(one: Any, many: Sequence[Any], counts: Sequence[float]) -> bool:
@@ -318,46 +366,26 @@ def _follows_size(one: Any, many: Sequence[Any], counts: Sequence[float]) -> boo
 
 
 def _explain_state(result: CheckResult, event: RecordedEvent) -> CheckResult:
-    result.cause = "state kept outside the model"
-    verb = "writes" if event.info.get("writes_outside") else "replaces"
-    result.why = (
-        f"forward {verb} a tensor that is not a buffer of the model, used in "
-        f"{event.info.get('op')} at {event.where}: all replicas share the tensor, and each "
-        "computes its value from its own examples"
-    )
-    result.remedy = (
-        "register the tensor as a buffer and compute it from values of all replicas "
-        "(mirror.get_replica_context().all_reduce, all_gather), or update it outside forward"
-    )
     result.module = event.name
     result.line = event.where or result.line
-    return result
+    verb = "writes" if event.info.get("writes_outside") else "replaces"
+    return _explain(result, _TENSOR_OUTSIDE, verb, event.info.get("op"), event.where)
 
 
 def _explain_branch(first: Difference, result: CheckResult) -> CheckResult:
     one, many = first.one, first.many
-    result.cause = "takes another branch"
     of_one = f"{one.info.get('op') or one.name} at {one.where}" if one else "nothing"
     if many is not None and many.info.get("op") == "branch":
         of_many = "; ".join(many.info.get("branches", []))
     else:
         of_many = f"{many.info.get('op') or many.name} at {many.where}" if many else "nothing"
     result.values = {"one device": of_one, "replicas": of_many}
-    result.why = (
-        "forward branches on a value that differs between a replica and one device: the number of "
-        "examples, a value computed from them, a counter, or a random number"
-    )
-    result.remedy = (
-        "branch on a value that is equal on all replicas: pass it as an argument, or all_reduce "
-        "it first"
-    )
     result.line = (many.where if many else "") or result.line
-    return result
+    return _explain(result, _BRANCH)
 
 
 def _explain_loss_in_run(first: Difference, result: CheckResult) -> CheckResult:
     one, many = first.one, first.many
-    result.cause = "a loss that is no mean over examples"
     values = many.info.get("values_of_replicas") if many else None
     if one is not None and one.prints and one.prints[0].shape == ():
         result.values["one device"] = _format_number(one.prints[0].values[0])
@@ -366,16 +394,7 @@ def _explain_loss_in_run(first: Difference, result: CheckResult) -> CheckResult:
         counts = (many.info.get("counts") if many else None) or [1.0] * len(values)
         total = sum(v * c for v, c in zip(values, counts, strict=False)) / sum(counts)
         result.values["they combine to"] = _format_number(total)
-    result.why = (
-        "each replica's loss is weighted by its number of examples, and this mean is not the loss "
-        "of the whole batch"
-    )
-    result.remedy = (
-        "compute the loss outside run, from gathered outputs; or all_reduce its sums with "
-        "mirror.get_replica_context().all_reduce('sum', ...) before the root, quotient or "
-        "logarithm"
-    )
-    return result
+    return _explain(result, _LOSS_IN_RUN)
 
 
 def _explain_gradient(
@@ -389,19 +408,8 @@ def _explain_gradient(
         result.line = losses[0].where
         return _explain_loss_in_run(Difference(0, None, losses[0], 0.0), result)
     if event.name.startswith("parameter "):
-        result.cause = "a parameter that was never mirrored"
-        result.why = f"{event.name} of the optimizer does not belong to a module that was called"
-        result.remedy = "make it an attribute of a module (nn.Parameter, nn.ParameterList)"
-        return result
-    result.cause = f"another {event.kind}"
-    result.why = (
-        "outputs and losses are equal, but gradients differ: a custom backward (a Function, a "
-        "hook, a gradient penalty, an embedding with scale_grad_by_freq) mixes or counts examples"
-    )
-    result.remedy = (
-        "check how backward computes the gradient of this parameter; compute it outside run"
-    )
-    return result
+        return _explain(result, _NOT_CALLED, event.name)
+    return _explain(result, _BACKWARD._replace(cause=f"another {event.kind}"))
 
 
 def _explain_loss_output(
@@ -410,7 +418,6 @@ def _explain_loss_output(
     result: CheckResult,
     many_events: Sequence[RecordedEvent],
 ) -> CheckResult:
-    result.cause = "a loss that is no mean over examples"
     name = shallow.event.name
     outputs = [
         first.many,
@@ -423,43 +430,18 @@ def _explain_loss_output(
         result.values["one device"] = _format_number(first.event.prints[0].values[0])
     if values:
         result.values["replicas"] = [_format_number(v) for v in values[:_MAX_SHOWN]]
-    result.why = (
-        f"{result.operation or 'the output'} computes one number from a replica's examples, and "
-        "the mean of the replicas' numbers is not the number of the whole batch"
-    )
-    result.remedy = (
-        "return one value per example, or the outputs, and compute the loss outside the "
-        "model; or all_reduce its sums inside before the root, quotient or logarithm"
-    )
-    return result
+    return _explain(result, _LOSS_OUTPUT, result.operation or "the output")
 
 
 def _has_replica_values(event: RecordedEvent) -> bool:
     return bool(event.info.get("values_of_replicas"))
 
 
-def _explain_stored_value(shallow: Difference, result: CheckResult) -> CheckResult:
-    result.cause = "a loss that is no mean over examples"
-    result.operation, result.line = "", shallow.event.where
-    result.why = (
-        "the model's outputs equal one device's, but the loss differs: forward stores a value "
-        "(for example a load-balancing loss) that each replica computes from its own examples"
-    )
-    result.remedy = (
-        "store the probabilities, one row per example, and compute the value outside the model; "
-        "or all_reduce the sums from which it is computed"
-    )
-    return result
-
-
 def _explain_mixing(result: CheckResult, source: RecordedEvent | None) -> CheckResult:
     if source is not None:
         result.operation = str(source.info.get("op") or result.operation)
         result.line = source.where or result.line
-    result.cause = "a forward that mixes examples"
-    result.why = MIXES_EXAMPLES.format(result.operation or "its code")
-    result.remedy = GATHER_FIRST
-    return result
+    return _explain(result, _MIXING, result.operation or "its code")
 
 
 def _find_source(

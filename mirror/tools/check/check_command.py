@@ -4,8 +4,8 @@ How a check is made, from here down::
 
     check_command.py    runs the script in processes of its own, shows progress, prints the result
     recorded_run.py     one such process: seeds, opens the scope, records, ends after N steps
-    recorder.py         records inputs, outputs, losses, gradients, parameters and buffers
-    op_trace.py         records the functions of tensors inside modules, with their lines
+    recorder.py         records inputs, outputs, losses, gradients, parameters and buffers; and
+                        the functions of tensors inside modules, with their lines
     fingerprint.py      joins the replicas' parts of a tensor, and keeps a small part of its values
     record.py           the events of a run, as files
     rounding_noise.py   adds rounding errors, to see how far they carry one device
@@ -42,7 +42,7 @@ from mirror.tools.check.check_result import (
 )
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.run_comparison import RunComparison
-from mirror.tools.run.run_command import Script, ScriptError
+from mirror.tools.run_command import Script, ScriptError
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from mirror.base.containers import leaves_in
 from mirror.tools.check.fingerprint import Fingerprint, fingerprint, join_parts
 from mirror.values import PerReplica
 
@@ -143,7 +144,6 @@ OUTSIDE = -1
 """The id, among those of replicas, of code that no replica runs."""
 _MAX_EVENTS = 4000  # inside one outermost call
 _MAX_NUMBERS = 30_000_000  # that are copied inside one outermost call
-_MAX_DEPTH = 6  # of structures
 
 
 @dataclass
@@ -277,21 +277,14 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [value for value in tensors_or_parts_in(values) if isinstance(value, Tensor)]
 
 
-def tensors_or_parts_in(values: Any, depth: int = 0) -> list[Tensor | PerReplica[Any]]:
+def tensors_or_parts_in(values: Any) -> list[Tensor | PerReplica[Any]]:
     """Returns the tensors in a structure, and each PerReplica of tensors as it is."""
-    if isinstance(values, Tensor):
-        if values.is_nested:
-            return list(values.unbind())
-        return [] if values.is_meta or values.is_quantized else [values]
-    if isinstance(values, PerReplica):
-        return [values] if all(isinstance(part, Tensor) for _, part in values.parts()) else []
-    children: Any = ()
-    if isinstance(values, dict):
-        children = list(values.values())
-    elif isinstance(values, (list, tuple)):
-        children = values
-    elif hasattr(values, "__dataclass_fields__"):
-        children = list(vars(values).values())
-    if depth >= _MAX_DEPTH:
-        return []
-    return [leaf for child in children for leaf in tensors_or_parts_in(child, depth + 1)]
+    found: list[Tensor | PerReplica[Any]] = []
+    for leaf in leaves_in(values):
+        if isinstance(leaf, PerReplica):
+            found += [leaf] if all(isinstance(part, Tensor) for _, part in leaf.parts()) else []
+        elif isinstance(leaf, Tensor) and leaf.is_nested:
+            found += leaf.unbind()
+        elif isinstance(leaf, Tensor) and not (leaf.is_meta or leaf.is_quantized):
+            found.append(leaf)
+    return found

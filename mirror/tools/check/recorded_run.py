@@ -36,7 +36,7 @@ from mirror.threads.user_frames import line_of
 from mirror.tools.check.record import Record, RecordOptions
 from mirror.tools.check.recorder import DROPOUT_LAYERS, Recorder
 from mirror.tools.check.rounding_noise import RoundingNoise
-from mirror.tools.run.run_command import Script, run_script
+from mirror.tools.run_command import Script, run_script
 
 SEED = 20_177
 

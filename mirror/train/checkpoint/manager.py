@@ -23,8 +23,7 @@ from mirror.base.migration_hints import call_with_hints
 from mirror.base.process_bound import NoCopy
 from mirror.errors import CheckpointError, short_repr
 from mirror.threads.user_frames import warn_user
-from mirror.train.checkpoint.checkpoint import Checkpoint
-from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
+from mirror.train.checkpoint.checkpoint import Checkpoint, worker_agreement_of
 from mirror.train.checkpoint.checkpoint_directory import (
     is_checkpoint,
     locking,

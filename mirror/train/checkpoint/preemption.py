@@ -47,7 +47,7 @@ from mirror.data.distributed_dataset import DistributedDataset
 from mirror.errors import CheckpointError, StrategyError, short_repr
 from mirror.execution.lifecycle import step_ends
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
-from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
+from mirror.train.checkpoint.checkpoint import worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.values import is_int, is_real
 

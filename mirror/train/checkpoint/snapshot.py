@@ -38,9 +38,9 @@ from mirror.train.checkpoint.checkpoint_file import (
 )
 from mirror.train.checkpoint.stateful_objects import (
     GENERATOR,
+    PLACED,
     VALUE,
     capture_global_rng,
-    keeps_device,
     kind_of,
     state_of,
 )
@@ -102,7 +102,7 @@ class Snapshot:
             CheckpointError: a state was not written by ``encode``; names the object.
         """
         return {
-            name: self._decode(saved.state, repr(name), keeps_device(saved.kind))
+            name: self._decode(saved.state, repr(name), saved.kind in PLACED)
             for name, saved in self.objects.items()
         }
 

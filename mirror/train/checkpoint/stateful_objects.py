@@ -29,7 +29,8 @@ from mirror.errors import CheckpointError, short_repr
 MODULE, OPTIMIZER, SCHEDULER = "module", "optimizer", "scheduler"
 STATEFUL, GENERATOR, VALUE = "stateful", "generator", "value"
 
-_PLACED = {STATEFUL, VALUE}
+PLACED = {STATEFUL, VALUE}
+"""Tensors of these kinds return to their device; others are copied."""
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 
@@ -56,11 +57,6 @@ def kind_of(name: str, obj: object) -> str:
             + ("" if isinstance(obj, type) else ", which has only one of the two")
         )
     return STATEFUL if all(has) else VALUE
-
-
-def keeps_device(kind: str) -> bool:
-    """Returns whether tensors of this kind return to their device; others are copied."""
-    return kind in _PLACED
 
 
 def state_of(name: str, kind: str, obj: Any) -> Any:

@@ -16,25 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType
 from typing import Protocol, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from mirror.device.host import status_of_process
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError
-from mirror.train.elastic.coordinator_calls import call_or_give_up
-from mirror.train.elastic.member import connect_store
+from mirror.train.elastic.member import call_or_give_up, connect_store
 from mirror.train.elastic.membership import (
     ADDRESS_VARIABLE,
     NAME_VARIABLE,
+    MembershipCoordinator,
+    MembershipOptions,
     MembershipStore,
     Phase,
     View,
 )
-from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
 
 T = TypeVar("T")
 
@@ -238,7 +238,8 @@ class ElasticAgent:
             if self._view().phase is Phase.ENDED:
                 return
             slot.process = None
-            why = slot.why_killed or f"its process has ended with {_describe(code)}"
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            why = slot.why_killed or f"its process has ended with {how}"
             self._ask(partial(self._store.write_death, slot.name, why))
             if code and self._num_restarts < self._options.max_restarts:
                 self._num_restarts += 1
@@ -383,10 +384,6 @@ def _share_of_gpus(number: int, count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
 
 
-def _describe(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
 def _switches_if_stopped(pid: int) -> int | None:
     """Returns the number of switches of the main thread of a process that a signal has stopped.
 
@@ -394,9 +391,9 @@ def _switches_if_stopped(pid: int) -> int | None:
     if there is no ``/proc``.
     """
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = status_of_process(pid)
     except OSError:
         return None
-    if "State:\tT (stopped)" not in lines:
+    if status["State"] != "T (stopped)":
         return None
-    return sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)
+    return sum(int(count) for name, count in status.items() if name.endswith("ctxt_switches"))

@@ -1,4 +1,4 @@
-"""Membership: which processes train together, as the coordinator and the workers write it down.
+"""Membership: which processes train together; the coordinator decides, and all write it down.
 
 [Note: Generations]
 A generation is a group of workers that train together, in a fixed order of ranks. There is one at
@@ -17,22 +17,35 @@ A worker is lost if its process has ended, or if it has published nothing for th
 that comes back after that, from SIGSTOP for example, is a new worker: its old connections are
 closed, and the new generation has process groups of its own. A worker that has finished waits
 until all have finished, because until then the others may still need its state.
+
+Anyone can write to the store. So with a key, each value is ``MAC payload``; the MAC is the
+HMAC-SHA256 of the session, the value's name and the payload, under the cluster's key (RFC 2104).
+The session is a random number that the coordinator draws at its start: a value of an earlier
+training at the same address is not valid in this one. Within a session an old value of the same
+name is valid; readers must ignore what is older than what they know. Without a key the MAC is
+empty, and values are checked for their form only.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
+import logging
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from time import monotonic
+from typing import NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mirror.errors import short_repr
+from mirror.errors import ClusterError, short_repr
 from mirror.server.engine.socket_client import KEY_VARIABLE, key_of_environment
-from mirror.train.elastic.signed_store import SignedStore
+
+_log = logging.getLogger("mirror")
 
 ADDRESS_VARIABLE = "MIRROR_ELASTIC_ADDRESS"  # HOST:PORT of the coordinator's store
 NAME_VARIABLE = "MIRROR_ELASTIC_NAME"  # the name that an agent has given to its worker
@@ -267,3 +280,271 @@ def _parse_name(text: str) -> str:
     if not 0 < len(text) <= _MAX_NAME or not text.isprintable():
         raise ValueError(f"{short_repr(text)} is not a worker's name")
     return text
+
+
+T = TypeVar("T")
+
+_SESSION = "session"
+
+
+class SignedStore:
+    """Reads and writes signed values; reports a value that is not valid once per name.
+
+    Args:
+        key: the key that all processes of the training have; None signs nothing.
+    """
+
+    def __init__(self, store: Store, key: bytes | None) -> None:
+        self._store, self._key = store, key
+        self._session = ""
+        self._reported: set[str] = set()
+
+    def begin(self) -> None:
+        """Begins a session; only the coordinator calls it, before others read or write."""
+        session = secrets.token_hex(16)
+        self._session = ""
+        self.write(_SESSION, session)
+        self._session = session
+
+    def join(self) -> None:
+        """Takes part in the coordinator's session.
+
+        Raises:
+            ClusterError: the coordinator has another key, or only one of the two has a key.
+        """
+        self._session = ""
+        session = self.read(_SESSION, str, wait=True)
+        if session is None:
+            raise ClusterError(
+                "the coordinator of the elastic training has another key, or none; set the same "
+                "MIRROR_ENGINE_KEY in all processes of the training, or in none"
+            )
+        self._session = session
+
+    def write(self, name: str, payload: str) -> None:
+        """Writes a value."""
+        self._store.set(name, f"{self._mac(name, payload)} {payload}")
+
+    def read(self, name: str, parse: Callable[[str], T], *, wait: bool = False) -> T | None:
+        """Returns a parsed value; None if there is none, or it is not valid.
+
+        Args:
+            parse: raises ValueError for a payload that no process of the training writes.
+            wait: whether to wait until there is one.
+        """
+        if not wait and not self._store.check([name]):
+            return None
+        return self._open(name, self._store.get(name), parse)
+
+    def read_all(self, names: Sequence[str], parse: Callable[[str], T]) -> list[T | None]:
+        """Returns the values of names that exist; None for each that is not valid."""
+        values = self._store.multi_get(list(names)) if names else []
+        return [self._open(name, value, parse) for name, value in zip(names, values, strict=True)]
+
+    def _mac(self, name: str, payload: str) -> str:
+        if self._key is None:
+            return ""
+        message = "\0".join(("mirror elastic", self._session, name, payload))
+        return hmac.new(self._key, message.encode(), hashlib.sha256).hexdigest()
+
+    def _open(self, name: str, value: bytes, parse: Callable[[str], T]) -> T | None:
+        try:
+            mac, _, payload = value.decode().partition(" ")
+            if not hmac.compare_digest(mac.encode(), self._mac(name, payload).encode()):
+                raise ValueError("it was written without this training's key")
+            return parse(payload)
+        except (ValueError, RecursionError) as error:
+            if name not in self._reported:
+                self._reported.add(name)
+                _log.warning("%r in the store of the elastic training is ignored: %s", name, error)
+            return None
+
+
+DEFAULT_TIMEOUT_SECONDS = 10.0
+DEFAULT_START_SECONDS = 600.0
+# A worker that others have lost the connection to, and that is silent, too, is lost earlier.
+_SUSPECT_SECONDS = 3.0
+# A longer time between two reads is the coordinator's own silence: it was stopped, or its machine
+# slept, and with it the store, so that no worker could publish.
+_PAUSE_SECONDS = 1.0
+# How long the first generation waits for more than the fewest workers; torchrun has the same.
+_LAST_CALL_SECONDS = 30.0
+_REPEAT_SECONDS = 1.0  # until a view that another process has overwritten is written again
+
+
+@dataclass(frozen=True)
+class MembershipOptions:
+    """The rules for generations.
+
+    Attributes:
+        min_workers: fewer workers wait for others.
+        max_workers: further workers wait as spares. The first generation waits 30 s for them.
+        timeout_seconds: a worker that has been silent for so long is lost.
+        start_seconds: how long to wait for ``min_workers``.
+    """
+
+    min_workers: int
+    max_workers: int
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    start_seconds: float = DEFAULT_START_SECONDS
+
+
+@dataclass
+class _Member:
+    """What the coordinator knows about a worker.
+
+    Attributes:
+        order: the number of its registration.
+        heard: when its last new record was read.
+        gone: why it is lost, or "".
+    """
+
+    order: int
+    record: MemberRecord
+    heard: float
+    gone: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        return not self.gone and not self.record.state.is_end
+
+
+class MembershipCoordinator:
+    """Makes one generation after the other; see [Note: Generations].
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        store: MembershipStore,
+        options: MembershipOptions,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._store, self._options, self._clock = store, options, clock
+        self._members: dict[str, _Member] = {}
+        self._num_deaths = 0
+        self._has_suspects = False
+        self._forming_since = self._read_at = clock()
+        self._publish(View(why="the training starts"))
+
+    @property
+    def has_live_members(self) -> bool:
+        """Whether a worker runs that has neither left nor been lost."""
+        return any(member.is_live for member in self._members.values())
+
+    def step(self) -> View:
+        """Reads what has happened, and publishes the next view if it differs; returns the view."""
+        self._read()
+        if self._clock() - self._published_at > _REPEAT_SECONDS:
+            self._publish(self.view)
+        if self.view.phase in (Phase.TRAINING, Phase.CHANGING):
+            self._check_generation()
+        if self.view.phase is Phase.FORMING:
+            self._form()
+        return self.view
+
+    def end(self, why: str) -> None:
+        """Ends the training with an error; "" is a success."""
+        if self.view.phase is not Phase.ENDED:
+            self._publish(replace(self.view, phase=Phase.ENDED, why=why))
+
+    def _read(self) -> None:
+        now = self._clock()
+        pause, self._read_at = now - self._read_at, now
+        if pause > _PAUSE_SECONDS:
+            for member in self._members.values():
+                member.heard += pause
+        known = {member.order for member in self._members.values()}
+        for number, name in self._store.read_names(known).items():
+            self._members.setdefault(name, _Member(number, MemberRecord(beat=-1), now))
+        num_deaths = self._store.num_deaths()
+        live = [name for name, member in self._members.items() if member.is_live]
+        for name, record in self._store.read_records(live).items():
+            member = self._members[name]
+            if record.beat > member.record.beat:  # an older one may be repeated by others
+                member.record, member.heard = record, now
+            silent = now - member.heard
+            if silent > self._limit(name):
+                member.gone = f"it has published nothing for {silent:.0f} s"
+                self._store.write_lost(name)
+        if num_deaths != self._num_deaths:
+            self._num_deaths = num_deaths
+            for name in live:
+                why = self._store.read_death(name)
+                if why is not None:
+                    self._members[name].gone = why
+
+    def _limit(self, name: str) -> float:
+        """Returns how long a worker may be silent."""
+        seconds = self._options.timeout_seconds
+        is_suspect = self._has_suspects and name in self.view.members
+        return min(seconds, _SUSPECT_SECONDS) if is_suspect else seconds
+
+    def _check_generation(self) -> None:
+        members = {name: self._members[name] for name in self.view.members}
+        ended = [m.record for m in members.values() if m.record.state is MemberState.DIVERGED]
+        if ended:
+            self.end(ended[0].why)
+        elif all(m.record.state is MemberState.FINISHED for m in members.values()):
+            self.end("")
+        elif lost := [name for name, member in members.items() if not member.is_live]:
+            self._has_suspects = False
+            self._begin_forming("; ".join(f"worker {n}: {self._why_gone(n)}" for n in lost))
+        elif left := [name for name in members if self._is_waiting(name)]:
+            self._has_suspects = self.view.phase is Phase.TRAINING
+            self._begin_forming(f"worker {left[0]} has left the generation")
+        elif self.view.phase is Phase.TRAINING and len(members) < self._options.max_workers:
+            spares = [n for n, m in self._members.items() if m.is_live and n not in members]
+            if any(map(self._is_waiting, spares)):
+                self._publish(replace(self.view, phase=Phase.CHANGING, why="workers join"))
+
+    def _why_gone(self, name: str) -> str:
+        member = self._members[name]
+        return member.gone or f"{member.record.state.value}: {member.record.why}"
+
+    def _begin_forming(self, why: str) -> None:
+        _log.warning("generation %d ends: %s", self.view.generation, why)
+        self._forming_since = self._clock()
+        self._publish(replace(self.view, phase=Phase.FORMING, why=why))
+
+    def _is_waiting(self, name: str) -> bool:
+        """Returns whether a worker waits for the next generation."""
+        record = self._members[name].record
+        is_old = name in self.view.members and record.generation < self.view.generation
+        return record.state is MemberState.WAITING and not is_old
+
+    def _form(self) -> None:
+        live = [name for name, member in self._members.items() if member.is_live]
+        waited = self._clock() - self._forming_since
+        waiting = [name for name in live if self._is_waiting(name)]
+        is_late = waited > self._options.start_seconds
+        is_last_call = not self.view.generation and waited < _LAST_CALL_SECONDS
+        if len(waiting) < len(live) and not is_late:
+            return  # a live worker is still on its way
+        wanted = self._options.max_workers if is_last_call else self._options.min_workers
+        if len(waiting) < wanted:
+            if is_late:
+                self.end(
+                    f"only {len(waiting)} of at least {self._options.min_workers} workers have "
+                    f"come within {self._options.start_seconds:g} s; {self.view.why}"
+                )
+            return
+        self._has_suspects = False
+        waiting.sort(key=self._place)
+        chosen = tuple(waiting[: self._options.max_workers])
+        level = logging.WARNING if self.view.generation else logging.INFO
+        _log.log(level, "generation %d: %s", self.view.generation + 1, ", ".join(chosen))
+        self._publish(View(self.view.generation + 1, chosen, Phase.TRAINING))
+
+    def _place(self, name: str) -> tuple[object, ...]:
+        """Returns the sort key for ranks: worker 0 has the newest commit, and old workers stay."""
+        member = self._members[name]
+        record = member.record
+        generation, number = record.commit
+        return (-generation, -number, record.rank < 0, record.rank, member.order)
+
+    def _publish(self, view: View) -> None:
+        self.view, self._published_at = view, self._clock()
+        self._store.write_view(view)

@@ -41,16 +41,12 @@ def as_value(strategy: AnyStrategy, name: str, value: object) -> Value:
             return value.detach().clone()
     if isinstance(value, numbers.Real):
         return float(value)
+    is_served = isinstance(strategy, ParameterServerStrategy)
+    others = "RemoteValues of these" if is_served else "values per replica"
     raise TypeError(
-        f"log() takes numbers, tensors of one element, {_kinds(strategy)}; {name!r} is "
+        f"log() takes numbers, tensors of one element, and {others}; {name!r} is "
         f"{short_repr(value)}; log its mean, or its numbers under several names"
     )
-
-
-def _kinds(strategy: AnyStrategy) -> str:
-    if isinstance(strategy, ParameterServerStrategy):
-        return "and RemoteValues of these"
-    return "and values per replica"
 
 
 class TrainingState:

@@ -125,17 +125,15 @@ class StopOnNan(Hook):
             return
         problem = f"{self._name!r} is {value} after step {training.step}"
         if self._raises:
+            is_served = isinstance(training.strategy, ParameterServerStrategy)
+            finder = "Guards(finite_gradients=True)"
+            if is_served:
+                finder = "torch.autograd.detect_anomaly() in the step"
             raise NanLossError(
                 f"{problem}; nothing was saved of it; lower the learning rate, clip gradients, or "
-                f"find the cause with {_finder(training)}"
+                f"find the cause with {finder}"
             )
         training.stop(problem)
-
-
-def _finder(training: TrainingState) -> str:
-    if isinstance(training.strategy, ParameterServerStrategy):
-        return "torch.autograd.detect_anomaly() in the step"
-    return "Guards(finite_gradients=True)"
 
 
 class LogEvery(Hook):

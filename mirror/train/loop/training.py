@@ -21,7 +21,7 @@ from mirror.server.roles.worker_datasets import PerWorkerDataset, PerWorkerItera
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.threads.user_frames import add_note, warn_user
-from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement, worker_agreement_of
+from mirror.train.checkpoint.checkpoint import WorkerAgreement, worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.loop.hook import AnyStrategy, Hook, TrainingState, check_count
 from mirror.train.loop.hooks import SaveEvery

@@ -7,8 +7,8 @@ import torch
 
 import mirror
 from mirror import comm
+from mirror.comm import host_backends
 from mirror.comm.communicator import DTYPES, HALF_DTYPES, OPS
-from mirror.comm.host import host_backend
 from mirror.errors import BackendError, ShapeError
 from tests.pairs import each_once
 
@@ -20,9 +20,9 @@ SIZES = (1, 3, 4, 15, 16, 17, 63, 64, 65, 127, 259, 1027)
 SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -7e4, 1e-8, -6e-8, 3e38)
 
 
-@pytest.fixture(params=host_backend.require().levels())
+@pytest.fixture(params=host_backends.require().levels())
 def level(request):
-    library = host_backend.require()
+    library = host_backends.require()
     before = library.level()
     library.set_level(request.param)
     yield request.param
@@ -115,8 +115,8 @@ def test_ties_are_rounded_to_even(level, dtype):
 
 
 def test_there_is_an_instruction_set_for_every_machine():
-    assert host_backend.require().levels()[0] == "portable"
-    assert host_backend.require().level() == host_backend.require().levels()[-1]
+    assert host_backends.require().levels()[0] == "portable"
+    assert host_backends.require().level() == host_backends.require().levels()[-1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -203,7 +203,7 @@ def test_callers_at_the_same_time_do_not_disturb_each_other(set_num_threads):
 
 
 def test_gapless_tensors_are_reduced_where_they_are(monkeypatch):
-    monkeypatch.setattr(host_backend, "_copies", None)
+    monkeypatch.setattr(host_backends, "_copies", None)
     shape = (2, 3, 4, 5)
     lists = [
         [
@@ -234,7 +234,7 @@ def test_lists_that_overlap_are_refused_and_stay_as_they_were():
 
 
 def test_host_serves_the_cpu_only():
-    kind = host_backend.HostCommunicator
+    kind = host_backends.HostCommunicator
     assert kind.unavailable_reason((torch.device("cpu"),) * 3) is None
     assert "CPU" in kind.unavailable_reason((torch.device("cuda", 0),))
 
@@ -247,17 +247,17 @@ def test_without_its_library_it_says_so(monkeypatch, tmp_path, content, reason):
     path = tmp_path / "_reduce.so"
     if content is not None:
         path.write_bytes(content)
-    monkeypatch.setattr(host_backend, "PATH", path)
-    host_backend.forget()
+    monkeypatch.setattr(host_backends, "PATH", path)
+    host_backends.forget()
     try:
         with pytest.raises(BackendError, match=f"'host' cannot serve cpu: its library .*{reason}"):
             comm.create("host", ["cpu"])
         with pytest.raises(BackendError, match=reason):
-            host_backend.HostCommunicator(["cpu"])
+            host_backends.HostCommunicator(["cpu"])
         with mirror.MirroredStrategy(["cpu"]) as strategy:
             assert strategy.backend == "naive"
     finally:
-        host_backend.forget()
+        host_backends.forget()
 
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", 9), ("min", 2), ("max", 4), ("prod", 24)])

@@ -1,4 +1,4 @@
-"""binaries.py: compiling kernels for GPUs, and the folder that keeps them."""
+"""cuda_kernels.py: compiling kernels for GPUs, and the folder that keeps them."""
 
 import ctypes
 import functools
@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from mirror.comm.communicator import OPS
-from mirror.comm.kernels import binaries
-from mirror.comm.kernels.binaries import (
+from mirror.comm.kernels import cuda_kernels
+from mirror.comm.kernels.cuda_kernels import (
     ELEMENTS,
     OPTIONS,
     Unit,
@@ -341,19 +341,19 @@ def test_a_launch_without_elements_touches_no_memory_and_no_peer(tmp_path):
     lines += ["int main() {", *calls, "}"]
     program = tmp_path / "kernels.cpp"
     program.write_text("\n".join(lines))
-    include = f"-I{binaries.source_folder()}"
+    include = f"-I{cuda_kernels.source_folder()}"
     command = ["g++", "-std=c++20", "-pthread", include, str(program), "-o", str(tmp_path / "run")]
     subprocess.run(command, check=True)
     subprocess.run([str(tmp_path / "run")], check=True)
 
 
 def test_operations_are_numbered_as_in_the_kernels():
-    assert [name.removeprefix("k").lower() for name in binaries._OPS] == list(OPS)
-    assert f"enum Op : int {{ {', '.join(binaries._OPS)} }};" in unit_source(Unit("ring"))
+    assert [name.removeprefix("k").lower() for name in cuda_kernels._OPS] == list(OPS)
+    assert f"enum Op : int {{ {', '.join(cuda_kernels._OPS)} }};" in unit_source(Unit("ring"))
 
 
 def test_sources_that_are_not_installed_are_an_error(monkeypatch):
-    monkeypatch.setattr(binaries, "source_folder", lambda: None)
+    monkeypatch.setattr(cuda_kernels, "source_folder", lambda: None)
     with pytest.raises(BackendError, match="not installed"):
         unit_source(Unit("ring", "float"))
 
@@ -407,9 +407,9 @@ def nvrtc(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nvrtc=compiler))
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
-    binaries._folder.cache_clear()
+    cuda_kernels._folder.cache_clear()
     yield compiler
-    binaries._folder.cache_clear()
+    cuda_kernels._folder.cache_clear()
 
 
 def test_a_unit_is_compiled_once_and_kept_on_disk(nvrtc, tmp_path):
@@ -449,7 +449,7 @@ def test_messages_of_the_compiler_are_in_the_error(nvrtc, tmp_path):
 
 
 def test_units_are_compiled_in_threads(nvrtc, monkeypatch):
-    monkeypatch.setattr(binaries.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(cuda_kernels.os, "cpu_count", lambda: 4)
     nvrtc.meet = threading.Barrier(4)  # no thread goes on before four have arrived
     units = [Unit("direct", element) for element in ("float", "Half", "long long", "")]
     compile_all(units, {90})
@@ -472,9 +472,9 @@ def test_a_folder_that_cannot_be_written_is_replaced(nvrtc, monkeypatch, tmp_pat
 def test_cupys_own_binding_compiles_a_unit(tmp_path, monkeypatch):
     pytest.importorskip("cupy", exc_type=ImportError)
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
-    binaries._folder.cache_clear()
+    cuda_kernels._folder.cache_clear()
     try:
         assert binary(Unit("direct"), 90).read_bytes().startswith(b"\x7fELF")
         assert b".entry direct_broadcast_kernel" in binary(Unit("direct"), 999).read_bytes()
     finally:
-        binaries._folder.cache_clear()
+        cuda_kernels._folder.cache_clear()

@@ -12,8 +12,8 @@ import torch
 
 from mirror import comm
 from mirror.comm import collective_lock
-from mirror.comm.kernels import cuda_kernels, kernel_communicator
-from mirror.comm.kernels.binaries import Unit, unit_of, unit_source
+from mirror.comm.kernels import cuda_kernels, kernel_backends
+from mirror.comm.kernels.cuda_kernels import Unit, unit_of, unit_source
 from mirror.comm.kernels.launcher import ABORTED, KernelArguments
 
 NAMES = ("direct", "ring", "hierarchical")
@@ -53,7 +53,7 @@ class FakeGpus:
         )
         monkeypatch.setattr(cuda_kernels, "launch", self.launch)
         monkeypatch.setattr(cuda_kernels, "kernels_missing_reason", lambda pairs: None)
-        monkeypatch.setattr(kernel_communicator, "is_simulated", lambda devices: False)
+        monkeypatch.setattr(kernel_backends, "is_simulated", lambda devices: False)
         monkeypatch.setattr("mirror.comm.communicator.resolve", tuple)
         cuda_kernels._load.cache_clear()
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mirror.comm.nccl import clique, communicators, libnccl
-from mirror.comm.nccl.communicators import Work
+from mirror.comm.nccl import clique, libnccl
+from mirror.comm.nccl.clique import Work
 from tests.benchmarks.test_calls import calls_of
 from tests.comm.backends import can_launch_elsewhere
 from tests.comm.nccl.fake_nccl import TIMEOUT, tensors
@@ -159,7 +159,7 @@ def test_late_devices_are_found_by_their_events_or_streams(monkeypatch, events, 
         asked.append((device.index, stream))
         return stream in idle
 
-    monkeypatch.setattr(communicators, "is_stream_idle", has_nothing_left)
+    monkeypatch.setattr(clique, "is_stream_idle", has_nothing_left)
     expected = ", ".join(f"replica {i} (cuda:{i})" for i in late)
     assert operation(*events).late_replicas(GPUS) == expected
     assert asked == ([(0, 10), (1, 11)] if len(events) == 1 else [])

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mirror.comm import collective_lock
-from mirror.comm.nccl import clique, communicators, nccl_backend
+from mirror.comm.nccl import clique, nccl_backend
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import (
     FUNCTIONS,
@@ -404,7 +404,7 @@ class Size:
 def test_little_shared_memory_is_named_where_it_may_be_the_reason(
     fake, monkeypatch, megabytes, result, is_told
 ):
-    monkeypatch.setattr(communicators.os, "statvfs", lambda path: Size(megabytes))
+    monkeypatch.setattr(clique.os, "statvfs", lambda path: Size(megabytes))
     communicator = fake.communicator()
     fake.fail("ncclAllReduce", 1, result)
     with pytest.raises(BackendError, match="make another strategy") as error:
@@ -417,7 +417,7 @@ def test_a_machine_without_shared_memory_is_no_other_error(fake, monkeypatch):
     def missing(path):
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(communicators.os, "statvfs", missing)
+    monkeypatch.setattr(clique.os, "statvfs", missing)
     fake.fail("ncclGetUniqueId", 1, 2)
     with pytest.raises(BackendError, match="ncclSystemError"):
         fake.communicator()

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mirror.comm.workers.checked_gather import ENVELOPE_BYTES, Envelope
-from mirror.comm.workers.distributed_group import DistributedWorkerGroup
-from mirror.comm.workers.groups import SequencedGroup
+from mirror.comm.workers.distributed_group import DistributedWorkerGroup, SequencedGroup
 from mirror.errors import DivergenceError
 
 

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from mirror.comm.workers import heartbeat as board_file
-from mirror.comm.workers.heartbeat import HeartbeatStore
-from mirror.comm.workers.worker_status import (
+from mirror.comm.workers.heartbeat import (
     Exit,
+    HeartbeatStore,
     PendingOp,
     WorkerStatus,
     find_deadlocks,

@@ -12,9 +12,14 @@ import torch
 
 from mirror.comm.workers import heartbeat, monitored_wait
 from mirror.comm.workers.distributed_group import DistributedWorkerGroup
-from mirror.comm.workers.heartbeat import HeartbeatSnapshot, HeartbeatStore, summarize
+from mirror.comm.workers.heartbeat import (
+    HeartbeatSnapshot,
+    HeartbeatStore,
+    PendingOp,
+    WorkerStatus,
+    summarize,
+)
 from mirror.comm.workers.monitored_wait import BackgroundCall, MonitoredWait
-from mirror.comm.workers.worker_status import PendingOp, WorkerStatus
 from mirror.errors import StrategyError, WorkerLostError
 from tests.comm.workers.programs import LONG, Program, run
 from tests.pairs import each_once, quick_of

@@ -6,8 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from mirror.comm.nccl.clique import Clique
-from mirror.comm.nccl.communicators import RankRange, new_identifier
+from mirror.comm.nccl.clique import Clique, RankRange, new_identifier
 from mirror.comm.workers import nccl_all_reduce
 from mirror.comm.workers.nccl_all_reduce import NcclAllReduce, negotiate_nccl
 from mirror.comm.workers.worker_group import LocalWorkerGroup
@@ -62,6 +61,28 @@ def test_replicas_of_all_workers_have_the_sum(counts, dtype):
     for numel, column in zip((1, 1000), zip(*found, strict=True), strict=True):
         for buffer in (buffer for buffers in column for buffer in buffers):
             assert buffer.equal(torch.arange(numel, dtype=dtype) * (2.0**size - 1))
+    fake.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2)])
+def test_replicas_of_all_workers_have_all_sections(counts):
+    fake, size = FakeNccl(), sum(counts)
+    identifier = new_identifier(fake.library)
+
+    def work(first, count):
+        devices = [torch.device("cpu")] * count
+        place = RankRange(first, size, identifier)
+        sums = NcclAllReduce(Clique(fake.library, devices, SECONDS, SECONDS, place), devices)
+        buffers = [torch.zeros(5 * size) for _ in devices]
+        for rank, buffer in enumerate(buffers, first):
+            buffer[5 * rank : 5 * rank + 5] = 1.0 + rank
+        sums.start_gather("values", buffers, first, size).wait(timedelta(seconds=SECONDS))
+        sums.close()
+        return buffers
+
+    whole = torch.arange(1.0, 1 + size).repeat_interleave(5)
+    for buffers in in_threads(counts, work):
+        assert all(buffer.equal(whole) for buffer in buffers)
     fake.assert_nothing_is_left()
 
 

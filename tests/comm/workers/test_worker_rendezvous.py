@@ -6,7 +6,7 @@ import threading
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from mirror.comm.workers.worker_rendezvous import store_for_run
+from mirror.comm.workers.distributed_group import store_for_run
 from tests.comm.workers.programs import Program, run
 
 

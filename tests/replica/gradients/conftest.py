@@ -32,7 +32,7 @@ def make_bucketed(make_strategy):
 def launches(monkeypatch):
     """The names of the variables of every bucket launched."""
     launched = []
-    original = mirror.replica.gradients.buckets.Buckets._launch
+    original = mirror.replica.gradients.local_reduction.Buckets._launch
 
     def launch(self, order, bounds):
         before = len(self.in_flight)
@@ -40,7 +40,7 @@ def launches(monkeypatch):
         if len(self.in_flight) > before:
             launched.append([variable.name for variable in self.in_flight[-1].variables])
 
-    monkeypatch.setattr(mirror.replica.gradients.buckets.Buckets, "_launch", launch)
+    monkeypatch.setattr(mirror.replica.gradients.local_reduction.Buckets, "_launch", launch)
     return launched
 
 

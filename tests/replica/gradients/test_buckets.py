@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.replica.gradients.buckets import bucket_ends
+from mirror.replica.gradients.local_reduction import bucket_ends
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
 from tests.pairs import pairwise
 from tests.replica.gradients.bucketed import (

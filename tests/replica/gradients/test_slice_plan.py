@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mirror.comm.packing import chunk_ends
-from mirror.replica.gradients.buckets import bucket_ends
+from mirror.replica.gradients.local_reduction import bucket_ends
 from mirror.replica.gradients.slice_plan import (
     ParamSlice,
     find_uncovered,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.host_backends import NaiveCommunicator
 from mirror.replica.gradients.slice_plan import ParamSlice
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.pairs import each_once, pairwise
@@ -374,7 +374,7 @@ def test_the_report_has_the_state_of_every_replica(inside, sharded):
     assert "optimizer state: sharded, at most 0.016 MB on a replica, 1.00 times the mean" in str(
         report
     )
-    assert "sharded over the devices of a machine" in str(mirror.plan(strategy, model=model))
+    assert "sharded over all devices" in str(mirror.plan(strategy, model=model))
 
 
 def test_options_are_checked():

@@ -2,9 +2,8 @@
 
 import pytest
 
-from mirror.server.engine.agent_engine import AgentEngine
 from mirror.server.engine.handshake import new_key
-from mirror.server.engine.node_agent import NodeAgent
+from mirror.server.engine.node_agents import AgentEngine, NodeAgent
 from mirror.server.engine.process_engine import make_engine
 
 ECHO = "tests.server.engine.roles:Echo"

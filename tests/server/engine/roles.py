@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
-from mirror.server.engine import handshake, service_loop
-from mirror.server.engine.socket_client import connect_actor
+from mirror.server.engine import actor_process, handshake
+from mirror.server.engine.process_engine import connect_actor
 
 
 class TwoArgumentsError(Exception):
@@ -171,7 +171,7 @@ class Slow:
     """Takes longer than its limit."""
 
     def __init__(self):
-        service_loop._STALL_SECONDS = 0.2
+        actor_process._STALL_SECONDS = 0.2
 
     def sleeps(self, header, buffers):
         time.sleep(0.5)

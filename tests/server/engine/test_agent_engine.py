@@ -8,7 +8,6 @@ import time
 import pytest
 
 from mirror.server.engine import socket_client as connecting
-from mirror.server.engine.agent_engine import AgentEngine
 from mirror.server.engine.engine_types import ActorDied, WireError
 from mirror.server.engine.handshake import (
     ACTOR,
@@ -18,8 +17,8 @@ from mirror.server.engine.handshake import (
     listen,
     new_key,
 )
-from mirror.server.engine.node_agent import NodeAgent
-from mirror.server.engine.socket_client import connect_actor
+from mirror.server.engine.node_agents import AgentEngine, NodeAgent
+from mirror.server.engine.process_engine import connect_actor
 from tests.server.engine.conftest import ECHO
 
 KEY = new_key()

@@ -18,7 +18,7 @@ import pytest
 from mirror.server.engine import fork_server as fork_servers
 from mirror.server.engine import handshake
 from mirror.server.engine import socket_client as connecting
-from mirror.server.engine.agent_engine import AgentEngine
+from mirror.server.engine.actor_process import ServiceLoop
 from mirror.server.engine.engine_types import ActorDied, RemoteError, WireError
 from mirror.server.engine.fork_server import fork_server
 from mirror.server.engine.handshake import (
@@ -29,10 +29,9 @@ from mirror.server.engine.handshake import (
     listen,
     new_key,
 )
-from mirror.server.engine.node_agent import NodeAgent
-from mirror.server.engine.process_engine import ProcessEngine
-from mirror.server.engine.service_loop import ServiceLoop
-from mirror.server.engine.socket_client import KEY_VARIABLE, connect_actor, key_of_environment
+from mirror.server.engine.node_agents import AgentEngine, NodeAgent
+from mirror.server.engine.process_engine import ProcessEngine, connect_actor
+from mirror.server.engine.socket_client import KEY_VARIABLE, key_of_environment
 from tests.server.engine.conftest import ECHO
 from tests.server.engine.test_frames import junk, specs
 

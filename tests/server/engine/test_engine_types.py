@@ -9,7 +9,7 @@ import pytest
 
 from mirror.errors import MirrorError
 from mirror.server.engine.engine_types import ActorDied, RemoteError, WireError
-from mirror.server.engine.socket_client import connect_actor
+from mirror.server.engine.process_engine import connect_actor
 from tests.server.engine.conftest import ECHO
 from tests.server.engine.roles import TwoArgumentsError
 

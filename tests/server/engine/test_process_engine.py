@@ -16,8 +16,7 @@ from mirror.server.engine import socket_client as connecting
 from mirror.server.engine.actor_process import receive_message
 from mirror.server.engine.engine_types import ActorDied, RemoteError, WireError
 from mirror.server.engine.fork_server import ForkServer, fork_server
-from mirror.server.engine.process_engine import ProcessEngine
-from mirror.server.engine.socket_client import connect_actor
+from mirror.server.engine.process_engine import ProcessEngine, connect_actor
 from tests.server.engine.conftest import ECHO
 
 
@@ -228,7 +227,6 @@ def test_actors_that_fork_end_all_the_same(process_engine):
 def test_actors_end_with_who_has_started_them(script_pool):
     program = f"""
 import os, signal, sys
-from mirror.server.engine.process_engine import ProcessEngine
 from mirror.server.engine.fork_server import fork_server
 engine = ProcessEngine()
 pids = [engine.start(name, {ECHO!r}, {{}}).pid for name in "ab"]

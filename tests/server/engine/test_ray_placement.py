@@ -24,7 +24,8 @@ def test_actors_go_where_there_are_cpus():
 
 def test_one_machine_after_another_gets_actors(monkeypatch):
     monkeypatch.setattr(ray_engine.ray, "nodes", lambda: MACHINES)
-    chosen = [ray_engine.scheduling_strategy(number, 0) for number in range(4)]
+    chosen = [ray_engine.scheduling_strategy(number) for number in range(4)]
     assert [place.node_id for place in chosen] == [A, B, A, B]
     assert all(place.soft for place in chosen)
-    assert ray_engine.scheduling_strategy(0, 1) == "SPREAD"
+    monkeypatch.setattr(ray_engine.ray, "nodes", lambda: [GONE])
+    assert ray_engine.scheduling_strategy(0) == "SPREAD"

@@ -1,6 +1,7 @@
 """In a worker, the doctor reports the cluster, and the links between workers."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -120,7 +121,7 @@ def test_doctors_of_all_workers_measure_their_links(worker_pool):
         first, second = report.render()
         assert first.startswith("an exchange of all workers takes ")
         assert second.startswith("an all-reduce of 10 MB takes ")
-        assert json.loads(json.dumps(report.to_dict()))["failure"] is None
+        assert json.loads(json.dumps(asdict(report)))["failure"] is None
 
 
 def test_what_went_wrong_is_said():

@@ -4,18 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.tools.planning.all_reduce_cost import (
+from mirror.tools.planning.prediction import (
     ALGORITHMS,
     COLLECTIVE_SECONDS,
     LINKS,
     NETWORKS,
     Bandwidth,
     Cluster,
+    buckets_of,
     link_between_devices,
     link_between_machines,
-)
-from mirror.tools.planning.prediction import (
-    buckets_of,
     reduce_after_backward,
     reduce_during_backward,
 )

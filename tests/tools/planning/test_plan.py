@@ -13,8 +13,8 @@ from torch import nn
 import mirror
 from benchmarks.published_figures import CASES, arguments_of_case
 from mirror.cli import main
-from mirror.tools.planning.all_reduce_cost import LINKS, NETWORKS, table_of_links
 from mirror.tools.planning.plan import make_plan
+from mirror.tools.planning.prediction import LINKS, NETWORKS, table_of_links
 from mirror.tools.planning.workload import PlanError
 
 RESNET = {"step_seconds": 0.3485, "parameters": 25.6e6, "tensors": 161, "batch_size": 128}

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mirror
-from mirror.tools.planning.all_reduce_cost import (
-    Bandwidth,
-    Cluster,
-    link_between_devices,
-    link_between_machines,
-)
-from mirror.tools.planning.plan_result import advice
+from mirror.tools.planning.plan import advice
 from mirror.tools.planning.prediction import (
     COMPILED,
     ENOUGH,
@@ -23,7 +17,11 @@ from mirror.tools.planning.prediction import (
     PROCESS_PER_DEVICE,
     SCALINGS,
     WAYS,
+    Bandwidth,
+    Cluster,
     Predictor,
+    link_between_devices,
+    link_between_machines,
 )
 from mirror.tools.planning.workload import make_workload
 

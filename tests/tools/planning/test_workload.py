@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.published_figures import CASES, checks, table_of_checks
 from mirror.base import timeline
 from mirror.tools.planning import workload as module
-from mirror.tools.planning.all_reduce_cost import LINKS
+from mirror.tools.planning.prediction import LINKS
 from mirror.tools.planning.workload import (
     PlanError,
     check_plan_count,

@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from unittest.mock import patch
 
-from mirror.comm.workers.groups import Groups, SequencedGroup
-from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement
+from mirror.comm.workers.distributed_group import Groups, SequencedGroup
+from mirror.train.checkpoint.checkpoint import WorkerAgreement
 from mirror.train.checkpoint.snapshot import StagingBuffers
-from mirror.train.elastic import membership_coordinator
+from mirror.train.elastic import membership
 from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent
-from mirror.train.elastic.elastic_state import ElasticState
+from mirror.train.elastic.elastic_run import ElasticState
 from mirror.train.elastic.member import Member
-from mirror.train.elastic.membership import ADDRESS_VARIABLE, Phase
-from mirror.train.elastic.membership_coordinator import MembershipOptions
+from mirror.train.elastic.membership import ADDRESS_VARIABLE, MembershipOptions, Phase
 from tests.worker_pool import _FORK_SERVER, _LENGTH, _ROOT, _receive
 
 
@@ -147,9 +146,9 @@ def agent_of(
         workers.append(ForkedWorker(variables, task))
         return workers[-1]
 
-    membership = MembershipOptions(size if least is None else least, size, **options)
+    rules = MembershipOptions(size if least is None else least, size, **options)
     num_local = size if joins_at is None else size - 1
-    agent = ElasticAgent(start, AgentOptions(num_local, max_restarts, membership))
+    agent = ElasticAgent(start, AgentOptions(num_local, max_restarts, rules))
     publish = agent._coordinator._publish
 
     def record(view):
@@ -161,9 +160,7 @@ def agent_of(
     agent._coordinator._publish = record
     try:
         # On a busy machine, forks may come later than the first generation would wait for them.
-        with patch.object(
-            membership_coordinator, "_LAST_CALL_SECONDS", 600.0 if joins_at is None else 0.0
-        ):
+        with patch.object(membership, "_LAST_CALL_SECONDS", 600.0 if joins_at is None else 0.0):
             yield agent, workers, views
     finally:
         for worker in workers:

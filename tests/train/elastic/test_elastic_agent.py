@@ -15,10 +15,15 @@ import pytest
 from mirror.cli import main
 from mirror.errors import ClusterError, WorkerLostError
 from mirror.train import elastic
-from mirror.train.elastic import coordinator_calls, elastic_agent
+from mirror.train.elastic import elastic_agent, member
 from mirror.train.elastic.elastic_agent import AgentOptions, ElasticAgent
-from mirror.train.elastic.membership import ADDRESS_VARIABLE, MembershipStore, Phase
-from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
+from mirror.train.elastic.membership import (
+    ADDRESS_VARIABLE,
+    MembershipCoordinator,
+    MembershipOptions,
+    MembershipStore,
+    Phase,
+)
 from tests.ports import HeldPort
 from tests.train.elastic.elastic_workers import ForkedWorker, agent_of, train
 
@@ -120,7 +125,7 @@ def stops_while_it_trains():
     ("number", "text"), [(signal.SIGSTOP, "it has not answered for 0.5 s"), (signal.SIGKILL, "")]
 )
 def test_an_agent_ends_if_its_coordinator_is_gone_or_silent(monkeypatch, program, number, text):
-    monkeypatch.setattr(coordinator_calls, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(member, "SILENCE_SECONDS", 0.5)
     with agent_with_coordinator(program, number) as (agent, processes):
         with pytest.raises(ClusterError, match=f"the coordinator at .* is gone: .*{text}"):
             agent.run()
@@ -130,19 +135,19 @@ def test_an_agent_ends_if_its_coordinator_is_gone_or_silent(monkeypatch, program
 def test_a_signal_ends_an_agent_whose_coordinator_is_silent(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     with agent_with_coordinator(trains_forever, signal.SIGSTOP) as (agent, _):
-        is_over = coordinator_calls.SilenceTimer.is_over
+        is_over = member.SilenceTimer.is_over
 
         def interrupt(timer):
             os.kill(os.getpid(), signal.SIGTERM)
             return is_over(timer)
 
-        monkeypatch.setattr(coordinator_calls.SilenceTimer, "is_over", interrupt)
+        monkeypatch.setattr(member.SilenceTimer, "is_over", interrupt)
         assert agent.run() == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def gives_up():
-    coordinator_calls.SILENCE_SECONDS = 0.5
+    member.SILENCE_SECONDS = 0.5
     elastic.run(lambda: None)
 
 
@@ -167,7 +172,7 @@ def stops_after_the_training():
 def test_a_worker_that_stops_after_the_training_is_killed_without_a_coordinator(
     monkeypatch, number
 ):
-    monkeypatch.setattr(coordinator_calls, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(member, "SILENCE_SECONDS", 0.5)
     with agent_with_coordinator(stops_after_the_training) as (agent, (coordinator, *_)):
         wait_for_workers = agent._wait_after_success
 
@@ -183,10 +188,10 @@ def test_a_worker_that_stops_after_the_training_is_killed_without_a_coordinator(
 
 def test_the_time_in_which_a_process_was_stopped_is_no_silence():
     now = 0.0
-    timer = coordinator_calls.SilenceTimer(lambda: now)
+    timer = member.SilenceTimer(lambda: now)
     now = 10_000.0
     assert not timer.is_over()
-    for _ in range(round(coordinator_calls.SILENCE_SECONDS)):
+    for _ in range(round(member.SILENCE_SECONDS)):
         now += 1.0
         over = timer.is_over()
     assert over

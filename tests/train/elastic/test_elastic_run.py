@@ -12,8 +12,8 @@ from torch import nn
 import mirror
 from mirror.errors import CheckpointError, ClusterError, StrategyError
 from mirror.train import elastic
-from mirror.train.elastic import elastic_agent, elastic_state
-from mirror.train.elastic.elastic_state import ElasticState
+from mirror.train.elastic import elastic_agent, elastic_run
+from mirror.train.elastic.elastic_run import ElasticState
 from tests.pairs import quick_of
 from tests.toy_models import ones_layer
 from tests.train.elastic.elastic_workers import Kill, agent_of, plan, train
@@ -22,7 +22,7 @@ from tests.train.elastic.elastic_workers import Kill, agent_of, plan, train
 @pytest.fixture(autouse=True)
 def no_commit(monkeypatch):
     """Each test begins without a commit of this process."""
-    monkeypatch.setattr(elastic_state, "_memory", elastic_state._Memory())
+    monkeypatch.setattr(elastic_run, "_memory", elastic_run._Memory())
 
 
 def test_without_an_agent_the_function_is_called_once():

@@ -8,11 +8,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from mirror.train.elastic.membership import (
     CommitId,
     MemberRecord,
+    MembershipCoordinator,
+    MembershipOptions,
     MembershipStore,
     MemberState,
     Phase,
 )
-from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
 from tests.pairs import every
 
 WAITING, TRAINING, FINISHED = MemberState.WAITING, MemberState.TRAINING, MemberState.FINISHED

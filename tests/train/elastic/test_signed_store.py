@@ -12,12 +12,13 @@ from mirror.train.elastic.membership import (
     _PREFIX,
     CommitId,
     MemberRecord,
+    MembershipCoordinator,
+    MembershipOptions,
     MembershipStore,
     MemberState,
     Phase,
     View,
 )
-from mirror.train.elastic.membership_coordinator import MembershipCoordinator, MembershipOptions
 
 KEY = "8f1d6a0b37c2e95d44a1be7803f65c2e"
 RECORD = MemberRecord().to_json()

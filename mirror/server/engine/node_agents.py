@@ -1,33 +1,226 @@
-"""The engine of given addresses: each actor runs under a node agent that was started there."""
+"""Node agents, and the engine that uses them: each serves one address, and runs an actor there.
+
+::
+
+    owner     {"start": {"name": ..., "role": ..., "init": ..., "id": ...}}
+    agent     {"ready": 4711}, or {"failed": ..., "pickle": ...}, or {"died": "..."}
+    owner     {"kill": 4711}
+    agent     {"ended": 4711}
+
+A free agent listens. A program that proves that it has the key owns the agent until that
+connection, the lifeline, closes. Meanwhile the actor listens at the same address, in a process of
+its own. When the lifeline closes, the actor ends and the agent is free again, for another program.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import queue
 import secrets
 import socket
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from time import monotonic
 from typing import Any
 
-from mirror.server.engine.actor_process import check_started, receive_message, send_message
+from mirror.errors import ListenError
+from mirror.server.engine.actor_process import (
+    check_started,
+    failure_message,
+    receive_message,
+    send_message,
+)
 from mirror.server.engine.channels import Channel, set_socket_options
 from mirror.server.engine.engine_types import (
     ActorDied,
     Address,
-    BaseEngine,
+    Engine,
     Header,
     Liveness,
+    OwnedActor,
+    RemoteError,
     WireError,
     run_in_threads,
 )
-from mirror.server.engine.handshake import ACTOR_SECONDS, agent_credentials, authenticate
+from mirror.server.engine.fork_server import fork_server
+from mirror.server.engine.handshake import (
+    ACTOR_SECONDS,
+    Listener,
+    agent_credentials,
+    authenticate,
+    bind,
+    listen,
+    unlisten,
+)
+from mirror.server.engine.process_engine import ProcessActor
 from mirror.server.engine.socket_client import SocketClient, register_key
 
-_DEATH_NOTICE_SECONDS = 1.0
+_CLOSE_SECONDS = 15.0
+_SEND_SECONDS = 60.0
+
+
+class NodeAgent:
+    """Serves programs that have the key, one after another, until it is closed.
+
+    Args:
+        port: 0 takes any free port.
+        roles: the roles that a program may start.
+
+    Raises:
+        ListenError: the process cannot listen at the address, since another one does, for example.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, roles: Collection[str]) -> None:
+        self._host, self._key, self._roles = host, key, frozenset(roles)
+        self._sock = _listen_at(host, port)
+        self.port: int = self._sock.getsockname()[1]
+        self._listener: Listener | None = None
+        self._owner: Channel | None = None
+        self._error: BaseException | None = None
+        self._closing = threading.Event()
+        fork_server()  # starts to import torch
+        self._thread = threading.Thread(target=self._serve, name="node agent", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until the agent is closed, for ``timeout`` seconds at most.
+
+        Raises:
+            BaseException: the error for which the agent has stopped serving.
+        """
+        self._thread.join(timeout)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Ends the actor, and accepts no other program."""
+        self._closing.set()
+        listener, owner = self._listener, self._owner
+        if listener is not None:
+            listener.stop()
+        if owner is not None:
+            with contextlib.suppress(OSError):
+                owner.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_CLOSE_SECONDS)
+        self._sock.close()
+
+    def _serve(self) -> None:
+        try:
+            while (owner := self._accept_owner()) is not None:
+                self._owner = owner
+                try:
+                    if not self._closing.is_set():
+                        self._serve_owner(owner)
+                except Exception as error:  # a program's message ends only its own connection
+                    print(f"mirror: closed a connection: {error!r}", file=sys.stderr, flush=True)
+                finally:
+                    owner.close()
+                if self._closing.is_set():
+                    return
+                listen(self._sock)
+        except BaseException as error:
+            self._error = error
+        finally:
+            unlisten(self._sock)
+
+    def _accept_owner(self) -> Channel | None:
+        """Returns the connection of the next program with the key; None after ``close``."""
+        owners: list[Channel] = []
+
+        def deliver(channel: Channel) -> None:
+            owners.append(channel)
+            listener.stop()
+
+        listener = self._listener = Listener(self._sock, agent_credentials(self._key), deliver)
+        if self._closing.is_set():
+            listener.stop()
+        listener.run()
+        for other in owners[1:]:
+            other.close()
+        return owners[0] if owners else None
+
+    def _serve_owner(self, owner: Channel) -> None:
+        """Starts and kills the actor as the owner asks, until the owner ends; then stops it."""
+        actor: ProcessActor | None = None
+        sending = threading.Lock()
+
+        def send(message: dict[str, Any]) -> None:
+            with sending, contextlib.suppress(OSError):  # the loop below notices the owner's end
+                send_message(owner, message, _SEND_SECONDS)
+
+        try:
+            while (message := receive_message(owner)) is not None:
+                if "start" in message:
+                    if actor is not None:
+                        actor.stop()
+                        actor = None
+                    start = message["start"]
+                    if start["role"] not in self._roles:
+                        error = WireError(f"a role is one of {sorted(self._roles)}")
+                        send(failure_message(error))
+                        continue
+                    actor = self._make_actor(start)
+                    send(_start(actor, send))
+                elif actor is not None:
+                    actor.kill()
+        finally:
+            if actor is not None:
+                actor.stop()
+
+    def _make_actor(self, start: dict[str, Any]) -> ProcessActor:
+        address = {
+            "engine": "process",
+            "id": start["id"],
+            "name": start["name"],
+            "host": self._host,
+            "port": self.port,
+            "tls": True,
+        }
+        register_key(start["id"], self._key)
+        config = {"key": self._key.hex(), "role": start["role"], "init": start["init"]}
+        return ProcessActor(address, self._sock.dup(), config)
+
+
+def _start(actor: ProcessActor, send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    actor.on_death(lambda: send({"ended": actor.pid}))
+    try:
+        actor.restart()
+    except RemoteError as error:
+        return failure_message(error)
+    except (ActorDied, OSError) as error:
+        return {"died": str(error)}
+    return {"ready": actor.pid}
+
+
+_REMEDIES = {
+    errno.EADDRINUSE: "end the process that listens there, or serve at another port",
+    errno.EACCES: "ports below 1024 need privileges; serve at another port",
+}
+_OTHER_MACHINE = (
+    "serve at an address of this machine, or listen on all networks with host='0.0.0.0' "
+    "(--host 0.0.0.0)"
+)
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at an address; raises ListenError if that cannot be."""
+    try:
+        sock = bind(host, port)
+        listen(sock)
+    except (OSError, UnicodeError) as error:  # the encoding of host names
+        number: Any = getattr(error, "errno", None)
+        remedy = _REMEDIES.get(number, _OTHER_MACHINE)
+        reason = getattr(error, "strerror", None) or error
+        raised = ListenError(f"cannot listen at {host}:{port}: {reason}; {remedy}")
+        raised.errno = number
+        raise raised from error
+    return sock
+
+
 _RETRY_SECONDS = 0.2
 _KILL_SECONDS = 15.0
 _START_SECONDS = 1260.0  # a fork and a role's constructor have 600 each
@@ -38,7 +231,7 @@ _Answers = queue.SimpleQueue["dict[str, Any] | None"]
 _logger = logging.getLogger("mirror")
 
 
-class AgentEngine(BaseEngine["AgentActor"]):
+class AgentEngine(Engine["AgentActor"]):
     """Starts each actor under the ``NodeAgent`` at the actor's address.
 
     Args:
@@ -81,7 +274,7 @@ def _stop_all(actors: list[AgentActor]) -> None:
     actors.clear()
 
 
-class AgentActor(SocketClient):
+class AgentActor(OwnedActor, SocketClient):
     """An actor under a node agent, as the program that started it sees it.
 
     One thread receives the agent's messages. It puts the answers to ``restart`` into a queue, and
@@ -99,15 +292,6 @@ class AgentActor(SocketClient):
         self._liveness = Liveness()
         self._pid_lock = threading.Lock()
         self._pid = self._ended_pid = 0
-
-    @property
-    def alive(self) -> bool:
-        """See ``Actor``."""
-        return self._liveness.is_alive
-
-    def on_death(self, callback: Callable[[], None]) -> None:
-        """See ``Actor``."""
-        self._liveness.on_death(callback)
 
     def kill(self) -> None:
         """See ``Actor``."""
@@ -142,7 +326,7 @@ class AgentActor(SocketClient):
                 self._record_end(self._pid)
 
     def stop(self) -> None:
-        """Ends the actor; it cannot be restarted."""
+        """See ``Actor``."""
         self._liveness.closed.set()
         lifeline = self._lifeline
         if lifeline is not None:
@@ -150,14 +334,6 @@ class AgentActor(SocketClient):
                 lifeline.shutdown(socket.SHUT_RDWR)
         self.disconnect(ActorDied(self.name))
         self._liveness.end(self._pid)
-
-    def confirm_death(self) -> None:
-        """Waits until the agent has reported the end that a connection noticed."""
-        self._liveness.wait(_DEATH_NOTICE_SECONDS)
-
-    def end_stalled(self) -> None:
-        """See ``SocketClient``."""
-        self.kill()
 
     def _request_start(self, deadline: float) -> dict[str, Any] | None:
         """Asks the agent to start the actor; returns None if the agent ends meanwhile."""

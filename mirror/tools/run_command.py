@@ -37,7 +37,7 @@ from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import Schedule, Verify
 
-_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _kept: list[ModuleType | None] = []  # keeps the globals of an earlier __main__
 
 

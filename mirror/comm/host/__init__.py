@@ -1,1 +1,0 @@
-"""Backends of the host: reductions in place by C++, and the plain reference."""

@@ -1,1 +1,0 @@
-"""``mirror run``: an unchanged script under an open scope."""
