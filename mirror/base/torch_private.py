@@ -248,6 +248,7 @@ queue_callback: Callable[[Callable[[], object]], None] = _find(
 num_function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 1)
 num_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
 functions_interpreter: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack")
+DisableAutocast: Any = _find("torch._C._DisableAutocast")
 _is_batched: Callable[[Tensor], bool] = _find("torch._C._functorch.is_batchedtensor")
 _is_differentiated: Callable[[Tensor], bool] = _find("torch._C._functorch.is_gradtrackingtensor")
 _jit: Any = torch.jit  # untyped

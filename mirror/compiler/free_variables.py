@@ -248,9 +248,9 @@ class FreeVariables:
             for key in keys:
                 self._add(Entry(f"entry {key!r} of {name}", key, value, read_as), depth)
             return
-        self._follow_object(value, name, depth)
+        self._follow_object(value, name, read_as, depth)
 
-    def _follow_object(self, value: Any, name: str, depth: int) -> None:
+    def _follow_object(self, value: Any, name: str, read_as: Any, depth: int) -> None:
         kind = value if isinstance(value, type) else type(value)
         if kind.__module__.partition(".")[0] in _OF_LIBRARIES and not isinstance(
             value, ModuleType
@@ -261,7 +261,14 @@ class FreeVariables:
         fields = getattr(value, "__dict__", {})
         if not isinstance(fields, dict):  # a class: see below
             fields = {}
-        for key in sorted(self._names & fields.keys()):
+        is_whole = self._is_strict and not isinstance(value, (type, ModuleType))
+        if is_whole and not is_users(_file_of(kind)):  # methods of a library read other names
+            self.sizes.append((name, fields))
+            self.read_as[id(fields)] = read_as
+            keys = [key for key in fields if isinstance(key, str)]
+        else:
+            keys = sorted(self._names & fields.keys())
+        for key in keys:
             self._add(Entry(f"{name}.{key}", key, fields), depth)
         for base in kind.__mro__ if not isinstance(value, ModuleType) else ():
             if not is_users(_file_of(base)):

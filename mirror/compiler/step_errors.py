@@ -85,6 +85,11 @@ def is_users(path: str) -> bool:
     return not path.startswith(_PASSED_OVER)
 
 
+def is_mirrors(path: str) -> bool:
+    """Whether a file is ours."""
+    return path.startswith(_HERE)
+
+
 def is_torchs(path: str) -> bool:
     """Whether a file is torch's."""
     return path.startswith(_OURS_AND_TORCHS[1])

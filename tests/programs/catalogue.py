@@ -100,15 +100,20 @@ class Place:
         strategy: ``None`` on one device.
         way: "loop": ``step`` calls its function as it is; "run": once per replica, in run;
             "compiled": the same, compiled after the first call.
+        compiles_modules: whether ``strategy.compile`` is called with each module.
     """
 
-    def __init__(self, strategy=None, way="loop"):
+    def __init__(self, strategy=None, way="loop", compiles_modules=False):
         self.strategy = strategy
         self.way = way
+        self.compiles_modules = compiles_modules
         self._compiled = {}
 
     def put(self, module):
-        return module if self.strategy is None else self.strategy.mirror(module)
+        if self.strategy is None:
+            return module
+        self.strategy.mirror(module)
+        return self.strategy.compile(module) if self.compiles_modules else module
 
     def step(self, fn, *batch):
         """One step on a batch; returns the mean of what ``fn`` returns."""

@@ -30,6 +30,7 @@ class Column:
         own_steps: whether each replica steps an optimizer of its own, as on distinct devices.
         workers: the number of replicas of each worker; none: all are in this process.
         on_gpus: whether the devices are simulated GPUs.
+        modules: whether the modules are compiled.
     """
 
     way: str
@@ -40,6 +41,7 @@ class Column:
     own_steps: bool = False
     workers: tuple[int, ...] = ()
     on_gpus: bool = False
+    modules: bool = False
 
     def strategy(self, options):
         options = {**options, **self.options}
@@ -70,6 +72,10 @@ COLUMNS = {
     "run-x3-parallel": Column("run", 3, {"schedule": "parallel"}),
     "run-on-gpus-in-scope": Column("run", 2, {"backend": "naive"}, in_scope=True, on_gpus=True),
     "run-on-workers": Column("run", 3, workers=(2, 1)),
+    "loop-x1-modules": Column("loop", 1, modules=True),
+    "loop-x2-modules-in-scope": Column("loop", 2, in_scope=True, modules=True),
+    "run-x3-modules": Column("run", 3, modules=True),
+    "loop-x2-modules-central": Column("loop", 2, is_central=True, modules=True),
     "run-sharded-on-workers": Column("run", 3, SHARDED, workers=(2, 1)),
     "compiled-x2": Column("compiled", 2),
 }
@@ -101,7 +107,7 @@ def run_on_replicas(i, column, options):
         strategy = stack.enter_context(column.strategy(options))
         if column.in_scope:
             stack.enter_context(strategy.scope())
-        return program(Place(strategy, column.way))
+        return program(Place(strategy, column.way, column.modules))
 
 
 @contextlib.contextmanager

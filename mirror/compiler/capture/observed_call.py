@@ -12,32 +12,58 @@ import builtins
 import collections
 import datetime
 import gc
+import operator
 import os
 import random
+import re
 import sys
+import threading
+import uuid
 from collections.abc import Callable, Collection, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from itertools import chain
-from types import CodeType, FrameType, FunctionType
+from pathlib import PurePath
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.compiler.capture.side_effects import line_about
-from mirror.compiler.free_variables import MAX_ENTRIES, FreeVariables
-from mirror.compiler.step_errors import is_users, quote
+from mirror.compiler.free_variables import MAX_ENTRIES, PLAIN, FreeVariables
+from mirror.compiler.step_errors import is_mirrors, is_torchs, is_users, quote
 from mirror.errors import CompileError
 
-_MODULES = {"time", "posix", "nt", "_io", "io", "_random", "_socket", "select"}
+_MODULES = {"time", "posix", "nt", "_io", "io", "_random", "_socket", "select", "gc"}
+_IMPORTS = "<frozen importlib"
 _BUILTINS = {builtins.print, builtins.open, builtins.input}
 _ENVIRON = type(os.environ).__getitem__.__code__
 _GENERATED = "<string>"  # by dataclasses, namedtuples and mirror's wrappers
+_GENERATORS = random.Random, torch.Generator
 _CLOCKS = {datetime.datetime, datetime.date}
 _OPAQUE = (
     *(set, bytearray, memoryview, collections.deque),
-    *(np.ndarray, np.random.Generator, np.random.RandomState, Optimizer, LRScheduler),
+    *(np.ndarray, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
+    *(Optimizer, LRScheduler, threading.local),
+)
+_CONSTANT = (
+    *(range, slice, frozenset, re.Pattern, Decimal, Fraction, uuid.UUID, PurePath, property),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(type(...), type(NotImplemented), operator.attrgetter, operator.itemgetter),
+    *(operator.methodcaller, WrapperDescriptorType, MethodDescriptorType, GetSetDescriptorType),
 )
 
 
@@ -75,8 +101,18 @@ class ObservedCall:
                     caller = None if caller is None else caller.f_back
                     if caller is not None and caller.f_code in self.codes:
                         self._add(caller, "os.environ")
-        elif event == "c_call" and code in self.codes and not self.impure and _is_impure(arg):
-            self._add(frame, f"{arg.__name__}()")
+        elif event == "c_call" and not self.impure and _is_impure(arg):
+            reads_seed = arg.__name__ == "initial_seed"
+            caller = frame
+            while caller is not None and caller.f_code not in self.codes:  # in a library
+                name = caller.f_code.co_filename
+                if name.startswith(_IMPORTS) or is_mirrors(name):
+                    return
+                if is_torchs(name) and not reads_seed:
+                    return
+                caller = caller.f_back
+            if caller is not None:
+                self._add(caller, f"{arg.__name__}()")
 
     def _add(self, frame: FrameType, what: str) -> None:
         place = frame.f_code.co_filename, frame.f_lineno
@@ -116,7 +152,7 @@ class ObservedCall:
 
 def _is_impure(function: Any) -> bool:
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, random.Random):
+    if isinstance(owner, _GENERATORS):
         return True
     if isinstance(owner, type):
         return owner in _CLOCKS and function.__name__ in ("now", "today", "utcnow")
@@ -126,11 +162,14 @@ def _is_impure(function: Any) -> bool:
 
 
 def _is_opaque(value: Any) -> bool:
+    """Whether a value may change, and no guard can compare what it holds."""
     if isinstance(value, _OPAQUE) or hasattr(type(value), "__next__"):
         return True
     if isinstance(value, (dict, list, tuple)):
         return len(value) > MAX_ENTRIES
-    is_of_user = type(value).__module__ in sys.modules and is_users(
-        getattr(sys.modules[type(value).__module__], "__file__", None) or "<frozen"
-    )
-    return is_of_user and not hasattr(value, "__dict__") and not isinstance(value, tuple)
+    if isinstance(value, BuiltinFunctionType):  # the append of a list, say
+        return not isinstance(value.__self__, (type, ModuleType, type(None)))
+    library = type(value).__module__.partition(".")[0]
+    if isinstance(value, (*PLAIN, *_CONSTANT)) or library in ("torch", "numpy", "mirror"):
+        return False
+    return type(value) is not object and not hasattr(value, "__dict__")

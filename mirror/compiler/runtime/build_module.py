@@ -10,19 +10,29 @@ from torch import Tensor, nn
 
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
+from mirror.compiler.capture.side_effects import line_about
 from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.lowering.module_trace import CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.runtime.module_program import ModuleProgram
-from mirror.compiler.runtime.trace_guards import TraceGuards, guard_requires_grad
+from mirror.compiler.runtime.trace_guards import (
+    GuardedValue,
+    TraceGuards,
+    guard_layouts,
+)
 from mirror.compiler.step_inputs import InputKind, state_tensors
 from mirror.device.cuda_graph import CudaGraph, has_graphs
+from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.modules.module_owner import suspend_recording
+from mirror.replica.modules.replica_attributes import own_attributes
 from mirror.replica.params.replicated_params import MirroredTensors
+from mirror.replica.params.torch_function import MirroredParameter
 from mirror.values import leaves_of, map_structure
+
+_STATE = InputKind.PARAMETER, InputKind.BUFFER
 
 
 class ModuleProgramBuilder:
@@ -64,10 +74,27 @@ class ModuleProgramBuilder:
     ) -> tuple[TraceGuards, ModuleProgram]:
         replicas, device = self._replicas, self._replicas.devices[0]
         assert pattern.observed is not None
+        for parameter in module.parameters():
+            if not (isinstance(parameter, nn.Parameter) and self._registry.owns(parameter)):
+                raise CompileError("a parameter is none of the strategy's, as in functional_call")
         layers = list(module.modules())
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
         around = FreeVariables(functions, layers, is_strict=True)
+        names = {name for code in around.codes for name in (*code.co_names, *code.co_consts)}
+        for path, parameter in module.named_parameters():
+            if type(parameter) not in (nn.Parameter, MirroredParameter):
+                kind = type(parameter).__name__
+                raise CompileError(f"parameter {path!r} is a {kind}, which no trace follows")
+            if read := sorted(vars(parameter).keys() & names):
+                line = line_about(around.codes, read)
+                raise CompileError(f"{line}: it reads attribute {read[0]!r} of parameter {path!r}")
+        if own := _own_attributes(layers):
+            line = line_about(around.codes, [name for _, name in own])
+            raise CompileError(
+                f"{line}: attribute {own[0][1]!r} of {own[0][0]} is set in forward, and each "
+                "replica has a value of its own"
+            )
         leaves = _with_memory(leaves_of(pattern.tree), pattern.kinds, device)
         places = state_tensors(self._registry)
         trace = trace_module(module, pattern, leaves, replicas, places, around)
@@ -94,7 +121,7 @@ class ModuleProgramBuilder:
             make_graphs if has_graphs(device) else None,
             redo,
         )
-        used = [one.of for one in step.inputs if one.kind is InputKind.PARAMETER]
+        used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
             guards = TraceGuards(
                 module.forward,
@@ -105,9 +132,25 @@ class ModuleProgramBuilder:
                 (),
                 step.numbers,
                 around=around,
-                others=[guard_requires_grad(used)],
+                others=[guard_layouts(used), _guard_own_attributes(layers)],
             )
         return guards, program
+
+
+def _own_attributes(modules: Sequence[nn.Module]) -> list[tuple[str, str]]:
+    """Returns the attributes that replicas have set; no guard reads the replicas' values."""
+    return [
+        (type(module).__name__, name)
+        for module in modules
+        for name, values in own_attributes(module).items()
+        if values.is_set
+    ]
+
+
+def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
+    known = [own_attributes(module) for module in modules]
+    names = ["an attribute that replicas have set"]
+    return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import (
     WHOLE_CALL,
+    DisableAutocast,
     current_graph_task_id,
     functions_interpreter,
     is_jit_tracing,
@@ -114,6 +115,8 @@ class CompiledCalls:
         """Traces the calls that wait for it; called in the cross-replica context."""
         if self.runner.running is not None or current.replica is not None:
             return
+        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None:
+            return  # activation checkpointing would see the tensors of the trace
         pending = self.pending.copy()
         self.pending.clear()
         for compiled, call in pending:
@@ -256,6 +259,9 @@ class CompiledModule(ReplayedCalls):
                 return self._call_noting(module, self._known.get(signature), args, kwargs)
         replica_id = 0 if replica is None else replica.replica_id
         state = self._generators(replica_id) if program.draws else None
+        if program.pattern.autocast:  # its casts are in the program
+            with DisableAutocast():
+                return program.call(replica_id, tensors, state)
         return program.call(replica_id, tensors, state)
 
     def _can_replay(self, replica: Replica | None) -> bool:

@@ -279,13 +279,20 @@ def _guard_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     ]
 
 
-def guard_requires_grad(places: Sequence[StateTensor]) -> GuardedValue:
-    """Guards which parameters require gradients."""
-    tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
-    requires_grad = operator.attrgetter("requires_grad")
-    return GuardedValue(
-        _NamedValue("requires_grad", places), lambda: [*map(requires_grad, tensors)]
-    )
+def guard_layouts(places: Sequence[StateTensor]) -> GuardedValue:
+    """Guards dtypes, sizes and strides of state, and which of it requires gradients."""
+    strides, layout = Tensor.stride, operator.attrgetter("requires_grad", "dtype", "shape")
+
+    def read() -> list[Any]:
+        tensors = [
+            p.owner
+            if p.record is None
+            else (p.record.targets if p.is_parameter else p.record.copies)[0]
+            for p in places
+        ]
+        return [*map(layout, tensors), *map(strides, tensors)]
+
+    return GuardedValue(_NamedValue("the layout", [*places, *places]), read)
 
 
 def _guard_optimizer(swap: TracedSwap, numbers: TracedNumbers) -> GuardedValue:

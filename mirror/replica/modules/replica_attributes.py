@@ -185,9 +185,14 @@ def _own_mode(replica: Replica, module: nn.Module) -> None:
 
 def is_own(module: nn.Module, name: str) -> bool:
     """Whether replicas have set an attribute of this module."""
-    call = interceptor_of(module)
-    own = call.own.get(name) if isinstance(call, CallInterceptor) else None
+    own = own_attributes(module).get(name)
     return own is not None and own.is_set
+
+
+def own_attributes(module: nn.Module) -> dict[str, PerReplicaAttribute]:
+    """Returns the attributes that replicas have set, or looked at as if they had; it is live."""
+    call = interceptor_of(module)
+    return call.own if isinstance(call, CallInterceptor) else {}
 
 
 @disable_dynamo

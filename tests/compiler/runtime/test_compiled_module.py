@@ -1,15 +1,26 @@
 """``strategy.compile(module)``: the unchanged loop has the bits that it has uncompiled."""
 
+import array
 import collections
+import contextvars
 import copy
+import ctypes
+import datetime
 import functools
+import gc
 import itertools
 import os
+import pathlib
 import pickle
+import queue
 import random
+import secrets
 import subprocess
 import sys
+import threading
 import time
+import types
+import uuid
 
 import numpy as np
 import pytest
@@ -695,7 +706,200 @@ class Sorted(Net):
         return h[:, h.sum(0) > 0].sum(1, keepdim=True) * torch.ones(8)
 
 
+class Collects(Net):
+    """Replicas set the list first, and change it in place from then on."""
+
+    seen = None
+
+    def compute(self, h):
+        if self.seen is None:
+            self.seen = []
+        self.seen.append(1)
+        return h * len(self.seen)
+
+
+class Held(Net):
+    """Reads a number from an object whose state no guard sees."""
+
+    make, read = None, None
+
+    def prepare(self):
+        self.kept = type(self).make()
+
+    def compute(self, h):
+        return h * (1 + float(type(self).read(self.kept)) % 7)
+
+
+def holding(name, make, read):
+    members = {"make": staticmethod(make), "read": staticmethod(read)}
+    return type(name, (Held,), members)
+
+
+def called(function, value):
+    function()
+    return value
+
+
+def appended(values):
+    values.append(1)
+    return len(values)
+
+
+def counted(state):
+    state.n = 1 + getattr(state, "n", 0)
+    return state.n
+
+
+def queued(queue):
+    queue.put(1)
+    return queue.qsize()
+
+
+def bound_append():
+    values = []
+    return types.SimpleNamespace(append=values.append, size=values.__len__)
+
+
+HELD = [
+    holding("BitGenerator", lambda: np.random.PCG64(0), lambda kept: kept.random_raw()),
+    holding("ArrayOfNumbers", lambda: array.array("i"), appended),
+    holding("Bytes", bytearray, appended),
+    holding("UsersList", collections.UserList, appended),
+    holding("Ordered", collections.OrderedDict, lambda d: len(d) + (d.update({len(d): 1}) or 0)),
+    holding("Counted", collections.Counter, lambda c: c.update("a") or c["a"]),
+    holding("Defaults", lambda: collections.defaultdict(list), lambda d: appended(d["a"])),
+    holding("Queue", queue.SimpleQueue, queued),
+    holding("OldQueue", queue.Queue, queued),
+    holding("Name", types.SimpleNamespace, lambda s: counted(s)),
+    holding("Bound", bound_append, lambda s: called(lambda: s.append(1), s.size())),
+    holding("Nested", lambda: {"a": [{"b": [0]}]}, lambda d: appended(d["a"][0]["b"])),
+    holding("InTuple", lambda: ([],), lambda t: appended(t[0])),
+    holding("OfThread", threading.local, lambda s: counted(s)),
+    holding(
+        "Variable",
+        lambda: contextvars.ContextVar("n", default=0),
+        lambda v: called(lambda: v.set(v.get() + 1), v.get()),
+    ),
+    holding("Partial", lambda: functools.partial(appended, []), lambda f: f()),
+    holding("Chain", lambda: collections.ChainMap({}), lambda d: d.update({len(d): 1}) or len(d)),
+    holding(
+        "Ctypes",
+        lambda: ctypes.c_int(0),
+        lambda c: called(lambda: setattr(c, "value", c.value + 1), c.value),
+    ),
+    holding("Cycle", lambda: itertools.cycle([1, 2, 3]), next),
+    holding("Secret", lambda: None, lambda _: secrets.randbelow(10**6)),
+    holding("Unique", lambda: None, lambda _: uuid.uuid4().int % 10**6),
+    holding("Url", lambda: None, lambda _: os.urandom(1)[0]),
+    holding("Today", lambda: None, lambda _: datetime.datetime.now().microsecond),
+    holding("FileRead", lambda: None, lambda _: len(pathlib.Path(__file__).read_text())),
+    holding("FileTime", lambda: None, lambda _: os.stat(__file__).st_mtime % 7),
+    holding("Exists", lambda: None, lambda _: os.path.exists(__file__)),
+    holding("Garbage", lambda: None, lambda _: gc.get_count()[0]),
+    holding("Seeded", lambda: None, lambda _: torch.initial_seed() % 7),
+    holding("Number", lambda: None, lambda _: torch.rand(()).item()),
+    holding("Perm", lambda: None, lambda _: torch.randperm(5).tolist()[0]),
+]
+
+
+@pytest.mark.parametrize("kind", HELD, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("n", [1, 2])
+def test_state_behind_an_object_is_compared_or_refused(kind, n, caplog):
+    loop = Loop(functools.partial(remake, kind), n, compiles=True, fallback="eager", verify="off")
+    loop.train(of_any, (6,) * 4)
+    assert loop.traces == 0
+    (warning,) = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
+    assert kind.__name__ in warning
+
+
+def leaving_autocast(loop, x, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loop.step(x, y)
+
+
+class LeavesAutocast(Net):
+    def compute(self, h):
+        with torch.autocast("cpu", enabled=False):
+            return h.float() @ self.first.weight @ self.first.weight.t()
+
+
+def with_other_parameters(loop, x, y):
+    given = {k: (p.detach() * 2).requires_grad_() for k, p in loop.model.named_parameters()}
+    loss = F.mse_loss(torch.func.functional_call(loop.model, given, (x,)), y)
+    loop.keep(*torch.autograd.grad(loss, list(given.values())))
+
+
+def in_channels_last(loop, x, y):
+    if len(loop.found) == 3:
+        loop.model.first.weight.data = loop.model.first.weight.data.t().contiguous().t()
+    loop.step(x, y)
+
+
+class Reads(Net):
+    def compute(self, h):
+        return h * self.first.weight.view(-1).sum() if self.first.weight.is_contiguous() else h
+
+
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [(LeavesAutocast, leaving_autocast), (Net, with_other_parameters), (Reads, in_channels_last)],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_modes_and_memory_of_parameters_are_those_of_the_call(make, step, n):
+    sizes = (6,) * 6
+    assert compare(make, n, step, sizes=sizes, fallback="eager") == (
+        0 if step is with_other_parameters else 1 + (step is in_channels_last)
+    )
+
+
+def checkpointing_layers(loop, x, y):
+    loop.optimizer.zero_grad()
+    layers = [loop.model.first, loop.model.last]
+    h = checkpoint(layers[0], x, use_reentrant=False)
+    F.mse_loss(layers[1](layers[1](h.relu()).repeat(1, 2)), y).backward()
+    loop.optimizer.step()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_trace_waits_while_a_checkpoint_is_recomputed(n):
+    found = []
+    for compiles in (False, True):
+        loop = Loop(Net, n, compiles=False)
+        for layer in (loop.model.first, loop.model.last) if compiles else ():
+            loop.strategy.compile(layer)
+        found.append(loop.train(checkpointing_layers, (6,) * 4))
+    assert all(map(torch.equal, *found))
+
+
+class Bounded(nn.Parameter):
+    bound = 2.0
+
+
+class OfKind(Net):
+    def prepare(self):
+        self.first.weight = Bounded(self.first.weight.detach())
+
+    def compute(self, h):
+        return h * self.first.weight.bound
+
+
+class Attributed(Net):
+    def prepare(self):
+        self.first.weight.bound = 2.0
+
+    def compute(self, h):
+        return h * getattr(self.first.weight, "bound", 1.0)
+
+
+@pytest.mark.parametrize("kind", [OfKind, Attributed])
+@pytest.mark.parametrize("n", [1, 2])
+def test_parameters_are_read_as_what_they_are(kind, n, caplog):
+    assert compare(kind, n, sizes=(6,) * 4, fallback="eager") == 0
+    assert len(caplog.records) == 1
+
+
 REFUSED = [
+    Collects,
     *(Counter, Inside, OfClass, Appends, Private, Entry, Fields, Slots, Closure, Global, Default),
     *(Iterator, Generated, Rotates, Set, Array, Depth, NumpysDepth, OwnRandom, NumpysRandom),
     *(
