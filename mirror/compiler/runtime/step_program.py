@@ -222,7 +222,7 @@ class StepProgram:
     def _leave_argument_grads(self, part: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Adds gradients to the arguments, and to the tensors that these are computed from."""
         for i, grad in zip(self.trace.argument_grads, grads, strict=True):
-            part[i].backward(grad)
+            part[i].requires_grad_().backward(grad)  # the step itself may have asked for it
 
     def _launch(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
         """Runs a program on the values of some replicas.

@@ -119,3 +119,19 @@ def test_arguments_get_the_gradients_that_an_uncompiled_step_leaves_in_them(is_l
     uncompiled = _train_on_arguments_that_require_grad(False, is_leaf)
     assert all(grad is not None for grad in uncompiled[0])
     assert_same(_train_on_arguments_that_require_grad(True, is_leaf), uncompiled)
+
+
+def test_an_argument_that_the_step_makes_require_grad_gets_its_gradient():
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+
+    def step(x):
+        x.requires_grad_().pow(2).sum().backward()
+        return x.grad
+
+    compiled = strategy.compile(step, mode="trace")
+    for number in range(3):
+        parts = [torch.full((4,), float(number + r)) for r in range(2)]
+        grads = compiled(mirror.PerReplica(parts))
+        assert_same([part.grad for part in parts], [2 * part.detach() for part in parts])
+        assert_same(list(grads.values), [part.grad for part in parts])
+    assert compiled.num_traces == 1
