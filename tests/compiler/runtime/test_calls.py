@@ -135,3 +135,26 @@ def test_an_argument_that_the_step_makes_require_grad_gets_its_gradient():
         assert_same([part.grad for part in parts], [2 * part.detach() for part in parts])
         assert_same(list(grads.values), [part.grad for part in parts])
     assert compiled.num_traces == 1
+
+
+def test_a_parameter_among_the_arguments_is_trained_as_one_that_the_step_finds():
+    def train(compiles):
+        torch.manual_seed(0)
+        strategy = mirror.MirroredStrategy(["cpu"] * 2)
+        with strategy.scope():
+            model = torch.nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, weight):
+            (model(x).pow(2).mean() + weight.pow(2).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        compiled = strategy.compile(step, mode="trace")
+        for _ in range(3):
+            args = mirror.PerReplica([torch.randn(2, 3) for _ in range(2)]), model.weight
+            compiled(*args) if compiles else strategy.run(step, args)
+        assert compiled.num_traces == int(compiles)
+        return list(model.parameters())
+
+    assert_same(train(compiles=True), train(compiles=False))
