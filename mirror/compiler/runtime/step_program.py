@@ -215,7 +215,8 @@ class StepProgram:
         results: dict[int, Sequence[Tensor]] = {}
         for r in own:
             values = [*islice(kept, len(found[0]))]
-            self._leave_argument_grads(parts[r], values[self._num_results :])
+            if self.trace.argument_grads:
+                self._leave_argument_grads(parts[r], values[self._num_results :])
             results[r] = values[: self._num_results]
         return results
 
