@@ -57,6 +57,7 @@ from mirror.base.torch_private import (
     transforms_of,
 )
 from mirror.errors import MirrorError, StrategyError
+from mirror.execution.replica_thread import Replay
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import (
     Replica,
@@ -330,7 +331,10 @@ class CallInterceptor(Interceptor):
             replica = current.replica
             assert replica is not None
             replica.run.is_split = True
-            part = parts[replica_id] = ReplicaArgs(split, replica_id, args, kwargs, names)
+            if replica_id in parts:  # a replay has made them, and is none
+                part = parts[replica_id]
+            else:
+                part = parts[replica_id] = ReplicaArgs(split, replica_id, args, kwargs, names)
             if each is not None:
                 own = partial(call_under_dynamo, dynamo_callback, entry, part.args, part.kwargs)
                 return each(replica_id, own)
@@ -338,9 +342,19 @@ class CallInterceptor(Interceptor):
                 return call_under_dynamo(dynamo_callback, entry, part.args, part.kwargs)
             return entry(*part.args, **part.kwargs)
 
+        replay: Replay | None = None
+        if isinstance(self.compiled, ReplayedCalls) and runner.replays_in_caller:
+            if self.is_plain and each is None and not dynamo_callback:
+
+                def part_of(replica_id: int) -> ReplicaArgs:
+                    parts[replica_id] = ReplicaArgs(split, replica_id, args, kwargs, names)
+                    return parts[replica_id]
+
+                replay = partial(self.compiled.replay, part_of=part_of)
+
         try:
             with limits_for(replicas.num_replicas):
-                run = runner.run(call, split.active, weights=sizes)
+                run = runner.run(call, split.active, weights=sizes, replay=replay)
             if sizes[0] != sizes[-1] and not self.is_checked and torch.is_grad_enabled():
                 self.is_checked = warn_if_mixing(module, run.results, sizes)
             if (lists := parts[split.active[0]].unsplit) and not self.has_warned_of_lists:
