@@ -44,6 +44,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current, push_context, recomputing, save_context
 from mirror.execution.runner import Runner
 from mirror.execution.swapped_state import SwappedState
+from mirror.replica.gradients.parallel_backward import is_separate
 from mirror.replica.modules.module_owner import Interceptor, ReplayedCalls
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.values import leaves_of, rebuild_structure
@@ -252,7 +253,7 @@ class CompiledModule(ReplayedCalls):
         return self._run(program, 0 if replica is None else replica.replica_id, tensors)
 
     def replay(
-        self, run: Run, part_of: Callable[[int], Any]
+        self, run: Run, parts: dict[int, Any], make_part: Callable[[int], Any]
     ) -> dict[int, Callable[[], Any]] | None:
         """Returns the replicas' calls as programs, whose guards are compared once for all.
 
@@ -271,7 +272,8 @@ class CompiledModule(ReplayedCalls):
         run.is_split = True
         before = save_context()
         for r in run.active:
-            part, tensors = part_of(r), list[Tensor]()
+            part, tensors = make_part(r), list[Tensor]()
+            parts[r] = part
             signature = _sign(mode, part.args, part.kwargs, tensors)
             if signature not in valid:
                 call = None if signature is None else self._known.get(signature)
@@ -362,7 +364,9 @@ class CompiledModule(ReplayedCalls):
         if not torch.is_grad_enabled():
             return result
         outputs = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
-        pattern = call.pattern
+        pattern, replica = call.pattern, current.replica
+        if replica is not None and self._replicas.are_simulated:
+            pattern.is_separate = is_separate(self._calls.runner, replica.replica_id, outputs)
 
         def note(number: int) -> Callable[[Tensor], None]:
             def hook(grad: Tensor | None) -> None:
@@ -440,6 +444,9 @@ class CompiledModule(ReplayedCalls):
         assert module is not None
         pattern = program.pattern
         mode = pattern.is_training, pattern.grad_enabled
+        at_once = self._calls.runner.parallel_pass
+        if at_once is not None:
+            at_once.go_alone()
         if has_graph:
             self._refuse(mode, _DOUBLE)
         elif call.is_there():

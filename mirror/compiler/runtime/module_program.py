@@ -299,6 +299,7 @@ class _Replayed(torch.autograd.Function):
         make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
         ctx.call = call
+        ctx.mirror_is_separate = call.program.pattern.is_separate
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, *saved)
         constant = call.program.not_differentiable

@@ -158,12 +158,13 @@ class ReplayedCalls:
         raise NotImplementedError
 
     def replay(
-        self, run: Run, part_of: Callable[[int], Any]
+        self, run: Run, parts: dict[int, Any], make_part: Callable[[int], Any]
     ) -> dict[int, Callable[[], Any]] | None:
         """Returns the recorded calls of a split call; ``None`` if not every replica has one.
 
         Args:
-            part_of: returns a replica's arguments, in ``args`` and ``kwargs``.
+            parts: gets the replicas' arguments, by replica id.
+            make_part: returns a replica's arguments, in ``args`` and ``kwargs``.
         """
         raise NotImplementedError
 

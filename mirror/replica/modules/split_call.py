@@ -57,7 +57,6 @@ from mirror.base.torch_private import (
     transforms_of,
 )
 from mirror.errors import MirrorError, StrategyError
-from mirror.execution.replica_thread import Replay
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import (
     Replica,
@@ -331,10 +330,9 @@ class CallInterceptor(Interceptor):
             replica = current.replica
             assert replica is not None
             replica.run.is_split = True
-            if replica_id in parts:  # a replay has made them, and is none
-                part = parts[replica_id]
-            else:
-                part = parts[replica_id] = ReplicaArgs(split, replica_id, args, kwargs, names)
+            if replica_id not in parts:  # else ``replay`` has made it, and has returned None
+                parts[replica_id] = ReplicaArgs(split, replica_id, args, kwargs, names)
+            part = parts[replica_id]
             if each is not None:
                 own = partial(call_under_dynamo, dynamo_callback, entry, part.args, part.kwargs)
                 return each(replica_id, own)
@@ -342,16 +340,10 @@ class CallInterceptor(Interceptor):
                 return call_under_dynamo(dynamo_callback, entry, part.args, part.kwargs)
             return entry(*part.args, **part.kwargs)
 
-        replay: Replay | None = None
-        if isinstance(self.compiled, ReplayedCalls) and runner.replays_in_caller:
-            if self.is_plain and each is None and not dynamo_callback:
-
-                def part_of(replica_id: int) -> ReplicaArgs:
-                    parts[replica_id] = ReplicaArgs(split, replica_id, args, kwargs, names)
-                    return parts[replica_id]
-
-                replay = partial(self.compiled.replay, part_of=part_of)
-
+        replay, is_plain = None, self.is_plain and each is None and not dynamo_callback
+        if isinstance(self.compiled, ReplayedCalls) and is_plain and runner.replays_in_caller:
+            make_part = partial(ReplicaArgs, split, args=args, kwargs=kwargs, names=names)
+            replay = partial(self.compiled.replay, parts=parts, make_part=make_part)
         try:
             with limits_for(replicas.num_replicas):
                 run = runner.run(call, split.active, weights=sizes, replay=replay)
