@@ -2,7 +2,7 @@
 
 It is the ``compiled`` of the module's CallInterceptor, in the place of a call that
 ``module.compile()`` has compiled: every replica calls it, inside ``run``, in a split call, and
-where there is one replica only.
+where there is one replica only. ``replay`` makes a split call of replicas that all have programs.
 
     first call with a signature    runs uncompiled; its arguments and gradients are noted
     before the next run            one trace for all replicas, in the cross-replica context
