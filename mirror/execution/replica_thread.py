@@ -46,6 +46,7 @@ from mirror.devices import backward_in_calling_thread, using
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, Run, current, renaming
 from mirror.threads.merge_point import Tasks
+from mirror.threads.user_frames import annotate_error
 
 _CPU = torch.device("cpu")
 
@@ -225,6 +226,41 @@ def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None)
             call = tasks[replica_id]
             tasks[replica_id] = partial(_call_on_device, replica.device, call)
     return tasks
+
+
+# Returns the recorded calls of a run by replica id; ``None`` if one of them has to run its code.
+Replay = Callable[[Run], "dict[int, Callable[[], Any]] | None"]
+
+
+def replay_calls(run: Run, calls: dict[int, Callable[[], Any]]) -> dict[int, Any]:
+    """Makes recorded calls of the replicas; returns their results by replica id.
+
+    A recorded call runs no code of the user, waits for no other replica, and launches its kernels
+    without waiting for them. So the calls need no threads: they are made one after the other in
+    the caller's thread, with its state.
+    """
+    replicas, timeline, results = run.replicas, run.replicas.timeline, dict[int, Any]()
+    before = current.replica, current.strategy, current.below
+    try:
+        current.below, current.strategy = before, replicas.strategy
+        for r, call in calls.items():
+            replica = current.replica = run.members[r]
+            timeline.mark((timeline.clock(), r, FORWARD, ""))
+            replica.has_begun = True
+            try:
+                if replicas.are_simulated:
+                    results[r] = call()
+                else:
+                    with using(replica.device):
+                        results[r] = call()
+            except BaseException as error:
+                annotate_error(error, replicas.names[r])
+                raise
+            finally:
+                timeline.mark((timeline.clock(), r, FORWARD, None))
+        return results
+    finally:
+        current.replica, current.strategy, current.below = before
 
 
 def _call_on_device(device: torch.device, call: Callable[[], Any]) -> Any:

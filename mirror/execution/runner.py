@@ -29,7 +29,7 @@ from mirror.execution.lifecycle import (
     step_ends,
 )
 from mirror.execution.parallel_runs import ParallelRuns
-from mirror.execution.replica_thread import ThreadState, replica_tasks
+from mirror.execution.replica_thread import Replay, ThreadState, replay_calls, replica_tasks
 from mirror.execution.replicas import Replicas, WeakReplicaMap
 from mirror.execution.run import (
     Replica,
@@ -70,6 +70,7 @@ class Runner:
         is_usable: whether ``check_usable`` raises nothing.
         on_outermost_end: on one of several workers, called when an outermost run has succeeded.
         parallel_runs: decides which runs take turns, if replicas may overlap.
+        replays_in_caller: whether recorded calls of the replicas are made in the caller's thread.
         copies: streams for arguments from the host to GPUs; ``None`` on simulated devices.
         generators: those of the replicas' GPUs, at each position.
         gpu_waits: samples how long GPUs wait for the host; ``None`` on simulated devices.
@@ -85,6 +86,8 @@ class Runner:
         self.unfinished = False
         self._unended: tuple[Run, ThreadState | None] | None = None
         self.schedule = Schedule(schedule)
+        # Simulated replicas that compute at once do so in a replay, too.
+        self.replays_in_caller = self.schedule.keeps_order or not replicas.are_simulated
         if self.schedule.watches_passes:
             replicas.timeline.at_step_ends.append(self._end_step)
         self.locksteps = LockstepStack(replicas, self.schedule.of_turns, timeout_seconds)
@@ -151,11 +154,13 @@ class Runner:
         active: Sequence[int],
         *,
         weights: Sequence[float] | None = None,
+        replay: Replay | None = None,
     ) -> Run:
         """Calls ``fn(replica_id)`` on every active replica; returns the run with its results.
 
         Args:
             weights: the replicas' shares in the gradient mean, by replica id; equal if ``None``.
+            replay: returns recorded calls to be made in place of ``fn``. See ``replay_calls``.
 
         Raises:
             StrategyError: called from one of the replicas, by two threads at once, or after
@@ -166,11 +171,11 @@ class Runner:
         if self.parallel_pass is not None or (
             self.running is not None and is_active_in(self.replicas)
         ):
-            run = self._run(fn, active, weights)
+            run = self._run(fn, active, weights, replay)
         elif self.replicas.workers.is_multi_process:
-            run = self._claim.call(self._run_of_worker, fn, active, weights)
+            run = self._claim.call(self._run_of_worker, fn, active, weights, replay)
         else:
-            run = self._claim.call(self._run, fn, active, weights)
+            run = self._claim.call(self._run, fn, active, weights, replay)
         if run.has_stepped:
             step_ends.notify(self.replicas.timeline)
         return run
@@ -192,18 +197,26 @@ class Runner:
         return self._claim.call(call)
 
     def _run_of_worker(
-        self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None
+        self,
+        fn: Callable[[int], Any],
+        active: tuple[int, ...],
+        weights: Sequence[float] | None,
+        replay: Replay | None,
     ) -> Run:
         if not self.is_between_runs:
-            return self._run(fn, active, weights)
-        workers, own = self.replicas.workers, partial(self._run, fn, active, weights)
+            return self._run(fn, active, weights, replay)
+        workers, own = self.replicas.workers, partial(self._run, fn, active, weights, replay)
         run = workers.call_outermost(partial(call_with_worker_rng, workers, self.generators, own))
         workers.record_run(run.total_weight())
         self.on_outermost_end()
         return run
 
     def _run(
-        self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None
+        self,
+        fn: Callable[[int], Any],
+        active: tuple[int, ...],
+        weights: Sequence[float] | None,
+        replay: Replay | None,
     ) -> Run:
         if not self.is_usable:
             self.check_usable()
@@ -240,13 +253,17 @@ class Runner:
             swapped=self._streams.begin(active) if takes_turns else None,
             checks=self._parts.at_merging,
         )
-        tasks = replica_tasks(run, fn, state)
         try:
             try:
                 self.unfinished, self._unended, self.running = True, (run, state), run
                 last_used.reference = self.replicas.timeline.reference
-                at_once = None if by_schedule else False
-                run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
+                recorded = None if replay is None else replay(run)
+                if recorded is not None:
+                    run.results = replay_calls(run, recorded)
+                else:
+                    tasks = replica_tasks(run, fn, state)
+                    at_once = None if by_schedule else False
+                    run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
                 self._parts.finish(run)
             finally:
                 if outer is None:

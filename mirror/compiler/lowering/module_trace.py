@@ -47,6 +47,8 @@ class CallPattern:
             pass has been seen.
         has_double_backward: whether its gradients were differentiated again.
         observed: the code that the call has run.
+        is_separate: whether backward passes are split behind its graph, uncompiled: see [Note:
+            Graph boundaries].
     """
 
     tree: Any
@@ -57,6 +59,7 @@ class CallPattern:
     tangents: dict[int, Strides] | None = None
     has_double_backward: bool = False
     observed: ObservedCall | None = None
+    is_separate: bool = False
 
     @contextmanager
     def in_its_modes(self) -> Iterator[None]:

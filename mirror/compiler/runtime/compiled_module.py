@@ -2,7 +2,7 @@
 
 It is the ``compiled`` of the module's CallInterceptor, in the place of a call that
 ``module.compile()`` has compiled: every replica calls it, inside ``run``, in a split call, and
-where there is one replica only.
+where there is one replica only. ``replay`` makes a split call of replicas that all have programs.
 
     first call with a signature    runs uncompiled; its arguments and gradients are noted
     before the next run            one trace for all replicas, in the cross-replica context
@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,8 @@ from mirror.base.torch_private import (
     current_graph_task_id,
     functions_interpreter,
     is_jit_tracing,
+    num_dispatch_modes,
+    num_function_modes,
     top_saved_tensors_hooks,
 )
 from mirror.compiler.free_variables import PLAIN
@@ -38,9 +41,10 @@ from mirror.devices import generators_of
 from mirror.errors import CompileError, StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import Replica, current, push_context, recomputing, save_context
+from mirror.execution.run import Replica, Run, current, push_context, recomputing, save_context
 from mirror.execution.runner import Runner
-from mirror.replica.modules import split_call
+from mirror.execution.swapped_state import SwappedState
+from mirror.replica.gradients.parallel_backward import is_separate
 from mirror.replica.modules.module_owner import Interceptor, ReplayedCalls
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.values import leaves_of, rebuild_structure
@@ -224,7 +228,6 @@ class CompiledModule(ReplayedCalls):
         self._known: dict[Any, _KnownCall] = {}
         self._uncompiled: set[tuple[bool, bool]] = set()  # modes: of training, and grad mode
         self._has_warned = False
-        self._checked: tuple[Any, ...] = ()  # a run and a call whose guards hold in it
         self.num_traces = 0
 
     def set_fallback(self, fallback: str) -> None:
@@ -238,27 +241,70 @@ class CompiledModule(ReplayedCalls):
         if mode in self._uncompiled or not self._can_replay(replica):
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
         tensors: list[Tensor] = []
-        key: list[Any] = [mode]
-        for value in args:
-            if type(value) is Tensor:
-                tensors.append(value)
-                key += (
-                    *(value.shape, value.stride(), value.dtype, value.device.type),
-                    value.requires_grad,
-                )
-            elif not _describe(value, key, tensors):
-                return getattr(module, WHOLE_CALL)(*args, **kwargs)
-        if kwargs and not _describe(kwargs, key, tensors):
+        signature = _sign(mode, args, kwargs, tensors)
+        if signature is None:
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
-        signature = tuple(key)
         call = self._known.get(signature)
-        program = None if call is None else self._program_for(call, replica)
+        program = None if call is None else _find_valid(call)
         if program is None:
             program = self._note(module, signature, call, (args, kwargs))
             if program is None:
                 return self._call_noting(module, self._known.get(signature), args, kwargs)
-        replica_id = 0 if replica is None else replica.replica_id
-        state = self._generators(replica_id) if program.draws else None
+        return self._run(program, 0 if replica is None else replica.replica_id, tensors)
+
+    def replay(
+        self, run: Run, parts: dict[int, Any], make_part: Callable[[int], Any]
+    ) -> dict[int, Callable[[], Any]] | None:
+        """Returns the replicas' calls as programs, whose guards are compared once for all.
+
+        ``None``: the replicas call the module, and run programs where there are some.
+        """
+        module, first = self._module(), run.members[run.active[0]]
+        assert module is not None
+        mode = module.training, torch.is_grad_enabled()
+        # A mode of torch in the caller's thread does not see what replicas do in their threads.
+        if num_function_modes() or num_dispatch_modes():
+            return None
+        if mode in self._uncompiled or not self._can_replay(first):
+            return None
+        valid: dict[Any, Any] = {}
+        calls: dict[int, Callable[[], Any]] = {}
+        run.is_split = True
+        before = save_context()
+        for r in run.active:
+            part, tensors = make_part(r), list[Tensor]()
+            parts[r] = part
+            signature = _sign(mode, part.args, part.kwargs, tensors)
+            if signature not in valid:
+                call = None if signature is None else self._known.get(signature)
+                try:
+                    push_context(self._replicas.strategy, first)
+                    valid[signature] = None if call is None else _find_valid(call)
+                finally:
+                    current.replica, current.strategy, current.below = before
+            program = valid[signature]
+            if program is None:
+                return None
+            calls[r] = partial(self._run, program, r, tensors, run.swapped)
+        return calls
+
+    def _run(
+        self,
+        program: Any,
+        replica_id: int,
+        tensors: list[Tensor],
+        swapped: SwappedState | None = None,
+    ) -> Any:
+        """Runs a program on a replica.
+
+        Args:
+            swapped: has the replica's random stream, if that is not in the generators yet.
+        """
+        state = None
+        if program.draws:
+            if swapped is not None and swapped.inside != replica_id:
+                swapped.enter(replica_id)
+            state = self._generators(replica_id)
         if program.pattern.autocast:  # its casts are in the program
             with DisableAutocast():
                 return program.call(replica_id, tensors, state)
@@ -280,23 +326,6 @@ class CompiledModule(ReplayedCalls):
             or functions_interpreter() is not None
         )
 
-    def _program_for(self, call: _KnownCall, replica: Replica | None) -> Any:
-        """Returns the program whose guards hold; in a split call they are compared once."""
-        is_root = replica is not None and replica.run.is_split and _is_called_by_split()
-        if is_root:
-            assert replica is not None
-            if self._checked[:2] == (id(replica.run), call) and self._checked[2]() is replica.run:
-                return self._checked[3]
-        for i, (guards, program) in enumerate(call.programs):
-            if guards.hold():
-                if i:
-                    call.programs.insert(0, call.programs.pop(i))
-                if is_root:
-                    assert replica is not None
-                    self._checked = id(replica.run), call, weakref.ref(replica.run), program
-                return program
-        return None
-
     # Calls without a program
 
     def _note(self, module: nn.Module, signature: Any, call: _KnownCall | None, tree: Any) -> Any:
@@ -313,7 +342,7 @@ class CompiledModule(ReplayedCalls):
             self._await_trace(call)
             return None
         self.trace(call)
-        return self._program_for(call, None)
+        return _find_valid(call)
 
     def _await_trace(self, call: _KnownCall) -> None:
         if not call.is_pending:
@@ -335,7 +364,9 @@ class CompiledModule(ReplayedCalls):
         if not torch.is_grad_enabled():
             return result
         outputs = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
-        pattern = call.pattern
+        pattern, replica = call.pattern, current.replica
+        if replica is not None and self._replicas.are_simulated:
+            pattern.is_separate = is_separate(self._calls.runner, replica.replica_id, outputs)
 
         def note(number: int) -> Callable[[Tensor], None]:
             def hook(grad: Tensor | None) -> None:
@@ -413,6 +444,9 @@ class CompiledModule(ReplayedCalls):
         assert module is not None
         pattern = program.pattern
         mode = pattern.is_training, pattern.grad_enabled
+        at_once = self._calls.runner.parallel_pass
+        if at_once is not None:
+            at_once.go_alone()
         if has_graph:
             self._refuse(mode, _DOUBLE)
         elif call.is_there():
@@ -453,7 +487,6 @@ class CompiledModule(ReplayedCalls):
                     i: grad.stride() for i, grad in enumerate(grads) if grad is not None
                 }
                 known.programs.clear()
-                self._checked = ()
 
     def _generators(self, replica_id: int) -> list[Tensor]:
         """Returns the states of the generators that a replica draws from."""
@@ -486,6 +519,33 @@ class _Restoring:
             generator.set_state(state)
 
 
+def _find_valid(call: _KnownCall) -> Any:
+    """Returns the program whose guards hold, if there is one."""
+    for i, (guards, program) in enumerate(call.programs):
+        if guards.hold():
+            if i:
+                call.programs.insert(0, call.programs.pop(i))
+            return program
+    return None
+
+
+def _sign(mode: tuple[bool, bool], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    """Returns the signature of a call, and adds its tensors; ``None`` if it cannot be traced."""
+    key: list[Any] = [mode]
+    for value in args:
+        if type(value) is Tensor and value.layout is torch.strided and not value.is_inference():
+            tensors.append(value)
+            key += (
+                *(value.shape, value.stride(), value.dtype, value.device.type),
+                value.requires_grad,
+            )
+        elif not _describe(value, key, tensors):
+            return None
+    if kwargs and not _describe(kwargs, key, tensors):
+        return None
+    return tuple(key)
+
+
 def _describe(value: Any, key: list[Any], tensors: list[Tensor]) -> bool:
     """Adds a value to a signature; returns False if a trace cannot take it for granted."""
     kind = type(value)
@@ -511,10 +571,3 @@ def _describe(value: Any, key: list[Any], tensors: list[Tensor]) -> bool:
 
 
 _VALUES = set(PLAIN)
-_SPLIT = split_call.__file__
-
-
-def _is_called_by_split() -> bool:
-    """Whether the module that is called is the one whose call was split."""
-    # _program_for, CompiledModule, CallInterceptor, nn.Module, and what calls that.
-    return sys._getframe(5).f_code.co_filename == _SPLIT

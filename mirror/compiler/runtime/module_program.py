@@ -32,6 +32,7 @@ from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
+from mirror.replica.params.torch_function import make_common
 from mirror.values import leaves_of, rebuild_structure
 
 _FILLED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.SHARED, InputKind.PART)
@@ -53,6 +54,7 @@ class ModuleProgram:
         pattern: the traced call.
         tangents: by output with a gradient, the strides of that.
         not_differentiable: the numbers of the outputs that require no gradient.
+        draws: whether a call draws random numbers.
     """
 
     def __init__(
@@ -100,7 +102,11 @@ class ModuleProgram:
             one.of[1]: slot for slot, one in enumerate(inputs) if one.kind is InputKind.PART
         }
         self.tangents = trace.tangents
+        self._get_arguments = slot_getter([*trace.arguments])
         self._tangent_slots = [by_tangent[i] for i in self.tangents]
+        self._get_tangents = slot_getter([*self.tangents])
+        self._strides = [*self.tangents.values()]
+        self._num_inputs = len(trace.arguments) + len(trace.parameters)
         self._outputs = slot_getter(passes.outputs)
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
@@ -108,9 +114,10 @@ class ModuleProgram:
         self._leaves = [None if isinstance(x, Tensor) else x for x in leaves_of(trace.outputs)]
         self._are_tensors = [isinstance(leaf, Tensor) for leaf in leaves_of(trace.outputs)]
         self._structure = rebuild_structure(trace.outputs, self._leaves)
-        self.not_differentiable = [
-            i for i in range(sum(self._are_tensors)) if i not in trace.differentiable
-        ]
+        num_outputs = sum(self._are_tensors)
+        self._are_tangents = [i in self.tangents for i in range(num_outputs)]
+        self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
+        self.draws = trace.step.draws > 0
         self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._graphs: dict[int, _ReplicaGraphs] = {}
         stay = [
@@ -123,11 +130,6 @@ class ModuleProgram:
                 r: _ReplicaGraphs(make_graphs(stay)) for r in range(replicas.num_replicas)
             }
 
-    @property
-    def draws(self) -> bool:
-        """Whether a call draws random numbers."""
-        return self._trace.step.draws > 0
-
     def call(self, replica_id: int, leaves: Sequence[Any], state: Any) -> Any:
         """Makes the call on a replica; returns what the module returns.
 
@@ -137,9 +139,9 @@ class ModuleProgram:
         """
         call = ModuleCall(self, replica_id, leaves, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
-            wanted = [leaves[i] for i in self._trace.arguments]
+            wanted = self._get_arguments(leaves)
             parameters = self._leaves_of(replica_id)
-            outputs = _Replayed.apply(call, *wanted, *parameters)  # type: ignore[no-untyped-call]
+            outputs = _apply(call, *wanted, *parameters)
         else:
             with torch.no_grad():
                 outputs, _ = self.run_forward(call)
@@ -206,19 +208,17 @@ class ModuleProgram:
     def backward(self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients for ``_Replayed``: of the traced pass, or of another one."""
         saved = ctx.saved_tensors
-        given = [grads[i] for i in self.tangents]
+        given = self._get_tangents(grads)
         is_traced = (
             not torch.is_grad_enabled()
             and call.is_there()
-            and None not in [None if g is None else 0 for g in given]
-            and [g.stride() for g in given if g is not None] == [*self.tangents.values()]
-            and sum(g is not None for g in grads) == len(given)
+            and [grad is not None for grad in grads] == self._are_tangents
+            and [*map(Tensor.stride, given)] == self._strides
         )
         if not is_traced:
             return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
-        num_inputs = len(self._trace.arguments) + len(self._trace.parameters)
-        found = self.run_backward(call, saved[num_inputs:], given)  # type: ignore[arg-type]
-        call.end()
+        found = self.run_backward(call, saved[self._num_inputs :], given)
+        call.has_ended = True  # the next call may overwrite what was saved
         return found
 
     def check_redo(self) -> None:
@@ -270,10 +270,6 @@ class ModuleCall:
         """Whether what forward has saved is not overwritten."""
         return self.token is None or self.token.is_of(self)
 
-    def end(self) -> None:
-        """Records a backward pass: the next call may overwrite what was saved."""
-        self.has_ended = True
-
 
 class _ReplicaGraphs:
     """The CUDA graphs of one replica, whose memory holds what one call has saved."""
@@ -300,8 +296,10 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ModuleCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+        make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
         ctx.call = call
+        ctx.mirror_is_separate = call.program.pattern.is_separate
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, *saved)
         constant = call.program.not_differentiable
@@ -312,6 +310,10 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return None, *ctx.call.program.backward(ctx, ctx.call, grads)
+
+
+# Without the resolution of mirrored parameters and torch.func's transforms: there are none.
+_apply: Any = super(torch.autograd.Function, _Replayed).apply
 
 
 def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:

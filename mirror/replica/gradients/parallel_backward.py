@@ -13,7 +13,8 @@ First a walk over the nodes checks that the graphs behind the boundaries share n
 other or with step 1, and that they contain nothing that may concern another replica:
 
     a node written in Python            collectives, compiled code, reentrant checkpointing; it
-                                        needs the GIL anyway
+                                        needs the GIL anyway; not a compiled module's, if the
+                                        pass is split where the module is not compiled
     saved tensors unpacked by a hook    checkpointing: it sets the state of the random generator
     a node that hides what it saves     may do the same
     a parameter with hooks              they see the reduced gradient when the pass ends
@@ -176,7 +177,8 @@ def split_at_boundaries(outputs: Sequence[Any]) -> SplitGraph | None:
     if len(split.boundaries) < 2:
         return None
     for r, nodes_of_replica in split.boundaries.items():
-        if not _is_separate(runner, r, nodes_of_replica, owners):
+        behind = [node for boundary in nodes_of_replica for node in _next_nodes(boundary)]
+        if not _is_separate(runner, r, behind, owners):
             return None
     return split
 
@@ -192,14 +194,16 @@ def _free_runner(boundaries: Iterable[Boundary]) -> Runner | None:
     return runner if runner.is_free else None
 
 
-def _is_separate(
-    runner: Runner, replica_id: int, boundaries: Iterable[Node], owners: dict[Node, int]
-) -> bool:
-    """Whether no other replica shares the graph behind a replica's boundaries.
+def is_separate(runner: Runner, replica_id: int, outputs: Iterable[Tensor]) -> bool:
+    """Whether the graph of a replica's outputs has no node that may concern another replica."""
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    return _is_separate(runner, replica_id, nodes, {})
 
-    Records the graph's nodes in ``owners``.
-    """
-    nodes = [node for boundary in boundaries for node in _next_nodes(boundary)]
+
+def _is_separate(
+    runner: Runner, replica_id: int, nodes: list[Node], owners: dict[Node, int]
+) -> bool:
+    """Whether no other replica shares the graph of some nodes; records it in ``owners``."""
     while nodes:
         node = nodes.pop()
         owner = owners.get(node)
@@ -220,7 +224,7 @@ def _concerns_only(runner: Runner, replica_id: int, node: Node) -> bool:
         _hook_getters[kind] = _unpack_hooks_getter(kind)
     get_hooks = _hook_getters[kind]
     if get_hooks is None:
-        return False
+        return getattr(node, "mirror_is_separate", False)
     try:
         hooks = get_hooks(node)
     except (AttributeError, RuntimeError):  # an older torch, or a graph that was freed

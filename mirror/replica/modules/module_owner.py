@@ -32,7 +32,7 @@ from mirror.base.mutex import Mutex
 from mirror.base.torch_private import SPLIT_CALL, wrap_once
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import Replica, current
+from mirror.execution.run import Replica, Run, current
 from mirror.execution.runner import Runner
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.params.mirrored_buffer import MirroredBuffer
@@ -152,6 +152,21 @@ class ReplayedCalls:
     """Base of ``strategy.compile(module)``'s calls, to tell them from those of Dynamo."""
 
     __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module, on a replica or where there is one only."""
+        raise NotImplementedError
+
+    def replay(
+        self, run: Run, parts: dict[int, Any], make_part: Callable[[int], Any]
+    ) -> dict[int, Callable[[], Any]] | None:
+        """Returns the recorded calls of a split call; ``None`` if not every replica has one.
+
+        Args:
+            parts: gets the replicas' arguments, by replica id.
+            make_part: returns a replica's arguments, in ``args`` and ``kwargs``.
+        """
+        raise NotImplementedError
 
 
 def interceptor_of(module: nn.Module | None) -> Interceptor | None:

@@ -330,7 +330,9 @@ class CallInterceptor(Interceptor):
             replica = current.replica
             assert replica is not None
             replica.run.is_split = True
-            part = parts[replica_id] = ReplicaArgs(split, replica_id, args, kwargs, names)
+            if replica_id not in parts:  # else ``replay`` has made it, and has returned None
+                parts[replica_id] = ReplicaArgs(split, replica_id, args, kwargs, names)
+            part = parts[replica_id]
             if each is not None:
                 own = partial(call_under_dynamo, dynamo_callback, entry, part.args, part.kwargs)
                 return each(replica_id, own)
@@ -338,9 +340,13 @@ class CallInterceptor(Interceptor):
                 return call_under_dynamo(dynamo_callback, entry, part.args, part.kwargs)
             return entry(*part.args, **part.kwargs)
 
+        replay, is_plain = None, self.is_plain and each is None and not dynamo_callback
+        if isinstance(self.compiled, ReplayedCalls) and is_plain and runner.replays_in_caller:
+            make_part = partial(ReplicaArgs, split, args=args, kwargs=kwargs, names=names)
+            replay = partial(self.compiled.replay, parts=parts, make_part=make_part)
         try:
             with limits_for(replicas.num_replicas):
-                run = runner.run(call, split.active, weights=sizes)
+                run = runner.run(call, split.active, weights=sizes, replay=replay)
             if sizes[0] != sizes[-1] and not self.is_checked and torch.is_grad_enabled():
                 self.is_checked = warn_if_mixing(module, run.results, sizes)
             if (lists := parts[split.active[0]].unsplit) and not self.has_warned_of_lists:

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.errors import CompileError, StrategyError
 from mirror.replica.modules.module_owner import interceptor_of
+from tests.profiled import profiled
 
 SIZES = (6, 6, 6, 4, 6, 4)
 
@@ -213,6 +214,49 @@ def test_calls_in_run_have_the_bits_of_uncompiled_ones(n):
 )
 def test_other_strategies_and_modules_made_outside_the_scope(options):
     assert compare(Norms, 3, sizes=(6,) * 4, **options) == 1
+
+
+class Lookup(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+
+    def forward(self, x):
+        return self.table(x)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_error_in_a_replay_names_the_replica_and_the_next_call_is_right(n):
+    with mirror.MirroredStrategy(["cpu"] * n) as strategy:
+        model = strategy.compile(strategy.mirror(Lookup()), fallback="error")
+        good, bad = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 7])
+        expected = model(good)
+        for _ in range(2):
+            model(good)
+        with pytest.raises(IndexError) as raised:
+            model(bad)
+        if n > 1:
+            assert any("replica 1" in note for note in raised.value.__notes__)
+        assert torch.equal(model(good), expected)
+        assert interceptor_of(model).compiled.num_traces == 1
+
+
+def test_a_replay_runs_in_the_callers_thread_and_compares_guards_once():
+    threads, guarded = set(), []
+
+    def profile(frame, event, _):
+        if event == "call" and "mirror" in frame.f_code.co_filename:
+            threads.add(threading.get_ident())
+            guarded.extend([frame] * (frame.f_code.co_name == "hold"))
+
+    with profiled(profile, threads=True), mirror.MirroredStrategy(["cpu"] * 3) as strategy:
+        model = strategy.compile(strategy.mirror(Net()), fallback="error")
+        for _ in range(4):
+            threads.clear()
+            guarded.clear()
+            model(torch.ones(6, 6)).sum().backward()
+        assert threads == {threading.get_ident()}
+        assert len(guarded) == 1
 
 
 def test_parts_of_unequal_sizes_have_a_program_each():
