@@ -14,15 +14,20 @@ from torch.nn import functional as F
 
 import mirror
 from mirror.replica.modules.module_owner import interceptor_of
+from tests.gpu.compiling import compiling_gpus
+from tests.gpu.graphs import graphs_on
 
 
 class Net(nn.Module):
+    rate = 0.1
+
     def __init__(self):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
 
     def forward(self, x):
-        return self.last(F.dropout(self.norm(self.first(x)).tanh(), 0.1, self.training))
+        h = self.norm(self.first(x)).tanh()
+        return self.last(F.dropout(h, self.rate, self.training) if self.rate else h)
 
 
 class Machine:
@@ -330,3 +335,20 @@ def check(program, devices):
 @pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_loop_leaves_the_bits_that_it_leaves_uncompiled(program, n):
     check(program, ["cpu"] * n)
+
+
+ON_GPUS = [
+    keeping_outputs,
+    two_forwards_before_a_backward,
+    backward_in_another_order,
+    accumulating,
+]
+
+
+@pytest.mark.parametrize("program", ON_GPUS, ids=lambda program: program.__name__)
+def test_a_loop_on_gpus_leaves_the_bits_that_it_leaves_uncompiled(program, monkeypatch):
+    monkeypatch.setattr(Net, "rate", 0.0)  # simulated graphs draw other numbers
+    with compiling_gpus(2) as gpus, graphs_on(gpus) as graphs:
+        check(program, gpus.devices)
+        assert not gpus.violations
+        assert "launch" in [event[0] for event in graphs.events]
