@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -51,6 +51,8 @@ _MODULES = {"time", "posix", "nt", "_io", "io", "_random", "_socket", "select", 
 _IMPORTS = "<frozen importlib"
 _BUILTINS = {builtins.print, builtins.open, builtins.input}
 _ENVIRON = type(os.environ).__getitem__.__code__
+_APPLY: Any = torch.autograd.Function.apply
+_BACKWARD = Tensor.register_hook.__code__, _APPLY.__code__
 _GENERATED = "<string>"  # by dataclasses, namedtuples and mirror's wrappers
 _GENERATORS = random.Random, torch.Generator
 _CLOCKS = {datetime.datetime, datetime.date}
@@ -95,6 +97,11 @@ class ObservedCall:
             if code not in self.codes and is_users(code.co_filename):
                 if code.co_filename != _GENERATED:
                     self.codes[code] = frame.f_globals
+            elif code in _BACKWARD:  # what runs in the backward pass
+                later = frame.f_locals.get("hook") or frame.f_locals["cls"].backward
+                later = getattr(later, "__func__", later)
+                if type(later) is FunctionType and is_users(later.__code__.co_filename):
+                    self.codes.setdefault(later.__code__, later.__globals__)
             elif code is _ENVIRON:
                 caller: FrameType | None = frame
                 for _ in range(3):
@@ -127,7 +134,10 @@ class ObservedCall:
         kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
         held = [*chain.from_iterable(vars(kind).values() for kind in kinds), *gc.get_objects()]
         found = [one for one in held if type(one) is FunctionType and one.__code__ in self.codes]
-        for code in self.codes.keys() - {one.__code__ for one in found}:
+        gone = self.codes.keys() - {one.__code__ for one in found}
+        if not gc.get_freeze_count():  # the call has made closures, as comprehensions are
+            gone -= {constant for code in self.codes for constant in code.co_consts}
+        for code in gone:
             if code.co_freevars:
                 place = quote((code.co_filename, code.co_firstlineno))
                 raise CompileError(f"{place}: the variables around a function are not found")

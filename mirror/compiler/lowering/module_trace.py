@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class CallPattern:
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
         has_double_backward: whether its gradients were differentiated again.
-        observed: the code that the call has run.
+        observed: the code that the call has run, and that of the traced backward pass.
         is_separate: whether backward passes are split behind its graph, uncompiled: see [Note:
             Graph boundaries].
     """
@@ -150,12 +150,14 @@ class _Joint:
         # 2. The gradients, by arguments and parameters.
         wanted = [t for t in tensors if t.requires_grad]
         places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
-        grads = torch.autograd.grad(
-            [outputs[i] for i in self.tangents],
-            [*wanted, *[leaf_of[place] for place in places]],
-            [self._tangent(placeholders, i, outputs[i]) for i in self.tangents],
-            allow_unused=True,
-        )
+        tangents = [self._tangent(placeholders, i, outputs[i]) for i in self.tangents]
+        with self.pattern.observed or nullcontext():
+            grads = torch.autograd.grad(
+                [outputs[i] for i in self.tangents],
+                [*wanted, *[leaf_of[place] for place in places]],
+                tangents,
+                allow_unused=True,
+            )
         positions = [i for i, t in enumerate(tensors) if t.requires_grad]
         pairs = zip([*positions, *places], grads, strict=True)
         used = [(which, grad) for which, grad in pairs if grad is not None]

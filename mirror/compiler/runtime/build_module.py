@@ -97,7 +97,10 @@ class ModuleProgramBuilder:
             )
         leaves = _with_memory(leaves_of(pattern.tree), pattern.kinds, device)
         places = state_tensors(self._registry)
+        num_codes = len(pattern.observed.codes)
         trace = trace_module(module, pattern, leaves, replicas, places, around)
+        if len(pattern.observed.codes) > num_codes:  # the backward pass has run other functions
+            return self._build(module, pattern, redo)
         step = trace.step
         pure = functional(step.graph, step.inputs, step.mode, for_inductor=False)
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}

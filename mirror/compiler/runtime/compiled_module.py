@@ -356,9 +356,10 @@ class CompiledModule(ReplayedCalls):
         assert call is not None
         before = sys.getprofile()
         if call.pattern.observed is None and (before is None or callable(before)):
-            call.pattern.observed = self._calls.builder.observe()
-            with call.pattern.observed:
+            observed = self._calls.builder.observe()
+            with observed:
                 result = getattr(module, WHOLE_CALL)(*args, **kwargs)
+            call.pattern.observed = observed  # a call that raises is not traced
         else:
             result = getattr(module, WHOLE_CALL)(*args, **kwargs)
         if not torch.is_grad_enabled():

@@ -987,6 +987,68 @@ def test_what_a_program_would_freeze_runs_uncompiled_with_one_warning(kind, n, c
     assert __file__ in warning or kind in (Itself, Moves, Reentrant)
 
 
+FACTOR, PASSES = 1.0, []
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -FACTOR * grad
+
+
+class ByFunction(Net):
+    def compute(self, h):
+        return Reversed.apply(h)
+
+
+class ByHook(Net):
+    def compute(self, h):
+        if h.requires_grad:
+            h.register_hook(self.scale)
+        return h * sum(len(str(scale)) * FACTOR for scale in [h.dim()])
+
+    def scale(self, grad):
+        return grad * FACTOR
+
+
+class ByModuleHook(Net):
+    def prepare(self):
+        self.first.register_full_backward_hook(lambda _, grads, of: self.scale(grads))
+        self.first.register_full_backward_pre_hook(lambda _, grads: self.scale(grads))
+
+    def scale(self, grads):
+        return tuple(grad if grad is None else grad * FACTOR for grad in grads)
+
+
+class Notes(ByHook):
+    def scale(self, grad):
+        PASSES.append(1)
+        return grad * 2
+
+
+def of_a_factor(loop, x, y):
+    global FACTOR
+    FACTOR = 1.0 + len(loop.found) // 2
+    Loop.step(loop, x.requires_grad_(), y)
+
+
+@pytest.mark.parametrize("kind", [ByFunction, ByHook, ByModuleHook])
+def test_code_of_the_backward_pass_reads_the_values_of_now(kind):
+    assert compare(kind, 1, of_a_factor, sizes=(6,) * 6) >= 2
+
+
+def test_a_hook_that_notes_its_calls_runs_uncompiled_with_one_warning(caplog):
+    PASSES.clear()
+    assert compare(Notes, 1, sizes=(6,) * 5, fallback="eager") == 0
+    (warning,) = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
+    assert "PASSES" in warning
+    assert len(PASSES) == 2 * 5
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_clock_is_refused_with_its_line(n):
     class Clock(Net):
