@@ -64,7 +64,7 @@ class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
         self,
         devices: Strategy | Sequence[torch.device | str | int] | None = None,
         *,
-        compile: bool = False,
+        compile: bool = False,  # noqa: A002  as in keywords of other frameworks
         **options: Any,
     ) -> None:
         if not isinstance(devices, Strategy):

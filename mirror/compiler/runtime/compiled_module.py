@@ -42,6 +42,7 @@ from mirror.execution.run import Replica, current, push_context, recomputing, sa
 from mirror.execution.runner import Runner
 from mirror.replica.modules import split_call
 from mirror.replica.modules.module_owner import Interceptor, ReplayedCalls
+from mirror.replica.modules.module_registry import layer_libraries
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.values import leaves_of, rebuild_structure
 
@@ -176,6 +177,11 @@ def compile_module(
         why = "this strategy keeps parameters on the parameter device"
     elif route.compiled is not None:
         why = "module.compile() has compiled it already"
+    elif any(library.has_made(module) for library in layer_libraries):
+        why = (
+            "its library (Keras) keeps masks, losses and variables of each call; pass "
+            "jit_compile=True to the model's compile, for torch.compile of the step"
+        )
     elif route.is_metric or route.renormalizes:
         why = "the replicas communicate in it"
     if why is None:
