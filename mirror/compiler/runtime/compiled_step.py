@@ -187,8 +187,8 @@ class CompiledStep:
             program = None
         elif program is None and not self._must_not_trace(arguments):
             program = self._build(arguments)
-        if program is not None and program.trace.argument_grads and arguments.have_gradients():
-            program = None  # the step may read them, or replace them
+        if program is not None and program.trace.argument_grads:
+            program = None if arguments.must_get_gradients_uncompiled() else program
         if self._gives_up:
             self._consensus.is_final = True  # agree() sends it to the other workers
         weighing = self._consensus.agree(

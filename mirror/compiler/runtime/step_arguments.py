@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mirror.compiler.free_variables import make_comparable
+from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.values import (
     PerReplica,
     children_of,
@@ -20,6 +21,24 @@ from mirror.values import (
 _LEAVES = (Tensor, PerReplica, int, float, str, type(None))
 
 
+class ArgumentVariable:
+    """A parameter or mirrored buffer among the arguments, compared by identity.
+
+    It is no input of a program: the step uses it as one that it finds outside its arguments.
+    """
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ArgumentVariable) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
 class StepArguments:
     """The arguments of one call; work per replica is in list operations of the interpreter.
 
@@ -28,7 +47,8 @@ class StepArguments:
         own: for each leaf, whether every replica has its own.
         signatures: for each replica, the properties of its leaves that a program depends on.
         tensors: for each replica, the tensors among its leaves.
-        columns: for each leaf, its value on each replica that takes part.
+        columns: for each leaf, its value on each replica that takes part. A parameter or mirrored
+            buffer is an ``ArgumentVariable``.
     """
 
     def __init__(self, args: Any, kwargs: Any, active: Sequence[int]) -> None:
@@ -57,6 +77,8 @@ class StepArguments:
 
     def _columns_of(self, leaf: Any) -> list[list[Any]]:
         """Returns, for each leaf of the replicas' parts, the values of those that take part."""
+        if isinstance(leaf, (nn.Parameter, MirroredTensor)):
+            leaf = ArgumentVariable(leaf)
         if not isinstance(leaf, PerReplica):
             return [[leaf] * len(self.active)]
         parts = [leaf.values[r] for r in self.active]
@@ -91,10 +113,14 @@ class StepArguments:
         found = [(i, c) for i, c in enumerate(self.columns) if not isinstance(c[0], Tensor)]
         return [{i: c[row] for i, c in found} for row in range(len(self.active))]
 
-    def have_gradients(self) -> bool:
-        """Whether any of the tensors has a gradient."""
-        tensors = (t for row in self.tensors.values() for t in row)
-        return any(t.requires_grad and t.is_leaf and t.grad is not None for t in tensors)
+    def must_get_gradients_uncompiled(self) -> bool:
+        """Whether a tensor has a gradient, or requires one on several replicas.
+
+        The step may read or replace the first; the second is an error, as in ``strategy.run``.
+        """
+        wanted = [t for row in self.tensors.values() for t in row if t.requires_grad]
+        has_gradient = any(t.is_leaf and t.grad is not None for t in wanted)
+        return has_gradient or len({*map(id, wanted)}) < len(wanted)
 
     def is_odd(self) -> bool:
         """Whether any replica has a single example, or none."""
@@ -116,7 +142,7 @@ class StepArguments:
         tree = self._tree
 
         def call(leaves: Sequence[Any]) -> Any:
-            found = iter(leaves)
+            found = iter([one.tensor if type(one) is ArgumentVariable else one for one in leaves])
             args, kwargs = map_structure(lambda leaf: _take(leaf, found), tree)
             return step(*args, **kwargs)
 
@@ -150,4 +176,6 @@ def _fix_layout(tensor: Tensor) -> Tensor:
 
 
 def _key(value: Any) -> Any:
-    return value if make_comparable(value) is value else id(value)
+    if type(value) is ArgumentVariable or make_comparable(value) is value:
+        return value
+    return id(value)

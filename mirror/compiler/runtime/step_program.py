@@ -215,14 +215,15 @@ class StepProgram:
         results: dict[int, Sequence[Tensor]] = {}
         for r in own:
             values = [*islice(kept, len(found[0]))]
-            self._leave_argument_grads(parts[r], values[self._num_results :])
+            if self.trace.argument_grads:
+                self._leave_argument_grads(parts[r], values[self._num_results :])
             results[r] = values[: self._num_results]
         return results
 
     def _leave_argument_grads(self, part: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Adds gradients to the arguments, and to the tensors that these are computed from."""
         for i, grad in zip(self.trace.argument_grads, grads, strict=True):
-            part[i].backward(grad)
+            part[i].requires_grad_().backward(grad)  # the step itself may have asked for it
 
     def _launch(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
         """Runs a program on the values of some replicas.

@@ -42,7 +42,6 @@ from operator import is_not
 from typing import Any
 
 import torch
-from torch.func import debug_unwrap
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.mutex import Mutex
@@ -50,7 +49,6 @@ from mirror.base.process_bound import reinit_after_fork
 from mirror.base.timeline import BACKWARD, CROSS, MANY_MARKS, latest_timeline
 from mirror.base.torch_private import PASS, current_graph_task_id, transforms_of, wrap_once
 from mirror.device.streams import ReplicaStreams
-from mirror.errors import StrategyError
 from mirror.execution.lifecycle import do_nothing
 from mirror.execution.replica_thread import serial_graphs
 from mirror.execution.replicas import Replicas
@@ -59,6 +57,12 @@ from mirror.execution.runner import runner_of
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.parallel_backward import backward_at_once
+from mirror.replica.gradients.pass_arguments import (
+    clone_gradients,
+    expand_inputs,
+    refuse_hooks,
+    refuse_transformed,
+)
 from mirror.replica.gradients.ready_grads import (
     ReadyGrads,
     ReplicaGrads,
@@ -69,7 +73,6 @@ from mirror.replica.gradients.ready_grads import (
 from mirror.replica.gradients.unmirrored import CallSite, leaves_of_pass
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
-from mirror.replica.params.torch_function import MirroredParameter, all_leaves
 from mirror.replica.params.workers_without_examples import start_without_examples
 from mirror.threads.user_frames import add_note, find_remedy
 from mirror.values import are_identical
@@ -455,7 +458,7 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
         accumulates = kwargs.get("accumulate_grad", True)
         if args[4]:
-            args = _expand_inputs(*args)
+            args = expand_inputs(*args)
         if accumulates and not getattr(args[0][0], "requires_grad", True):
             args = start_without_examples(*args)
         if replica is None:
@@ -470,13 +473,13 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             if replica.run.is_trial and accumulates:
                 raise Unverifiable("forward calls backward, which would add to gradients twice")
             if len(args[1]) > 1 or (args[1][0] is not None and args[1][0].dim()):
-                args = _clone_gradients(*args)
+                args = clone_gradients(*args)
             if not accumulates:
-                _refuse_hooks(args[4])
+                refuse_hooks(args[4])
         elif accumulates:
             _refuse_during_runs(args)
         elif transforms_of(args[0][0]):
-            _refuse_transformed(args[0], args[4])
+            refuse_transformed(args[0], args[4])
         this, begun = BackwardPass(), list[tuple[GradTracker, int | None]]()
         this.thread = threading.get_ident()
         try:
@@ -528,67 +531,6 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                 timeline.mark((timeline.clock(), lane, BACKWARD, None))
 
     return run_backward
-
-
-def _expand_inputs(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
-    """Replaces mirrored parameters in ``backward(inputs=...)`` by their copies.
-
-    Needed by older versions of torch: they ignore ``__torch_function__`` of the inputs here.
-    """
-    retain, create, inputs, *others = rest
-    for given in inputs:
-        if isinstance(given, MirroredParameter):
-            inputs = tuple(all_leaves(inputs))
-            break
-    return outputs, grads, retain, create, inputs, *others
-
-
-def _clone_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
-    """Clones the gradients that a user passes.
-
-    All replicas may pass the same tensor, and autograd may put it into ``.grad`` as it is.
-    """
-    own = list(grads)
-    for i, grad in enumerate(grads):
-        if grad is not None and grad.dim():
-            own[i] = grad.clone()
-    return outputs, tuple(own), *rest
-
-
-def _refuse_hooks(inputs: Iterable[Any]) -> None:
-    """Raises StrategyError for ``torch.autograd.grad`` inside ``run`` if an input has hooks.
-
-    A hook sees the gradient of the whole batch, and a replica has only its own.
-    """
-    for captured in inputs:
-        if not isinstance(captured, ReplicaParameter):
-            continue
-        variable = captured.variable
-        if variable.hooks and len(variable.copies) > 1:
-            raise StrategyError(
-                f"torch.autograd.grad inside strategy.run gives each replica its own gradient, "
-                f"but a hook of parameter {variable.name!r} has to see that of the whole batch; "
-                "call it outside run, use backward(), or remove the hook"
-            )
-
-
-def _refuse_transformed(outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
-    """Raises StrategyError if torch.func differentiates by parameters on one of several workers.
-
-    A function that calls a mirrored module is refused at the call; this one calls none.
-    Gradients of single examples, under ``vmap``, need no other worker.
-    """
-    if any("vmap" in transforms_of(output) for output in outputs):
-        return
-    for transformed in inputs:
-        variable = param_of(debug_unwrap(transformed))
-        if variable is not None and variable.replicas.workers.is_multi_process:
-            raise StrategyError(
-                f"torch.func differentiates by the mirrored parameter {variable.name!r} outside "
-                "run, on one of several workers: the gradient would be of this worker's examples "
-                "alone; use loss.backward() or torch.autograd.grad(loss, parameters), which give "
-                "that of all workers, or detach the parameters for this worker's own gradient"
-            )
 
 
 def _refuse_during_runs(args: Any) -> None:

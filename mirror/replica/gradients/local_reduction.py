@@ -215,7 +215,7 @@ class LocalReduction:
     def drop(self, variable: ReplicatedParam, replica_ids: Sequence[int]) -> bool:
         """Drops a variable's unreduced gradients, for these replicas; returns False."""
         pending, unsettled = self.tracker.pending, self.tracker.unsettled
-        sources = (*(pending[r] for r in replica_ids), *(unsettled[r] for r in replica_ids))
+        sources = [pending[r] or unsettled[r] for r in replica_ids]
         if self.tracker.unsearched or any(sources) or self.tracker.in_flight:
             self._buckets.drop(variable, replica_ids)  # first: no bucket takes others meanwhile
         self.tracker.drop_local(variable, replica_ids)

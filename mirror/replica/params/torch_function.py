@@ -387,8 +387,8 @@ def make_common(ctx: Any) -> None:
 def _resolve_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     @skip_frame
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        for arg in (*args, *kwargs.values()):
-            if isinstance(arg, MirroredTensor) and not is_jit_tracing():
+        for kind in {*map(type, args), *map(type, kwargs.values())}:  # few, of many arguments
+            if issubclass(kind, MirroredTensor) and not is_jit_tracing():
                 args = tuple(map(_resolve_leaf, args))
                 kwargs = {name: _resolve_leaf(value) for name, value in kwargs.items()}
                 break

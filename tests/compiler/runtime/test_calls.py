@@ -119,3 +119,42 @@ def test_arguments_get_the_gradients_that_an_uncompiled_step_leaves_in_them(is_l
     uncompiled = _train_on_arguments_that_require_grad(False, is_leaf)
     assert all(grad is not None for grad in uncompiled[0])
     assert_same(_train_on_arguments_that_require_grad(True, is_leaf), uncompiled)
+
+
+def test_an_argument_that_the_step_makes_require_grad_gets_its_gradient():
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+
+    def step(x):
+        x.requires_grad_().pow(2).sum().backward()
+        return x.grad
+
+    compiled = strategy.compile(step, mode="trace")
+    for number in range(3):
+        parts = [torch.full((4,), float(number + r)) for r in range(2)]
+        grads = compiled(mirror.PerReplica(parts))
+        assert_same([part.grad for part in parts], [2 * part.detach() for part in parts])
+        assert_same(list(grads.values), [part.grad for part in parts])
+    assert compiled.num_traces == 1
+
+
+def test_a_parameter_among_the_arguments_is_trained_as_one_that_the_step_finds():
+    def train(compiles):
+        torch.manual_seed(0)
+        strategy = mirror.MirroredStrategy(["cpu"] * 2)
+        with strategy.scope():
+            model = torch.nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, weight):
+            (model(x).pow(2).mean() + weight.pow(2).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        compiled = strategy.compile(step, mode="trace")
+        for _ in range(3):
+            args = mirror.PerReplica([torch.randn(2, 3) for _ in range(2)]), model.weight
+            compiled(*args) if compiles else strategy.run(step, args)
+        assert compiled.num_traces == int(compiles)
+        return list(model.parameters())
+
+    assert_same(train(compiles=True), train(compiles=False))
