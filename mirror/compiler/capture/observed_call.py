@@ -127,7 +127,10 @@ class ObservedCall:
         kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
         held = [*chain.from_iterable(vars(kind).values() for kind in kinds), *gc.get_objects()]
         found = [one for one in held if type(one) is FunctionType and one.__code__ in self.codes]
+        inner = {c for code in self.codes for c in code.co_consts if isinstance(c, CodeType)}
         for code in self.codes.keys() - {one.__code__ for one in found}:
+            if code.co_freevars and code in inner:  # a comprehension, say: made in the call
+                continue
             if code.co_freevars:
                 place = quote((code.co_filename, code.co_firstlineno))
                 raise CompileError(f"{place}: the variables around a function are not found")

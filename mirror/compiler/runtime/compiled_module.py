@@ -41,7 +41,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import Replica, current, push_context, recomputing, save_context
 from mirror.execution.runner import Runner
 from mirror.replica.modules import split_call
-from mirror.replica.modules.module_owner import Interceptor, ReplayedCalls
+from mirror.replica.modules.module_owner import Interceptor, ReplayedCalls, interceptor_of
 from mirror.replica.modules.module_registry import layer_libraries
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.values import leaves_of, rebuild_structure
@@ -206,6 +206,10 @@ class CompilingInterceptor(CallInterceptor):
     def _call_outside(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self._is_considered or current.in_whole_call) and module.training:
             self._is_considered = True
+            if not self.replicas.mirrors:  # no split call shows which calls come from inside
+                for layer in module.modules():
+                    if isinstance(route := interceptor_of(layer), CompilingInterceptor):
+                        route._is_considered = True
             has_parameters = next(module.parameters(), None) is not None
             if self.is_plain and has_parameters and self.compiled is None:
                 compile_module(self._calls, module, self, fallback="eager")
@@ -315,6 +319,10 @@ class CompiledModule(ReplayedCalls):
             if self._replicas.mirrors:
                 self._await_trace(call)
             return None
+        now = self._calls.builder.pattern(tree, module.training)
+        if now.autocast != call.pattern.autocast:
+            now.observed, now.tangents = call.pattern.observed, call.pattern.tangents
+            call.pattern = now
         if self._replicas.mirrors:
             self._await_trace(call)
             return None
