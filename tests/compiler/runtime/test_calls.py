@@ -158,3 +158,15 @@ def test_a_parameter_among_the_arguments_is_trained_as_one_that_the_step_finds()
         return list(model.parameters())
 
     assert_same(train(compiles=True), train(compiles=False))
+
+
+def test_an_argument_that_replicas_share_gets_no_sum_of_their_gradients():
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+    with strategy.scope():
+        model = torch.nn.Linear(3, 2)
+    compiled = strategy.compile(lambda x, scale: (model(x) * scale).sum().backward(), mode="trace")
+    x, scale = mirror.PerReplica([torch.ones(2, 3)] * 2), torch.ones(2)
+    for _ in range(2):
+        compiled(x, scale)
+    with pytest.raises(mirror.errors.StrategyError, match="would be added up"):
+        compiled(x, scale.requires_grad_())
