@@ -12,13 +12,14 @@ takes a strategy, so ``precision`` shows which of the two uses this object.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 try:
     from lightning.fabric.strategies import SingleDeviceStrategy as FabricStrategy
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import SingleDeviceStrategy as TrainerStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -47,6 +48,7 @@ class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
     Args:
         devices: the devices for ``mirror.MirroredStrategy``, or an existing mirror strategy;
             the module may have been created in its scope.
+        compile: whether the layers of the module are compiled, see ``Strategy.compile``.
         **options: the other arguments of ``mirror.MirroredStrategy``.
 
     Attributes:
@@ -59,7 +61,11 @@ class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
     strategy_name = "mirror"
 
     def __init__(
-        self, devices: Strategy | Sequence[torch.device | str | int] | None = None, **options: Any
+        self,
+        devices: Strategy | Sequence[torch.device | str | int] | None = None,
+        *,
+        compile: bool = False,  # noqa: A002  as in keywords of other frameworks
+        **options: Any,
     ) -> None:
         if not isinstance(devices, Strategy):
             self.mirror: Strategy = _MirroredStrategy(devices, **options)
@@ -70,6 +76,7 @@ class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
             )
         else:
             self.mirror = devices
+        self._compiles = compile
         FabricStrategy.__init__(self, device=self.mirror.devices[0])
         TrainerStrategy.__init__(self, device=self.mirror.devices[0])
 
@@ -83,10 +90,20 @@ class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
         FabricStrategy.precision.fset(self, precision)
 
     def model_to_device(self) -> None:
-        self.mirror.mirror(self.model)
+        self._mirror(self.model, update="eager")  # the Trainer steps with a closure
 
     def module_to_device(self, module: nn.Module) -> None:
+        self._mirror(module, update="captured")
+
+    def _mirror(self, module: nn.Module, *, update: Literal["captured", "eager"]) -> None:
         self.mirror.mirror(module)
+        if not self._compiles:
+            return
+        # A LightningModule leads to the Trainer, which changes in each step; its layers do not.
+        is_lightnings = isinstance(module, LightningModule)
+        for layer in module.children() if is_lightnings else [module]:
+            if next(layer.parameters(), None) is not None:
+                self.mirror.compile(layer, update=update)
 
     # The Trainer and Fabric call these by one name, with different arguments.
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.errors import StrategyError
 from tests.oracle import assert_same
 
@@ -209,6 +210,70 @@ def test_fabric_trains_saves_and_loads_as_on_one_device(as_wrapper, plugin, tmp_
                 fabric.load(tmp_path / f"{i}", state)
         results.append((losses, model.state_dict(), optimizer.state_dict()["state"]))
     assert_same(results[1], results[0])
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """The replicas whose calls were replayed."""
+    found = []
+    call = ModuleProgram.call
+
+    def counted(program, replica_id, *args):
+        found.append(replica_id)
+        return call(program, replica_id, *args)
+
+    monkeypatch.setattr(ModuleProgram, "call", counted)
+    return found
+
+
+class Layers(Net):
+    """Its layers are called from outside of modules, with arguments of three sizes."""
+
+    def training_step(self, batch, index):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_replicas"), [(Net, 3), (Manual, 2), (Layers, 1), (Layers, 3)]
+)
+def test_compiled_layers_have_the_bits_of_uncompiled_ones(kind, num_replicas, replays, caplog):
+    from mirror.lightning import MirroredStrategy
+
+    results = []
+    start = kind()
+    for options in ({}, {"compile": True}):
+        model = copy.deepcopy(start)
+        assert not replays
+        with mirror.MirroredStrategy(["cpu"] * num_replicas) as strategy:
+            _, logged = fit(model, MirroredStrategy(strategy, **options))
+        results.append((logged, model.state_dict()))
+    assert_same(results[1], results[0], tolerance=0)
+    assert {*replays} == {*range(num_replicas)}
+    assert not [one for one in caplog.records if "compiled" in one.message]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_fabric_replays_a_compiled_module_and_captures_its_update(num_replicas, replays, caplog):
+    from mirror.lightning import MirroredStrategy
+
+    results = []
+    start = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    for compiled in (False, True):
+        assert not replays
+        model = copy.deepcopy(start)
+        by = MirroredStrategy(["cpu"] * num_replicas, compile=compiled)
+        fabric = lightning.Fabric(accelerator="cpu", strategy=by)
+        wrapped, stepper = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+        for _ in range(2):
+            for x, y in loader():
+                stepper.zero_grad()
+                fabric.backward(F.cross_entropy(wrapped(x), y))
+                stepper.step()
+        results.append(model.state_dict())
+        by.mirror.close()
+    assert_same(results[1], results[0], tolerance=0)
+    assert {*replays} == {*range(num_replicas)}
+    assert not caplog.records
 
 
 def test_what_cannot_be_logged_once_is_refused(plugin):

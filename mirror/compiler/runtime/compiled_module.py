@@ -45,7 +45,8 @@ from mirror.execution.run import Replica, Run, current, push_context, recomputin
 from mirror.execution.runner import Runner
 from mirror.execution.swapped_state import SwappedState
 from mirror.replica.gradients.parallel_backward import is_separate
-from mirror.replica.modules.module_owner import Interceptor, ReplayedCalls
+from mirror.replica.modules.module_owner import Interceptor, ReplayedCalls, interceptor_of
+from mirror.replica.modules.module_registry import layer_libraries
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.values import leaves_of, rebuild_structure
 
@@ -180,6 +181,11 @@ def compile_module(
         why = "this strategy keeps parameters on the parameter device"
     elif route.compiled is not None:
         why = "module.compile() has compiled it already"
+    elif any(library.has_made(module) for library in layer_libraries):
+        why = (
+            "its library (Keras) keeps masks, losses and variables of each call; pass "
+            "jit_compile=True to the model's compile, for torch.compile of the step"
+        )
     elif route.is_metric or route.renormalizes:
         why = "the replicas communicate in it"
     if why is None:
@@ -204,6 +210,10 @@ class CompilingInterceptor(CallInterceptor):
     def _call_outside(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self._is_considered or current.in_whole_call) and module.training:
             self._is_considered = True
+            if not self.replicas.mirrors:  # no split call shows which calls come from inside
+                for layer in module.modules():
+                    if isinstance(route := interceptor_of(layer), CompilingInterceptor):
+                        route._is_considered = True
             has_parameters = next(module.parameters(), None) is not None
             if self.is_plain and has_parameters and self.compiled is None:
                 compile_module(self._calls, module, self, fallback="eager")
@@ -338,6 +348,10 @@ class CompiledModule(ReplayedCalls):
             if self._replicas.mirrors:
                 self._await_trace(call)
             return None
+        now = self._calls.builder.pattern(tree, module.training)
+        if now.autocast != call.pattern.autocast:
+            now.observed, now.tangents = call.pattern.observed, call.pattern.tangents
+            call.pattern = now
         if self._replicas.mirrors:
             self._await_trace(call)
             return None

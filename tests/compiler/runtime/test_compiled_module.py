@@ -21,6 +21,7 @@ import threading
 import time
 import types
 import uuid
+from typing import Any
 
 import numpy as np
 import pytest
@@ -473,6 +474,26 @@ def test_a_value_that_alternates_has_a_program_each(n):
         loop.step(x, y)
 
     assert compare(Norms, n, step, sizes=(6,) * 8) == 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_each_autocast_mode_has_a_program(n, caplog):
+    def step(loop, x, y):
+        with torch.autocast("cpu", torch.bfloat16, enabled=len(loop.found) % 4 < 2):
+            loop.step(x, y)
+
+    assert compare(Norms, n, step, sizes=(6,) * 12) == 2
+    assert not caplog.records
+
+
+class Comprehends(Net):
+    def compute(self, h):
+        return torch.cat([part * h.shape[1] for part in h.chunk(2, 1)], 1)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_comprehension_may_read_variables_around_it(n):
+    assert compare(Comprehends, n) > 0
 
 
 @pytest.mark.parametrize("replicas", ["1", "2"])
@@ -987,7 +1008,8 @@ def test_what_a_program_would_freeze_runs_uncompiled_with_one_warning(kind, n, c
     assert __file__ in warning or kind in (Itself, Moves, Reentrant)
 
 
-FACTOR, PASSES = 1.0, []
+FACTOR = 1.0
+PASSES: list[Any] = []
 
 
 class Reversed(torch.autograd.Function):

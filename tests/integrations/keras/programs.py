@@ -277,6 +277,12 @@ def main():
         before, after = (m.predict(x, verbose=0) for m in (model, loaded))
         return {"kinds": kinds, "difference": float(abs(before - after).max())}
 
+    def compiled():
+        strategy = mirror.MirroredStrategy(["cpu"] * 2)
+        with strategy.scope():
+            model = keras.Sequential([layers.Dense(3)])
+        strategy.compile(model, fallback="error")
+
     programs = {
         "dense": lambda: difference(sequential(lambda: layers.Dense(16, activation="relu"), out)),
         "built by fit": lambda: difference(lambda: keras.Sequential([layers.Dense(3)])),
@@ -297,6 +303,7 @@ def main():
         "count in run": count_in_run,
         "one example each": one_example_each,
         "saved": saved,
+        "compiled": compiled,
     }
     results = {}
     for name, program in programs.items():

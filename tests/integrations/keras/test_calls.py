@@ -72,3 +72,8 @@ def test_trainable_variables_are_not_assigned_in_a_call():
 def test_integers_that_cannot_be_joined_are_refused(name):
     assert "StrategyError: " in outcomes()[name]
     assert 'aggregation="sum"' in outcomes()[name]
+
+
+def test_a_keras_model_is_not_left_uncompiled_in_silence():
+    assert "CompileError: calls of Sequential cannot be compiled" in outcomes()["compiled"]
+    assert "jit_compile" in outcomes()["compiled"]
