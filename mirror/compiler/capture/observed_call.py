@@ -53,6 +53,7 @@ _BUILTINS = {builtins.print, builtins.open, builtins.input}
 _ENVIRON = type(os.environ).__getitem__.__code__
 _APPLY: Any = torch.autograd.Function.apply
 _BACKWARD = Tensor.register_hook.__code__, _APPLY.__code__
+_COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}  # before Python 3.12
 _GENERATED = "<string>"  # by dataclasses, namedtuples and mirror's wrappers
 _GENERATORS = random.Random, torch.Generator
 _CLOCKS = {datetime.datetime, datetime.date}
@@ -135,8 +136,10 @@ class ObservedCall:
         held = [*chain.from_iterable(vars(kind).values() for kind in kinds), *gc.get_objects()]
         found = [one for one in held if type(one) is FunctionType and one.__code__ in self.codes]
         gone = self.codes.keys() - {one.__code__ for one in found}
-        if not gc.get_freeze_count():  # the call has made closures, as comprehensions are
-            gone -= {constant for code in self.codes for constant in code.co_consts}
+        made = {constant for code in self.codes for constant in code.co_consts}
+        if gc.get_freeze_count():  # else the call has made closures that are gone
+            made = {one for one in made if getattr(one, "co_name", "") in _COMPREHENSIONS}
+        gone -= made
         for code in gone:
             if code.co_freevars:
                 place = quote((code.co_filename, code.co_firstlineno))
