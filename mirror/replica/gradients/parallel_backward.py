@@ -14,7 +14,8 @@ other or with step 1, and that they contain nothing that may concern another rep
 
     a node written in Python            collectives, compiled code, reentrant checkpointing; it
                                         needs the GIL anyway; not a compiled module's, if the
-                                        pass is split where the module is not compiled
+                                        pass is split where the module is not compiled,
+                                        under "parallel" and "staggered"
     saved tensors unpacked by a hook    checkpointing: it sets the state of the random generator
     a node that hides what it saves     may do the same
     a parameter with hooks              they see the reduced gradient when the pass ends
@@ -224,7 +225,8 @@ def _concerns_only(runner: Runner, replica_id: int, node: Node) -> bool:
         _hook_getters[kind] = _unpack_hooks_getter(kind)
     get_hooks = _hook_getters[kind]
     if get_hooks is None:
-        return getattr(node, "mirror_is_separate", False)
+        # "auto" has the same bits either way, and these nodes need the GIL for most of a pass.
+        return getattr(node, "mirror_is_separate", False) and not runner.schedule.keeps_order
     try:
         hooks = get_hooks(node)
     except (AttributeError, RuntimeError):  # an older torch, or a graph that was freed
