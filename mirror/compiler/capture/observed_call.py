@@ -83,6 +83,11 @@ class ObservedCall:
         self.impure = ""
         self._before: Any = None
 
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether nothing written in C, as cProfile, has the place of the function that notes."""
+        return sys.getprofile() is None or callable(sys.getprofile())
+
     def __enter__(self) -> None:
         self._before = sys.getprofile()
         sys.setprofile(self._note)

@@ -54,6 +54,10 @@ class ModuleProgramBuilder:
             autocast,
         )
 
+    def can_observe(self) -> bool:
+        """Whether calls can be observed now."""
+        return ObservedCall.is_possible()
+
     def observe(self) -> ObservedCall:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()

@@ -16,7 +16,6 @@ strides, dtypes and plain values. What else it takes for granted is guarded. See
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -65,6 +64,9 @@ class ModuleBuilder(Protocol):
 
     def build(self, module: nn.Module, pattern: Any, redo: Any) -> tuple[Any, Any]:
         """Returns the guards and the program of a call."""
+
+    def can_observe(self) -> bool:
+        """Whether calls can be observed now."""
 
     def observe(self) -> Any:
         """Returns what observes the first call, for the pattern."""
@@ -368,8 +370,7 @@ class CompiledModule(ReplayedCalls):
     ) -> Any:
         """Makes an uncompiled call; notes its code, and which of its outputs get gradients."""
         assert call is not None
-        before = sys.getprofile()
-        if call.pattern.observed is None and (before is None or callable(before)):
+        if call.pattern.observed is None and self._calls.builder.can_observe():
             observed = self._calls.builder.observe()
             with observed:
                 result = getattr(module, WHOLE_CALL)(*args, **kwargs)
@@ -407,7 +408,11 @@ class CompiledModule(ReplayedCalls):
         if pattern.has_double_backward:
             self._refuse(mode, _DOUBLE)
             return
-        if module.training != mode[0] or pattern.observed is None:
+        if (
+            module.training != mode[0]
+            or pattern.observed is None
+            or not self._calls.builder.can_observe()
+        ):
             if self._replicas.mirrors:
                 self._await_trace(call)
             return

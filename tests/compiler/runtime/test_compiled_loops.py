@@ -5,6 +5,7 @@ Each program is a function of a machine: it builds what it needs, and keeps what
 
 import contextlib
 import copy
+import cProfile
 import io
 
 import pytest
@@ -304,13 +305,22 @@ def changing_groups(m):
         m.step(model, optimizer, x)
 
 
+def profiling(m):
+    """A profiler in C has the place of what observes calls: those beside it are not traced."""
+    model = m.model()
+    optimizer = m.sgd(model)
+    for i, x in enumerate(m.batches(*(6,) * 6)):
+        with cProfile.Profile() if i in (0, 2) else contextlib.nullcontext():
+            m.step(model, optimizer, x)
+
+
 PROGRAMS = [
     *(keeping_outputs, keeping_outputs_without_gradients, two_forwards_before_a_backward),
     *(backward_in_another_order, outputs_without_backward, exceptions_in_forward),
     *(module_within_another, module_of_two_models, second_pass_of_a_graph, two_optimizers),
     *(optimizer_before_compile, loading_states, accumulating, averaging_copies),
     *(saving_whole_models, freezing, scheduling, keeping_zero_gradients, changing_gradients),
-    changing_groups,
+    *(changing_groups, profiling),
 ]
 
 
