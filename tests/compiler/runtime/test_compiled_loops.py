@@ -219,9 +219,9 @@ def loading_states(m):
 def accumulating(m):
     model = m.model()
     optimizer = m.sgd(model)
-    for i, x in enumerate(m.batches(6, 6, 4, 6, 6, 4)):
+    for i, x in enumerate(m.batches(8, 8, 6, 8, 8, 6)):
         with m.strategy.no_sync() if i % 3 < 2 else contextlib.nullcontext():
-            (model(x).square().sum() / 16).backward()
+            (model(x).square().sum() / 22).backward()
         if i % 3 == 2:
             m.keep(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()

@@ -228,6 +228,7 @@ def test_actors_end_with_who_has_started_them(script_pool):
     program = f"""
 import os, signal, sys
 from mirror.server.engine.fork_server import fork_server
+from mirror.server.engine.process_engine import ProcessEngine
 engine = ProcessEngine()
 pids = [engine.start(name, {ECHO!r}, {{}}).pid for name in "ab"]
 print(fork_server().pid, *pids, flush=True)
