@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mirror
 from mirror.comm.packing import move_into_flats
 from mirror.execution.run import Run
+from mirror.replica.gradients import grad_tracker
 from mirror.threads.lockstep import Lockstep
 from tests.gpu.fake import FakeGpus
 from tests.pairs import each_once
@@ -44,6 +45,12 @@ def no_passes_at_once(monkeypatch):
     monkeypatch.setattr("mirror.threads.schedule._has_cpus", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def no_other_strategies(monkeypatch):
+    """A backward pass asks each strategy that is alive, as some of other tests are for a while."""
+    monkeypatch.setattr(grad_tracker, "_trackers", ())
+
+
 def calls_of(fn, events=("call", "c_call"), *, warm=WARM, counts=lambda frame: True):
     """Returns the calls of one ``fn()``, on all threads: how many, not how long, is exact.
 
@@ -60,8 +67,7 @@ def calls_of(fn, events=("call", "c_call"), *, warm=WARM, counts=lambda frame: T
         if counting[0] and event in events and counts(frame):
             count[0] += 1
 
-    for _ in range(5):  # strategies of other tests: a backward pass asks each that is alive
-        gc.collect()
+    gc.collect()
     gc.disable()
     try:
         with profiled(count_call, threads=True):  # the replicas' start below
