@@ -7,7 +7,7 @@ up to the step. If replicas run backward at once, the cross-replica lane gets a 
 duration of the pass minus the sum of the replicas' times.
 
 The begin and the end of a span are *marks*. Making one costs no call in Python; they are added up
-when a step ends, or when somebody asks.
+when a step ends, and before the sums are read.
 """
 
 from __future__ import annotations

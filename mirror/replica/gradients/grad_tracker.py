@@ -106,7 +106,8 @@ class GradTracker:
             replica, whose gradients it has taken.
         arrivals: the copies that the last pass has brought gradients to, in the order of arrival.
         streams: on GPUs, the streams on which passes have brought unreduced gradients.
-        mutex: held while entries of ``pending`` are removed or changed.
+        mutex: held while entries of ``pending`` are removed or changed, while a pass begins, and
+            while gradients are freed.
         check_pass: called with the run, the call site and the engine's arguments, before a pass.
         checked: the call sites for which it is not called.
     """
