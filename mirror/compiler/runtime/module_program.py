@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirror.compiler.call_outputs import output_leaves, rebuild_outputs
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, slot_getter
@@ -33,7 +34,7 @@ from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.params.torch_function import make_common
-from mirror.values import leaves_of, rebuild_structure
+from mirror.values import leaves_of
 
 _FILLED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.SHARED, InputKind.PART)
 Redo = Callable[[int, "ModuleCall", Sequence[Any], bool], Sequence[Any]]
@@ -52,6 +53,7 @@ class ModuleProgram:
 
     Attributes:
         pattern: the traced call.
+        record: the functions of torch that it has made in the trace.
         tangents: by output with a gradient, the strides of that.
         not_differentiable: the numbers of the outputs that require no gradient.
         draws: whether a call draws random numbers.
@@ -68,7 +70,7 @@ class ModuleProgram:
         redo: Redo,
     ) -> None:
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
-        self.pattern = trace.pattern
+        self.pattern, self.record = trace.pattern, trace.record
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
         read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
@@ -96,8 +98,8 @@ class ModuleProgram:
             for slot in sorted(read)
             if inputs[slot].kind is InputKind.SHARED and inputs[slot].value is None
         ]
-        found = [(slot, inputs[slot].value) for slot in sorted(read)]
-        self._found = [(slot, value) for slot, value in found if value is not None]
+        others = [(slot, inputs[slot].value) for slot in sorted(read)]
+        self._found = [(slot, value) for slot, value in others if value is not None]
         by_tangent = {
             one.of[1]: slot for slot, one in enumerate(inputs) if one.kind is InputKind.PART
         }
@@ -111,9 +113,14 @@ class ModuleProgram:
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
         self._is_single = isinstance(trace.outputs, Tensor)
-        self._leaves = [None if isinstance(x, Tensor) else x for x in leaves_of(trace.outputs)]
-        self._are_tensors = [isinstance(leaf, Tensor) for leaf in leaves_of(trace.outputs)]
-        self._structure = rebuild_structure(trace.outputs, self._leaves)
+        found = output_leaves(trace.outputs)
+        leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
+        self._are_tensors = [isinstance(leaf, Tensor) for leaf in found]
+        self._structure = rebuild_outputs(trace.outputs, leaves)
+        self._leaves = [
+            [device if leaf == trace.step.device else leaf for leaf in leaves]
+            for device in replicas.devices
+        ]
         num_outputs = sum(self._are_tensors)
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
@@ -148,8 +155,8 @@ class ModuleProgram:
         if self._is_single:
             return outputs[0]
         remaining = iter(outputs)
-        known = zip(self._are_tensors, self._leaves, strict=True)
-        return rebuild_structure(
+        known = zip(self._are_tensors, self._leaves[replica_id], strict=True)
+        return rebuild_outputs(
             self._structure, [next(remaining) if is_tensor else leaf for is_tensor, leaf in known]
         )
 
