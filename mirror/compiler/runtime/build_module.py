@@ -26,6 +26,7 @@ from mirror.compiler.step_inputs import InputKind, state_tensors
 from mirror.device.cuda_graph import CudaGraph, has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
+from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.modules.replica_attributes import own_attributes
 from mirror.replica.params.replicated_params import MirroredTensors
@@ -38,8 +39,10 @@ _STATE = InputKind.PARAMETER, InputKind.BUFFER
 class ModuleProgramBuilder:
     """Builds the programs of one strategy's modules."""
 
-    def __init__(self, replicas: Replicas, registry: MirroredTensors) -> None:
-        self._replicas, self._registry = replicas, registry
+    def __init__(
+        self, replicas: Replicas, registry: MirroredTensors, gradients: GradReducer
+    ) -> None:
+        self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._devices = tuple(dict.fromkeys(replicas.devices))
 
     def pattern(self, tree: Any, is_training: bool) -> CallPattern:
@@ -137,6 +140,7 @@ class ModuleProgramBuilder:
             backward,
             make_graphs if has_graphs(device) else None,
             redo,
+            self._gradients if replicas.mirrors else None,
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
