@@ -48,6 +48,7 @@ class CallPattern:
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
         passes_through: whether ``tangents`` has outputs whose gradient came from another one.
+        hooked: the outputs with a hook of the caller, or whose gradient it retains.
         has_double_backward: whether its gradients were differentiated again.
         observed: the code that the call has run, and that of the traced backward pass.
         record: the functions of torch that the last uncompiled call has made.
@@ -62,6 +63,7 @@ class CallPattern:
     autocast: dict[str, torch.dtype]
     tangents: dict[int, Strides] | None = None
     passes_through: bool = True
+    hooked: set[int] = field(default_factory=set)
     has_double_backward: bool = False
     observed: ObservedCall | None = None
     record: CallRecord | None = None
@@ -153,8 +155,16 @@ class _Joint:
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
         seen = self.pattern.tangents
+        inner = _used_by_others(outputs)
+        if not inner.isdisjoint(self.pattern.hooked):
+            raise CompileError(
+                "an output that another one is computed from has a hook, or retains its gradient: "
+                "in a program no gradient passes through it"
+            )
         if seen is not None and self.pattern.passes_through:
-            seen = _of_outside(seen, outputs)
+            # A model that returns a loss and its logits is followed by loss.backward(). If the
+            # logits have got another gradient, too, the call is traced again.
+            seen = {i: strides for i, strides in seen.items() if i not in inner}
         self.tangents = {
             i: outputs[i].stride() if seen is None else seen[i]
             for i in self.differentiable
@@ -193,21 +203,19 @@ class _Joint:
         return found
 
 
-def _of_outside(seen: dict[int, Strides], outputs: Sequence[Tensor]) -> dict[int, Strides]:
-    """Leaves out outputs that others are computed from: they get gradients from these.
-
-    A model that returns a loss and its logits is followed by ``loss.backward()``. If the logits
-    have got another gradient, too, the call is traced again.
-    """
-    below: set[Any] = set()
-    for i in seen:
-        pending: list[Any] = [] if outputs[i].grad_fn is None else [outputs[i].grad_fn]
-        while pending:
-            for node, _ in pending.pop().next_functions:
-                if node is not None and node not in below:
-                    below.add(node)
-                    pending.append(node)
-    return {i: strides for i, strides in seen.items() if outputs[i].grad_fn not in below}
+def _used_by_others(outputs: Sequence[Tensor]) -> set[int]:
+    """Returns the outputs from which others are computed, by number."""
+    edges: set[tuple[Any, int]] = set()
+    known: set[Any] = set()
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    while pending:
+        node = pending.pop()
+        if node not in known:
+            known.add(node)
+            found = [edge for edge in node.next_functions if edge[0] is not None]
+            edges.update(found)
+            pending += [below for below, _ in found]
+    return {i for i, tensor in enumerate(outputs) if (tensor.grad_fn, tensor.output_nr) in edges}
 
 
 def trace_module(

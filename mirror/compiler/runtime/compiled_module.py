@@ -31,6 +31,7 @@ from mirror.base.torch_private import (
     DisableAutocast,
     current_graph_task_id,
     functions_interpreter,
+    hooks_of,
     is_jit_tracing,
     num_dispatch_modes,
     num_function_modes,
@@ -403,18 +404,21 @@ class CompiledModule(ReplayedCalls):
         if replica is not None and self._replicas.are_simulated:
             pattern.is_separate = is_separate(self._calls.runner, replica.replica_id, outputs)
 
-        def note(number: int) -> Callable[[Tensor], None]:
+        def note(number: int, output: weakref.ref[Tensor]) -> Callable[[Tensor], None]:
             def hook(grad: Tensor | None) -> None:
                 if grad is None:  # of one of several outputs that one node makes
                     return
                 pattern.has_double_backward |= torch.is_grad_enabled()
                 pattern.tangents = {**(pattern.tangents or {}), number: grad.stride()}
+                tensor = None if self._replicas.mirrors else output()
+                if tensor is not None and (tensor.retains_grad or len(hooks_of(tensor) or ()) > 1):
+                    pattern.hooked.add(number)
 
             return hook
 
         for number, tensor in enumerate(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(note(number))
+                tensor.register_hook(note(number, weakref.ref(tensor)))
         return result
 
     def _check(self, call: _KnownCall) -> None:
@@ -509,7 +513,7 @@ class CompiledModule(ReplayedCalls):
             self._refuse(mode, _DOUBLE)
         elif call.is_there():
             self._trace_again(program, grads)
-        program.check_redo()
+        program.check_redo(call)
         given = iter(call.leaves)
         leaves = [
             next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(pattern.tree)
@@ -518,7 +522,7 @@ class CompiledModule(ReplayedCalls):
         arguments, parameters = program.inputs_of(call)
         before = save_context()
         with ExitStack() as stack:
-            stack.enter_context(program.keeping_buffers(replica_id))
+            stack.enter_context(program.keeping_buffers(call))
             stack.enter_context(self._restoring(replica_id, call.state))
             stack.enter_context(pattern.in_its_modes())
             try:

@@ -139,6 +139,8 @@ class ModuleProgram:
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
         self.draws = trace.step.draws > 0
+        # Until a backward pass is the traced one, forward can be called again.
+        self._is_proven = backward is None or not passes.reads_written
         self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._graphs: dict[int, _ReplicaGraphs] = {}
         stay = [
@@ -201,6 +203,8 @@ class ModuleProgram:
         values: list[Any] = [None] * self.passes.num_slots
         for slot, place in self._state:
             values[slot] = place.owner if place.record is None else place.record.copies[r]
+        if not self._is_proven:
+            call.buffers = [tensor.clone() for tensor in self._written(r)]
         for slot in self.passes.statistics:
             values[slot] = self._without_version(slot, r, values[slot])
         for slot, number in self._arguments:
@@ -272,12 +276,12 @@ class ModuleProgram:
             call.check_leaves()
             return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
         found = self.run_backward(call, saved[call.num_inputs :], given)
-        call.has_ended = True  # the next call may overwrite what was saved
+        self._is_proven = call.has_ended = True  # the next call may overwrite what was saved
         return found
 
-    def check_redo(self) -> None:
+    def check_redo(self, call: ModuleCall) -> None:
         """Raises CompileError if another call of ``forward`` would find other buffers."""
-        if self.passes.reads_written:
+        if self.passes.reads_written and call.buffers is None:
             raise CompileError(
                 "a backward pass is not the traced one, and forward, which would be called again, "
                 "reads a buffer that it has changed; call strategy.compile after the first such "
@@ -285,17 +289,25 @@ class ModuleProgram:
             )
 
     @contextmanager
-    def keeping_buffers(self, replica_id: int) -> Iterator[None]:
+    def keeping_buffers(self, call: ModuleCall) -> Iterator[None]:
         """Within the block, forward may write buffers, which then have their values again."""
-        inputs = self._trace.step.inputs
-        places = [inputs[slot].of for slot in self.passes.written]
-        tensors = [_leaf_of(place, replica_id).data for place in places]  # without a new version
-        before = [tensor.clone() for tensor in tensors]
+        tensors = self._written(call.replica_id)
+        after = [tensor.clone() for tensor in tensors]
+        self._fill(tensors, call.buffers or ())
         try:
             yield
         finally:
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
+            self._fill(tensors, after)
+
+    def _written(self, replica_id: int) -> list[Tensor]:
+        """Returns a replica's buffers that forward writes, of which no new version is made."""
+        places = [self._trace.step.inputs[slot].of for slot in self.passes.written]
+        return [_leaf_of(place, replica_id).data for place in places]
+
+    @staticmethod
+    def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(tensors, values, strict=False):
+            tensor.copy_(value)
 
     def packs(self, replica_id: int) -> tuple[int, PackedGrads | None]:
         """Returns the replica, and where a pass may leave its gradients packed."""
@@ -316,7 +328,7 @@ class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
     __slots__ = (
-        *("__weakref__", "has_ended", "leaves", "leaves_node", "num_inputs", "program"),
+        *("__weakref__", "buffers", "has_ended", "leaves", "leaves_node", "num_inputs", "program"),
         *("replica_id", "state", "token", "versions"),
     )
 
@@ -327,6 +339,7 @@ class ModuleCall:
         self.leaves, self.state = leaves, state
         self.token: _ReplicaGraphs | None = None
         self.leaves_node: Any = None
+        self.buffers: list[Tensor] | None = None  # as forward has found them
         self.versions: list[int] = []
         self.has_ended, self.num_inputs = False, 0
 
