@@ -41,13 +41,17 @@ class CallRecord(TorchFunctionMode):
         self._noted: list[tuple[Any, ...]] = []
         self._places: list[Place | None] = []
         self._objects = OutputObjects(None)
+        # The placeholders of a trace answer these by themselves.
+        device: Any = Tensor.device
+        readers = device.__get__, getattr(device, "fget", None)
+        self._unlike = (*readers, torch.ops.prim.device.default)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         caller = sys._getframe(1)
-        if func not in _UNLIKE and not is_mirrors(caller.f_code.co_filename):
+        if func not in self._unlike and not is_mirrors(caller.f_code.co_filename):
             self._noted.append((func, *_describe((args, kwargs))))
             self._places.append(_place_of(caller))
         return func(*args, **kwargs)
@@ -77,11 +81,6 @@ class CallRecord(TorchFunctionMode):
                     "whether it is traced"
                 )
         return None
-
-
-_DEVICE: Any = Tensor.device
-# The placeholders of a trace answer these by themselves.
-_UNLIKE = (_DEVICE.__get__, torch.ops.prim.device.default)
 
 
 def _nth(places: Sequence[Place | None], i: int) -> Place | None:
