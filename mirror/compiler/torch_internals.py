@@ -45,6 +45,9 @@ is_fake = FakeTensor
 DispatchMode = TorchDispatchMode
 IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_ALL_MODULES: list[dict[int, Any]] = [
+    vars(torch.nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS
+]
 
 # The tracer need not count calls of torch's functions: only torch.export reads the counts.
 _OPTIONS: dict[str, Any] = {

@@ -20,6 +20,7 @@ from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
     TraceGuards,
+    guard_code,
     guard_layouts,
 )
 from mirror.compiler.step_inputs import InputKind, state_tensors
@@ -61,6 +62,16 @@ class ModuleProgramBuilder:
     def observe(self) -> ObservedCall:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()
+
+    def values_of(self, module: nn.Module, observed: ObservedCall) -> TraceGuards:
+        """Returns guards of the values that an observed call has left, for its trace.
+
+        If they hold, the trace runs the code that the call has run.
+        """
+        layers = list(module.modules())
+        functions = [module.forward, *observed.functions_of(layers)]
+        around = FreeVariables(functions, layers, is_strict=True)
+        return TraceGuards([*guard_code(layers, around), _guard_own_attributes(layers)])
 
     def build(
         self, module: nn.Module, pattern: CallPattern, redo: Any
@@ -131,15 +142,11 @@ class ModuleProgramBuilder:
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
             guards = TraceGuards(
-                module.forward,
-                step.modules,
-                (),
-                (),
-                (),
-                (),
-                step.numbers,
-                around=around,
-                others=[guard_layouts(used), _guard_own_attributes(layers)],
+                [
+                    *guard_code(step.modules, around),
+                    guard_layouts(used),
+                    _guard_own_attributes(layers),
+                ]
             )
         return guards, program
 

@@ -33,7 +33,7 @@ from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, make_comparable
 from mirror.compiler.step_inputs import StateTensor
-from mirror.compiler.torch_internals import MODULE_HOOKS
+from mirror.compiler.torch_internals import HOOKS_OF_ALL_MODULES, MODULE_HOOKS
 from mirror.replica.modules.module_owner import ReplicaDict
 from mirror.replica.optimizers.param_groups import step_hooks
 
@@ -107,45 +107,10 @@ class _NamedValue(Sequence[str]):
 
 
 class TraceGuards:
-    """The guards of a trace. See [Note: Assumptions].
+    """The guards of a trace. See [Note: Assumptions]."""
 
-    Args:
-        step: the user's function.
-        modules: the modules that it has called.
-        places: the parameters that it uses.
-        swaps: the optimizers that it steps.
-        stepped_apart: the optimizers that step between programs.
-        rates_read: the optimizers with learning rates that it has read as numbers.
-        numbers: the options that are inputs, which may change.
-        scalers: the gradient scalers that it uses.
-        around: the values that its code finds by their names, if they are known already.
-        others: further values.
-    """
-
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        modules: Sequence[nn.Module],
-        places: Sequence[StateTensor],
-        swaps: Sequence[TracedSwap],
-        stepped_apart: Sequence[Optimizer],
-        rates_read: Sequence[Optimizer],
-        numbers: TracedNumbers,
-        scalers: Sequence[Any] = (),
-        around: FreeVariables | None = None,
-        others: Sequence[GuardedValue] = (),
-    ) -> None:
-        self._watched = [
-            thread_state(),
-            *_guard_modules(modules),
-            *_guard_parameters(places),
-            *[_guard_optimizer(swap, numbers) for swap in swaps],
-            *[_guard_groups(optimizer) for optimizer in stepped_apart],
-            *[_guard_rates(optimizer) for optimizer in rates_read],
-            *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
-            _guard_surroundings(step, modules, around),
-            *others,
-        ]
+    def __init__(self, watched: Sequence[GuardedValue]) -> None:
+        self._watched = list(watched)
 
     def hold(self) -> bool:
         """Whether all values are those of the trace."""
@@ -159,7 +124,57 @@ class TraceGuards:
         return next(filter(None, (watched.find_change() for watched in self._watched)), None)
 
 
-def thread_state() -> GuardedValue:
+def guard_step(
+    step: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    places: Sequence[StateTensor],
+    swaps: Sequence[TracedSwap],
+    stepped_apart: Sequence[Optimizer],
+    rates_read: Sequence[Optimizer],
+    numbers: TracedNumbers,
+    scalers: Sequence[Any] = (),
+) -> TraceGuards:
+    """Returns the guards of a traced step.
+
+    Args:
+        step: the user's function.
+        modules: the modules that it has called.
+        places: the parameters that it uses.
+        swaps: the optimizers that it steps.
+        stepped_apart: the optimizers that step between programs.
+        rates_read: the optimizers with learning rates that it has read as numbers.
+        numbers: the options that are inputs, which may change.
+        scalers: the gradient scalers that it uses.
+    """
+    layers = {id(sub): sub for module in modules for sub in module.modules()}
+    around = FreeVariables([step], layers.values())
+    return TraceGuards(
+        [
+            *guard_code(modules, around),
+            *_guard_parameters(places),
+            *[_guard_optimizer(swap, numbers) for swap in swaps],
+            *[_guard_groups(optimizer) for optimizer in stepped_apart],
+            *[_guard_rates(optimizer) for optimizer in rates_read],
+            *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
+        ]
+    )
+
+
+def guard_code(modules: Sequence[nn.Module], around: FreeVariables) -> list[GuardedValue]:
+    """Guards what decides which code of modules runs, and what it reads.
+
+    Args:
+        modules: the modules that are called.
+        around: the values that the code finds by their names.
+    """
+    return [
+        _guard_thread(),
+        *_guard_modules(modules),
+        GuardedValue(around.names, around.scan, around.watch()),
+    ]
+
+
+def _guard_thread() -> GuardedValue:
     """Guards the modes of torch in this thread."""
     kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
 
@@ -188,7 +203,7 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     values: list[str] = []
     children: list[Any] = []
     owners: list[str] = []
-    hooks: list[dict[Any, Any]] = []
+    hooks: list[dict[Any, Any]] = [*HOOKS_OF_ALL_MODULES]
     held: list[tuple[dict[str, Any], str]] = []
     for key, module in modules.items():
         attributes = module.__dict__
@@ -210,9 +225,12 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         for kept in (attributes, *([] if isinstance(buffers, ReplicaDict) else [buffers])):
             held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
 
+    dicts = [attributes for _, attributes in getters]
+    values.append("the number of attributes of the modules")
+
     def read() -> list[Any]:
         try:
-            return [get(attributes) for get, attributes in getters]
+            return [*[get(attributes) for get, attributes in getters], [*map(len, dicts)]]
         except KeyError as error:
             return [error.args[0]]
 
@@ -337,11 +355,3 @@ def _guard_rates(optimizer: Optimizer) -> GuardedValue:
 
     name = f"a learning rate of {type(optimizer).__name__}, which the step reads as a number,"
     return GuardedValue([name] * 8, read)
-
-
-def _guard_surroundings(
-    step: Callable[..., Any], called: Sequence[nn.Module], around: FreeVariables | None
-) -> GuardedValue:
-    modules = {id(sub): sub for module in called for sub in module.modules()}
-    around = around or FreeVariables([step], modules.values())
-    return GuardedValue(around.names, around.scan, around.watch())
