@@ -16,9 +16,10 @@ What cannot be traced runs uncompiled, and is reported once.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,7 +36,9 @@ from mirror.base.torch_private import (
     num_function_modes,
     top_saved_tensors_hooks,
 )
-from mirror.compiler.runtime.known_call import KnownCall, sign_call
+from mirror.compiler.call_outputs import distinct_tensors
+from mirror.compiler.runtime.call_signature import sign_call
+from mirror.compiler.runtime.known_call import KnownCall
 from mirror.devices import generators_of
 from mirror.errors import CompileError, StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -57,6 +60,7 @@ MAX_TRACES = 8
 MAX_MISSES = 2  # of an observed call with the values that a trace would find, in a row
 _MAX_KNOWN = 1000
 _DOUBLE = "a backward pass has create_graph=True, and a program's gradients have no graph"
+_IN_PARTS = "its outputs get their gradients in several backward passes"
 _PREFIX = "the step cannot be compiled: "
 
 
@@ -70,10 +74,13 @@ class ModuleBuilder(Protocol):
         """Whether calls can be observed now."""
 
     def observe(self) -> Any:
-        """Returns what observes the first call, for the pattern."""
+        """Returns what observes a call."""
 
     def values_of(self, module: nn.Module, observed: Any) -> Any:
         """Returns guards of the values that an observed call has left."""
+
+    def record(self, module: nn.Module) -> Any:
+        """Returns what notes the functions that a call makes; see [Note: The same way]."""
 
     def pattern(self, tree: Any, is_training: bool) -> Any:
         """Returns the pattern of a call with these arguments."""
@@ -84,6 +91,7 @@ class CompiledCalls:
 
     Attributes:
         pending: modules, each with a call to be traced before the next run.
+        recording: the threads whose calls are noted; they run no programs.
     """
 
     def __init__(
@@ -97,6 +105,7 @@ class CompiledCalls:
         self._make_capturer = make_capturer
         self._capturer: Any = None
         self.pending: list[tuple[CompiledModule, KnownCall]] = []
+        self.recording: set[int] = set()
         self._builder: ModuleBuilder | None = None
 
     @property
@@ -323,6 +332,7 @@ class CompiledModule(ReplayedCalls):
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
+            or (self._calls.recording and threading.get_ident() in self._calls.recording)
         )
 
     # Calls without a program
@@ -338,7 +348,9 @@ class CompiledModule(ReplayedCalls):
             return None
         now = self._calls.builder.pattern(tree, module.training)
         if now.autocast != call.pattern.autocast:
-            now.tangents, call.pattern = call.pattern.tangents, now
+            now.tangents = call.pattern.tangents
+            now.passes_through = call.pattern.passes_through
+            call.pattern = now
         if self._replicas.mirrors:
             if not call.is_pending:
                 call.is_unseen = call.find_observation() is None
@@ -358,18 +370,13 @@ class CompiledModule(ReplayedCalls):
     ) -> Any:
         """Makes an uncompiled call; notes its code, and which of its outputs get gradients."""
         assert call is not None
-        builder = self._calls.builder
-        if call.is_unseen and builder.can_observe():
-            observed = builder.observe()
-            with observed:
-                result = getattr(module, WHOLE_CALL)(*args, **kwargs)
-            call.add_observation(builder.values_of(module, observed), observed)
-            call.is_unseen = False  # a call that raises is not traced
+        if call.is_unseen and self._calls.builder.can_observe():
+            result = self._observe(module, call, args, kwargs)
         else:
             result = getattr(module, WHOLE_CALL)(*args, **kwargs)
         if not torch.is_grad_enabled():
             return result
-        outputs = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+        outputs, _ = distinct_tensors(result)
         pattern, replica = call.pattern, current.replica
         if replica is not None and self._replicas.are_simulated:
             pattern.is_separate = is_separate(self._calls.runner, replica.replica_id, outputs)
@@ -388,6 +395,21 @@ class CompiledModule(ReplayedCalls):
                 tensor.register_hook(note(number))
         return result
 
+    def _observe(self, module: nn.Module, call: KnownCall, args: Any, kwargs: Any) -> Any:
+        """Makes an uncompiled call, and notes its code; one that raises is not traced."""
+        builder, recording = self._calls.builder, self._calls.recording
+        observed, record = builder.observe(), builder.record(module)
+        recording.add(thread := threading.get_ident())
+        try:
+            with observed, record or nullcontext():
+                result = getattr(module, WHOLE_CALL)(*args, **kwargs)
+        finally:
+            recording.discard(thread)
+        if record is not None:
+            record.note_result(result)
+        call.add_observation(builder.values_of(module, observed), observed, record)
+        return result
+
     def trace(self, call: KnownCall) -> None:
         """Traces a call, if its module is in the mode of that call."""
         module, call.is_pending = self._module(), False
@@ -402,13 +424,13 @@ class CompiledModule(ReplayedCalls):
         if module.training != mode[0] or call.is_unseen or not builder.can_observe():
             self._wait(call)
             return
-        observed = call.find_observation()
-        if observed is None:
+        seen = call.find_observation()
+        if seen is None:
             call.is_unseen, call.num_misses = True, call.num_misses + 1
             if call.num_misses <= MAX_MISSES:
                 self._wait(call)
                 return
-        pattern.observed = observed or call.last_observation()
+        pattern.observed, pattern.record = seen or call.last_observation()
         if not call.programs and self._num_shapes(mode) >= MAX_SHAPES:
             self._refuse(mode, f"it was called with more than {MAX_SHAPES} shapes or values")
             return
@@ -416,19 +438,25 @@ class CompiledModule(ReplayedCalls):
             self._refuse(mode, f"it was traced {self.num_traces} times, as {self._change(call)}")
             return
         try:
-            found = builder.build(module, pattern, self._redo)
+            guards, program = builder.build(module, pattern, self._redo)
         except CompileError as error:
             self._refuse(mode, str(error).removeprefix(_PREFIX), error)
+            return
         except Exception as error:
             self._refuse(mode, f"{type(error).__name__}: {error}", error)
-        else:
-            if observed is None:
-                self._refuse(mode, f"in each call it finds other values: {call.find_change()}")
-                return
-            call.programs.insert(0, found)
-            del call.programs[MAX_SHAPES:]
-            self.num_traces += 1
-            call.num_misses = 0
+            return
+        why: str | None = None
+        if seen is None:
+            why = f"in each call it finds other values: {call.find_change()}"
+        elif pattern.record is not None:
+            why = pattern.record.find_difference(program.record)
+        if why is not None:
+            self._refuse(mode, why)
+            return
+        call.programs.insert(0, (guards, program))
+        del call.programs[MAX_SHAPES:]
+        self.num_traces += 1
+        call.num_misses = 0
 
     def _num_shapes(self, mode: tuple[bool, bool]) -> int:
         return sum(1 for key, call in self._known.items() if key[0] == mode and call.programs)
@@ -464,8 +492,8 @@ class CompiledModule(ReplayedCalls):
         at_once = self._calls.runner.parallel_pass
         if at_once is not None:
             at_once.go_alone()
-        if has_graph:
-            self._refuse(mode, _DOUBLE)
+        if has_graph or call.is_freed:
+            self._refuse(mode, _DOUBLE if has_graph else _IN_PARTS)
         elif call.is_there():
             self._trace_again(program, grads)
         program.check_redo()
@@ -486,7 +514,7 @@ class CompiledModule(ReplayedCalls):
                 result = getattr(module, WHOLE_CALL)(*args, **kwargs)
             finally:
                 current.replica, current.strategy, current.below = before
-        outputs = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+        outputs, _ = distinct_tensors(result)
         defined = [i for i, grad in enumerate(grads) if grad is not None]
         return torch.autograd.grad(
             [outputs[i] for i in defined],
@@ -503,6 +531,7 @@ class CompiledModule(ReplayedCalls):
                 known.pattern.tangents = {
                     i: grad.stride() for i, grad in enumerate(grads) if grad is not None
                 }
+                known.pattern.passes_through = False
                 known.programs.clear()
 
     def _generators(self, replica_id: int) -> list[Tensor]:

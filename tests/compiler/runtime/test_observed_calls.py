@@ -75,14 +75,18 @@ def test_what_new_code_does_happens_in_each_call(change, n, when, capsys, caplog
     assert __file__ in warning
 
 
+def double(grads):
+    return tuple(grad if grad is None else grad * 2 for grad in grads)
+
+
 REGISTER = {
     "forward": lambda: hooks_of_all.register_module_forward_hook(lambda m, args, out: out * 2),
     "before": lambda: hooks_of_all.register_module_forward_pre_hook(lambda m, args: args[0] * 2),
     "backward": lambda: hooks_of_all.register_module_full_backward_hook(
-        lambda m, grads, of_outputs: tuple(g if g is None else g * 2 for g in grads)
+        lambda m, grads, of_outputs: double(grads)
     ),
     "before backward": lambda: hooks_of_all.register_module_full_backward_pre_hook(
-        lambda m, grads: tuple(g if g is None else g * 2 for g in grads)
+        lambda m, grads: double(grads)
     ),
 }
 
