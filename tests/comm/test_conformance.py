@@ -21,6 +21,8 @@ from mirror.comm.packing import (
 )
 from mirror.values import are_identical
 
+pytestmark = pytest.mark.full_product  # of backends and dtypes, each with kernels of its own
+
 SIZES = (0, 1, 7, 4099)
 PACKS = (0, 1, 64, 1000, 25 * 2**20)
 FLOATS = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)
