@@ -43,7 +43,7 @@ def test_a_program_is_equal(program, replicas):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", every(3, programs_outside_run()), ids=lambda p: p.name)
+@pytest.mark.parametrize("program", every(5, programs_outside_run()), ids=lambda p: p.name)
 def test_a_program_of_the_catalogue_is_equal(program):
     result = compare_with_one_device(lambda: program(Place()), 2)
     assert result.exit_code == EQUAL, str(result)
