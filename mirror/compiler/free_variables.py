@@ -4,7 +4,7 @@ Code finds values by names in closure cells, globals and defaults, and from ther
 objects and entries of dicts and lists. ``FreeVariables`` follows the names as far as the code can,
 through the user's functions that it names:
 
-    a dict, a list            every entry
+    a dict, a list, a set     every entry
     an object, a class        the attributes that the code names
 
 Numbers, strings and the like are compared by value, everything else by identity. Tensors, modules
@@ -19,7 +19,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from itertools import repeat
+from itertools import chain, repeat
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -93,7 +93,8 @@ class FreeVariables:
         entries: the values found.
         is_complete: whether the numbers of functions and values were small enough to follow all.
         codes: the code of the user's functions that are followed.
-        sizes: the containers with a number of entries to compare, with their names.
+        sizes: the containers whose number of entries is compared, with their names; of a set, the
+            entries are.
         read_as: by ``id`` of such a container, the name by which code finds it.
     """
 
@@ -136,8 +137,7 @@ class FreeVariables:
     def scan(self) -> list[Any]:
         """Returns the current values, ready to be compared."""
         found = [make_comparable(entry.value()) for entry in self.entries]
-        found += [len(container) for _, container in self.sizes]
-        return found
+        return [*found, *[_contents_of(container) for _, container in self.sizes]]
 
     def watch(self) -> Callable[[], bool]:
         """Returns a function: whether each place holds the object that it holds now.
@@ -154,6 +154,7 @@ class FreeVariables:
                 rest.append(entry)
         holders, keys = [entry.holder for entry in dicts], [entry.key for entry in dicts]
         containers = [container for _, container in self.sizes]
+        sets = [container for container in containers if isinstance(container, set)]
 
         def find() -> list[Any]:
             return [
@@ -161,6 +162,7 @@ class FreeVariables:
                 *map(_CONTENTS, cells),
                 *[entry.value() for entry in rest],
                 *map(len, containers),
+                *chain.from_iterable(sets),  # in their order, which code that iterates sees
             ]
 
         try:
@@ -181,7 +183,10 @@ class FreeVariables:
         """The description of each value that ``scan`` returns."""
         return [
             *[entry.name for entry in self.entries],
-            *[f"the number of entries of {name}" for name, _ in self.sizes],
+            *[
+                f"{'the' if isinstance(one, set) else 'the number of'} entries of {name}"
+                for name, one in self.sizes
+            ],
         ]
 
     # Functions
@@ -247,6 +252,16 @@ class FreeVariables:
             keys: Iterable[Any] = list(value) if isinstance(value, dict) else range(len(value))
             for key in keys:
                 self._add(Entry(f"entry {key!r} of {name}", key, value, read_as), depth)
+            return
+        if isinstance(value, (set, frozenset)):
+            if len(value) > MAX_ENTRIES:
+                return
+            if isinstance(value, set):
+                self.sizes.append((name, value))
+                self.read_as[id(value)] = read_as
+            held = tuple(value)
+            for i in range(len(held)):
+                self._add(Entry(f"an entry of {name}", i, held, read_as), depth)
             return
         self._follow_object(value, name, read_as, depth)
 
@@ -376,10 +391,17 @@ class SameObject:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _contents_of(container: Any) -> Any:
+    """Returns what is compared of a container beside its entries that have places."""
+    if isinstance(container, set):
+        return [(type(entry), make_comparable(entry)) for entry in container]
+    return len(container)
+
+
 def make_comparable(value: Any) -> Any:
     """Returns a plain value as it is, and any other in a wrapper that compares by identity."""
     if isinstance(value, PLAIN):
         return value
-    if type(value) is tuple and all(isinstance(entry, PLAIN) for entry in value):
-        return value
+    if type(value) in (tuple, frozenset) and all(isinstance(entry, PLAIN) for entry in value):
+        return tuple(value)  # code that iterates sees the order of a set
     return SameObject(value)

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
+    get_proxy_slot,
     make_fx,
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -227,6 +229,18 @@ def place_of(node: fx.Node) -> Any:
     return node.meta.get(_PLACE)
 
 
+def node_of(tensor: Tensor) -> fx.Node | None:
+    """Returns the node of a tensor in the graph of the trace; ``None``: it is not traced."""
+    mode: Any = get_proxy_mode()
+    return mode and get_proxy_slot(tensor, mode.tracer, None, lambda of: of.proxy.node)
+
+
+def run_untraced(function: Callable[[], Any]) -> Any:
+    """Calls a function on real tensors in the middle of a trace, which sees nothing of it."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        return function()
+
+
 class KeepingPlaces(fx.Interpreter):
     """Runs a graph that is traced again; the new nodes have the places of the old ones."""
 
@@ -265,6 +279,34 @@ def _silencing_errors() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+class _NoTensor:
+    """No tensor is an instance of this class."""
+
+
+@contextlib.contextmanager
+def hiding_fakes(is_traced: Callable[[], bool]) -> Iterator[None]:
+    """Within the block, ``torch._subclasses.FakeTensor`` is a class without instances.
+
+    Libraries ask by this name whether they are traced. Code of torch gets the class itself.
+    """
+    place: Any = importlib.import_module("torch._subclasses")
+    folder = os.path.join(os.path.dirname(torch.__file__), "")
+
+    def find(name: str) -> Any:
+        if name != FakeTensor.__name__:
+            raise AttributeError(f"module {place.__name__!r} has no attribute {name!r}")
+        is_torchs = sys._getframe(1).f_code.co_filename.startswith(folder)
+        return FakeTensor if is_torchs or not is_traced() else _NoTensor
+
+    del place.FakeTensor
+    place.__getattr__ = find
+    try:
+        yield
+    finally:
+        del place.__getattr__
+        place.FakeTensor = FakeTensor
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.compiler.capture.side_effects import line_about
 from mirror.compiler.free_variables import MAX_ENTRIES, PLAIN, FreeVariables
-from mirror.compiler.step_errors import is_mirrors, is_torchs, is_users, quote
+from mirror.compiler.step_errors import GENERATED_CODE, is_mirrors, is_torchs, is_users, quote
 from mirror.errors import CompileError
 
 _MODULES = {"time", "posix", "nt", "_io", "io", "_random", "_socket", "select", "gc"}
@@ -54,16 +54,15 @@ _ENVIRON = type(os.environ).__getitem__.__code__
 _APPLY: Any = torch.autograd.Function.apply
 _BACKWARD = Tensor.register_hook.__code__, _APPLY.__code__
 _COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}  # before Python 3.12
-_GENERATED = "<string>"  # by dataclasses, namedtuples and mirror's wrappers
 _GENERATORS = random.Random, torch.Generator
 _CLOCKS = {datetime.datetime, datetime.date}
 _OPAQUE = (
-    *(set, bytearray, memoryview, collections.deque),
+    *(bytearray, memoryview, collections.deque),
     *(np.ndarray, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
     *(Optimizer, LRScheduler, threading.local),
 )
 _CONSTANT = (
-    *(range, slice, frozenset, re.Pattern, Decimal, Fraction, uuid.UUID, PurePath, property),
+    *(range, slice, re.Pattern, Decimal, Fraction, uuid.UUID, PurePath, property),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(type(...), type(NotImplemented), operator.attrgetter, operator.itemgetter),
     *(operator.methodcaller, WrapperDescriptorType, MethodDescriptorType, GetSetDescriptorType),
@@ -101,7 +100,7 @@ class ObservedCall:
         code = frame.f_code
         if event == "call":
             if code not in self.codes and is_users(code.co_filename):
-                if code.co_filename != _GENERATED:
+                if code.co_filename != GENERATED_CODE:
                     self.codes[code] = frame.f_globals
             elif code in _BACKWARD:  # what runs in the backward pass
                 later = frame.f_locals.get("hook") or frame.f_locals["cls"].backward
@@ -183,7 +182,7 @@ def _is_opaque(value: Any) -> bool:
     """Whether a value may change, and no guard can compare what it holds."""
     if isinstance(value, _OPAQUE) or hasattr(type(value), "__next__"):
         return True
-    if isinstance(value, (dict, list, tuple)):
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
         return len(value) > MAX_ENTRIES
     if isinstance(value, BuiltinFunctionType):  # the append of a list, say
         return not isinstance(value.__self__, (type, ModuleType, type(None)))

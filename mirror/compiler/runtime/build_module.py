@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
 from mirror.compiler.free_variables import FreeVariables
-from mirror.compiler.lowering.module_trace import CallPattern, trace_module
+from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
@@ -64,6 +65,16 @@ class ModuleProgramBuilder:
     def observe(self) -> ObservedCall:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()
+
+    def record(self, module: nn.Module) -> CallRecord | None:
+        """Returns what notes the functions that a call makes; see [Note: The same way].
+
+        ``None``: under any mode of torch the call would not use its fused kernels.
+        """
+        layers = module.modules()
+        if any(isinstance(layer, FAST_PATHS) and not layer.training for layer in layers):
+            return None
+        return CallRecord()
 
     def build(
         self, module: nn.Module, pattern: CallPattern, redo: Any

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from mirror.base.torch_private import set_sequence_number
+from mirror.compiler.call_outputs import output_leaves, rebuild_outputs
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
@@ -43,7 +44,7 @@ from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.params.torch_function import make_common
-from mirror.values import leaves_of, rebuild_structure
+from mirror.values import leaves_of
 
 _FIRST = 2**62  # as a number of a node: it runs as soon as it has its gradient
 _version_of, _data_of = attrgetter("_version"), attrgetter("data")
@@ -65,6 +66,7 @@ class ModuleProgram:
 
     Attributes:
         pattern: the traced call.
+        record: the functions of torch that it has made in the trace.
         tangents: by output with a gradient, the strides of that.
         not_differentiable: the numbers of the outputs that require no gradient.
         draws: whether a call draws random numbers.
@@ -82,7 +84,7 @@ class ModuleProgram:
         gradients: GradReducer | None,
     ) -> None:
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
-        self.pattern = trace.pattern
+        self.pattern, self.record = trace.pattern, trace.record
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
         read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
@@ -110,8 +112,8 @@ class ModuleProgram:
             for slot in sorted(read)
             if inputs[slot].kind is InputKind.SHARED and inputs[slot].value is None
         ]
-        found = [(slot, inputs[slot].value) for slot in sorted(read)]
-        self._found = [(slot, value) for slot, value in found if value is not None]
+        others = [(slot, inputs[slot].value) for slot in sorted(read)]
+        self._found = [(slot, value) for slot, value in others if value is not None]
         by_tangent = {
             one.of[1]: slot for slot, one in enumerate(inputs) if one.kind is InputKind.PART
         }
@@ -125,9 +127,14 @@ class ModuleProgram:
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
         self._is_single = isinstance(trace.outputs, Tensor)
-        self._leaves = [None if isinstance(x, Tensor) else x for x in leaves_of(trace.outputs)]
-        self._are_tensors = [isinstance(leaf, Tensor) for leaf in leaves_of(trace.outputs)]
-        self._structure = rebuild_structure(trace.outputs, self._leaves)
+        found = output_leaves(trace.outputs)
+        leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
+        self._are_tensors = [isinstance(leaf, Tensor) for leaf in found]
+        self._structure = rebuild_outputs(trace.outputs, leaves)
+        self._leaves = [
+            [device if leaf == trace.step.device else leaf for leaf in leaves]
+            for device in replicas.devices
+        ]
         num_outputs = sum(self._are_tensors)
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
@@ -182,8 +189,8 @@ class ModuleProgram:
         if self._is_single:
             return outputs[0]
         remaining = iter(outputs)
-        known = zip(self._are_tensors, self._leaves, strict=True)
-        return rebuild_structure(
+        known = zip(self._are_tensors, self._leaves[replica_id], strict=True)
+        return rebuild_outputs(
             self._structure, [next(remaining) if is_tensor else leaf for is_tensor, leaf in known]
         )
 

@@ -1,4 +1,4 @@
-"""Gradients of compiled modules on GPUs stay where they are reduced, and the program has copies."""
+"""Gradients of compiled modules on GPUs stay where they are reduced; the program has copies."""
 
 import contextlib
 from unittest import mock
