@@ -61,7 +61,8 @@ def leave_products_to_exhaustive(items):
             case = tuple(enumerate(item.callspec._idlist))
             products.setdefault((test, "slow" in marks), {}).setdefault(case, item)
     for cases in products.values():
-        for case in cases.keys() - spread(list(cases)):
+        num_axes = sum(len(set(values)) > 1 for values in zip(*cases, strict=True))
+        for case in cases.keys() - spread(list(cases)) if num_axes > 1 else ():
             for mark in EXHAUSTIVE:
                 cases[case].add_marker(mark)
 

@@ -74,7 +74,7 @@ COLUMNS = {
     "run-on-workers": Column("run", 3, workers=(2, 1)),
     "loop-x1-modules": Column("loop", 1, modules=True),
     "loop-x2-modules-in-scope": Column("loop", 2, in_scope=True, modules=True),
-    "run-x3-modules": Column("run", 3, modules=True),
+    "run-x2-modules": Column("run", 2, modules=True),
     "loop-x2-modules-central": Column("loop", 2, is_central=True, modules=True),
     "run-sharded-on-workers": Column("run", 3, SHARDED, workers=(2, 1)),
     "compiled-x2": Column("compiled", 2),
