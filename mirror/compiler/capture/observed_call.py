@@ -44,7 +44,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.compiler.capture.side_effects import line_about
 from mirror.compiler.free_variables import MAX_ENTRIES, PLAIN, FreeVariables
-from mirror.compiler.step_errors import GENERATED_CODE, is_mirrors, is_torchs, is_users, quote
+from mirror.compiler.step_errors import (
+    GENERATED_CODE,
+    is_librarys,
+    is_mirrors,
+    is_torchs,
+    is_users,
+    quote,
+)
 from mirror.errors import CompileError
 
 _MODULES = {"time", "posix", "nt", "_io", "io", "_random", "_socket", "select", "gc"}
@@ -74,11 +81,13 @@ class ObservedCall:
 
     Attributes:
         codes: their code, with its globals.
+        of_libraries: the code of libraries that has run, with its globals.
         impure: a line that reads a clock, a file or the like; empty if there is none.
     """
 
     def __init__(self) -> None:
         self.codes: dict[CodeType, dict[str, Any]] = {}
+        self.of_libraries: dict[CodeType, dict[str, Any]] = {}
         self.impure = ""
         self._before: Any = None
 
@@ -102,6 +111,8 @@ class ObservedCall:
             if code not in self.codes and is_users(code.co_filename):
                 if code.co_filename != GENERATED_CODE:
                     self.codes[code] = frame.f_globals
+            elif code not in self.of_libraries and is_librarys(code.co_filename):
+                self.of_libraries[code] = frame.f_globals
             elif code in _BACKWARD:  # what runs in the backward pass
                 later = frame.f_locals.get("hook") or frame.f_locals["cls"].backward
                 later = getattr(later, "__func__", later)
@@ -158,11 +169,21 @@ class ObservedCall:
     def _select(self, held: Sequence[Any]) -> list[Any]:
         return [one for one in held if type(one) is FunctionType and one.__code__ in self.codes]
 
+    def surroundings(
+        self, functions: Sequence[Any], modules: Collection[nn.Module]
+    ) -> FreeVariables:
+        """Returns the values that the code finds by their names.
+
+        Args:
+            functions: what ``functions`` has returned.
+        """
+        return FreeVariables(functions, modules, is_strict=True, of_libraries=self.of_libraries)
+
     def check(self, functions: Sequence[Any], modules: Collection[nn.Module]) -> None:
         """Raises CompileError if the call reads what cannot be compared before the next one."""
         if self.impure:
             raise CompileError(f"{self.impure}, which a program would do once and never again")
-        around = FreeVariables(functions, modules, is_strict=True)
+        around = self.surroundings(functions, modules)
         if not around.is_complete:
             raise CompileError("its code uses too many values to compare before each call")
         for entry in around.entries:

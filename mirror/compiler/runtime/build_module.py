@@ -13,7 +13,6 @@ from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
-from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
@@ -75,7 +74,7 @@ class ModuleProgramBuilder:
         """
         layers = list(module.modules())
         functions = [module.forward, *observed.functions_of(layers)]
-        around = FreeVariables(functions, layers, is_strict=True)
+        around = observed.surroundings(functions, layers)
         own, parameters = _guard_own_attributes(layers), _guard_kinds(list(module.parameters()))
         return TraceGuards([*guard_code(layers, around), own, parameters])
 
@@ -111,7 +110,7 @@ class ModuleProgramBuilder:
         layers = list(module.modules())
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
-        around = FreeVariables(functions, layers, is_strict=True)
+        around = pattern.observed.surroundings(functions, layers)
         names = {name for code in around.codes for name in (*code.co_names, *code.co_consts)}
         for path, parameter in module.named_parameters():
             if type(parameter) not in (nn.Parameter, MirroredParameter):
