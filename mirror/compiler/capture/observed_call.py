@@ -147,9 +147,7 @@ class ObservedCall:
         Raises:
             CompileError: a closure is not found, since ``gc.freeze`` hides it.
         """
-        kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
-        held = [*chain.from_iterable(vars(kind).values() for kind in kinds), *gc.get_objects()]
-        found = [one for one in held if type(one) is FunctionType and one.__code__ in self.codes]
+        found = self._select([*_members(modules), *gc.get_objects()])
         gone = self.codes.keys() - {one.__code__ for one in found}
         made = {constant for code in self.codes for constant in code.co_consts}
         if gc.get_freeze_count():  # else the call has made closures that are gone
@@ -161,6 +159,15 @@ class ObservedCall:
                 raise CompileError(f"{place}: the variables around a function are not found")
             found.append(FunctionType(code, self.codes[code]))
         return list(dict.fromkeys(found))
+
+    def functions_of(self, modules: Collection[nn.Module]) -> list[Callable[..., Any]]:
+        """Returns these functions without closures, but for the methods of modules' classes."""
+        found = self._select(_members(modules))
+        rest = self.codes.keys() - {one.__code__ for one in found}
+        return [*found, *[FunctionType(c, self.codes[c]) for c in rest if not c.co_freevars]]
+
+    def _select(self, held: Sequence[Any]) -> list[Any]:
+        return [one for one in held if type(one) is FunctionType and one.__code__ in self.codes]
 
     def surroundings(
         self, functions: Sequence[Any], modules: Collection[nn.Module]
@@ -186,6 +193,12 @@ class ObservedCall:
                     f"{line}: it uses {entry.name}, a {type(entry.value()).__name__}, whose "
                     "changes cannot be noticed; use numbers, lists, dicts or tensors"
                 )
+
+
+def _members(modules: Collection[nn.Module]) -> list[Any]:
+    """Returns what the classes of modules hold."""
+    kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+    return [*chain.from_iterable(vars(kind).values() for kind in kinds)]
 
 
 def _is_impure(function: Any) -> bool:

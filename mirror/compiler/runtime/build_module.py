@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
     TraceGuards,
+    guard_code,
     guard_layouts,
 )
 from mirror.compiler.step_inputs import InputKind, state_tensors
@@ -64,6 +66,17 @@ class ModuleProgramBuilder:
     def observe(self) -> ObservedCall:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()
+
+    def values_of(self, module: nn.Module, observed: ObservedCall) -> TraceGuards:
+        """Returns guards of the values that an observed call has left, for its trace.
+
+        If they hold, the trace runs the code that the call has run.
+        """
+        layers = list(module.modules())
+        functions = [module.forward, *observed.functions_of(layers)]
+        around = observed.surroundings(functions, layers)
+        own, parameters = _guard_own_attributes(layers), _guard_kinds(list(module.parameters()))
+        return TraceGuards([*guard_code(layers, around), own, parameters])
 
     def record(self, module: nn.Module) -> CallRecord | None:
         """Returns what notes the functions that a call makes; see [Note: The same way].
@@ -121,8 +134,7 @@ class ModuleProgramBuilder:
         step = trace.step
         pure = functional(step.graph, step.inputs, step.mode, for_inductor=False)
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
-        num_gradients = len(trace.arguments) + len(trace.parameters)
-        passes = cut_passes(pure, pure.num_results - num_gradients, tangents)
+        passes = cut_passes(pure, pure.num_results - len(trace.gradients), tangents)
         forward, backward = [
             None if piece is None else interpret_piece(piece, step.device, self._devices)
             for piece in (passes.forward, passes.backward)
@@ -145,15 +157,11 @@ class ModuleProgramBuilder:
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
             guards = TraceGuards(
-                module.forward,
-                step.modules,
-                (),
-                (),
-                (),
-                (),
-                step.numbers,
-                around=around,
-                others=[guard_layouts(used), _guard_own_attributes(layers)],
+                [
+                    *guard_code(step.modules, around),
+                    guard_layouts(used),
+                    _guard_own_attributes(layers),
+                ]
             )
         return guards, program
 
@@ -172,6 +180,12 @@ def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
     known = [own_attributes(module) for module in modules]
     names = ["an attribute that replicas have set"]
     return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
+
+
+def _guard_kinds(parameters: Sequence[Tensor]) -> GuardedValue:
+    read_kind, strides = operator.attrgetter("requires_grad", "dtype", "shape"), Tensor.stride
+    names = ["requires_grad, dtype, shape or strides of a parameter"] * (2 * len(parameters))
+    return GuardedValue(names, lambda: [*map(read_kind, parameters), *map(strides, parameters)])
 
 
 def _without_memory(leaf: Any) -> Any:
