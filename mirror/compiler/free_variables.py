@@ -18,7 +18,7 @@ import dis
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, repeat
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -88,6 +88,8 @@ class FreeVariables:
         functions: the step, and others that are called with it, such as hooks.
         modules: their attributes are followed, except tensors and submodules.
         is_strict: whether private attributes, and those of classes, are followed, too.
+        of_libraries: code of libraries that is called, with its globals: of these, numbers,
+            strings and the like are followed, and the attributes that the code names.
 
     Attributes:
         entries: the values found.
@@ -104,6 +106,7 @@ class FreeVariables:
         modules: Iterable[nn.Module] = (),
         *,
         is_strict: bool = False,
+        of_libraries: Mapping[CodeType, dict[str, Any]] | None = None,
     ) -> None:
         self._is_strict, self.is_complete = is_strict, True
         self._most_functions = _MAX_FUNCTIONS * (10 if is_strict else 1)
@@ -116,6 +119,8 @@ class FreeVariables:
         self._queue: list[Any] = list(functions)
         self._roots: list[tuple[Entry, bool]] = []
         self._known: dict[int, Any] = {}
+        for code, around in (of_libraries or {}).items():
+            self._take_librarys(code, around)
         while True:
             while self._queue and len(self.codes) < self._most_functions:
                 self._take(self._queue.pop(0))
@@ -162,7 +167,7 @@ class FreeVariables:
                 *map(_CONTENTS, cells),
                 *[entry.value() for entry in rest],
                 *map(len, containers),
-                *chain.from_iterable(sets),  # in their order, which code that iterates sees
+                *(chain.from_iterable(sets) if sets else ()),  # in the order of an iteration
             ]
 
         try:
@@ -226,6 +231,12 @@ class FreeVariables:
             if values:
                 self._root(Entry(f"the defaults of {where}", 0, [values]), whole=True)
 
+    def _take_librarys(self, code: CodeType, around: dict[str, Any]) -> None:
+        self._names |= _names_in(code)
+        for name in sorted(_globals_of(code)):
+            if isinstance(around.get(name, _MISSING), PLAIN):
+                self._root(Entry(f"global {name!r} of {code.co_name}", name, around))
+
     def _root(self, entry: Entry, *, whole: bool = False) -> None:
         self._roots.append((entry, whole))
 
@@ -282,6 +293,9 @@ class FreeVariables:
             self.read_as[id(fields)] = read_as
             keys = [key for key in fields if isinstance(key, str)]
         else:
+            if is_whole:  # others may be added
+                self.sizes.append((name, fields))
+                self.read_as[id(fields)] = read_as
             keys = sorted(self._names & fields.keys())
         for key in keys:
             self._add(Entry(f"{name}.{key}", key, fields), depth)

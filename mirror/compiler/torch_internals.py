@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mirror.base.safe_files import private_folder
+from mirror.compiler.step_errors import is_torchs
 
 _log = logging.getLogger("mirror")
 
@@ -47,6 +49,9 @@ is_fake = FakeTensor
 DispatchMode = TorchDispatchMode
 IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_ALL_MODULES: list[dict[int, Any]] = [
+    vars(torch.nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS
+]
 
 # The tracer need not count calls of torch's functions: only torch.export reads the counts.
 _OPTIONS: dict[str, Any] = {
@@ -281,32 +286,33 @@ def _silencing_errors() -> Iterator[None]:
         logger.disabled = before
 
 
-class _NoTensor:
-    """No tensor is an instance of this class."""
+_NoTensor: Any = type("_NoTensor", (), {})
+_hiding: set[int] = set()  # threads
+_SUBCLASSES: Any = importlib.import_module("torch._subclasses")
 
 
 @contextlib.contextmanager
-def hiding_fakes(is_traced: Callable[[], bool]) -> Iterator[None]:
+def hiding_fakes() -> Iterator[None]:
     """Within the block, ``torch._subclasses.FakeTensor`` is a class without instances.
 
     Libraries ask by this name whether they are traced. Code of torch gets the class itself.
     """
-    place: Any = importlib.import_module("torch._subclasses")
-    folder = os.path.join(os.path.dirname(torch.__file__), "")
 
     def find(name: str) -> Any:
         if name != FakeTensor.__name__:
-            raise AttributeError(f"module {place.__name__!r} has no attribute {name!r}")
-        is_torchs = sys._getframe(1).f_code.co_filename.startswith(folder)
-        return FakeTensor if is_torchs or not is_traced() else _NoTensor
+            raise AttributeError(f"module {_SUBCLASSES.__name__!r} has no attribute {name!r}")
+        is_asked = not is_torchs(sys._getframe(1).f_code.co_filename)
+        return _NoTensor if is_asked and threading.get_ident() in _hiding else FakeTensor
 
-    del place.FakeTensor
-    place.__getattr__ = find
+    _hiding.add(threading.get_ident())
+    _SUBCLASSES.__getattr__ = find
+    vars(_SUBCLASSES).pop(FakeTensor.__name__, None)
     try:
         yield
     finally:
-        del place.__getattr__
-        place.FakeTensor = FakeTensor
+        _hiding.discard(threading.get_ident())
+        if not _hiding:
+            _SUBCLASSES.FakeTensor = FakeTensor
 
 
 @contextlib.contextmanager

@@ -7,10 +7,9 @@ uncompiled call. So the functions of torch that the code calls in the trace are 
 those of an uncompiled call: names, sizes, dtypes and plain arguments. They are noted above
 autograd, where autocast, decompositions and the kernels of a device do not show.
 
-    first call      noted; the trace that follows it is compared with it
-    they differ     a value may have changed between the two. The next call for which the guards
-                    of the trace hold runs uncompiled, and is noted again
-    still differ    the module runs uncompiled, with one warning that names both lines
+    first call      noted
+    its trace       finds the same values (see ``known_call.py``), and is compared with it
+    they differ     the module runs uncompiled, with one warning that names both lines
 """
 
 from __future__ import annotations

@@ -182,9 +182,7 @@ class Tracer:
             stack.enter_context(self.placeholders.substituting(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             # Code of a module that asks whether it is traced goes the way of an uncompiled call.
-            stack.enter_context(
-                hiding_fakes(self.is_followed) if self._is_of_module else compiling()
-            )
+            stack.enter_context(hiding_fakes() if self._is_of_module else compiling())
             stack.enter_context(zero_grad_unconditionally(self.is_followed, self._clear))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_step),

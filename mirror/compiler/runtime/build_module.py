@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
-from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
@@ -21,6 +21,7 @@ from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
     TraceGuards,
+    guard_code,
     guard_layouts,
 )
 from mirror.compiler.step_inputs import InputKind, state_tensors
@@ -66,6 +67,17 @@ class ModuleProgramBuilder:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()
 
+    def values_of(self, module: nn.Module, observed: ObservedCall) -> TraceGuards:
+        """Returns guards of the values that an observed call has left, for its trace.
+
+        If they hold, the trace runs the code that the call has run.
+        """
+        layers = list(module.modules())
+        functions = [module.forward, *observed.functions_of(layers)]
+        around = observed.surroundings(functions, layers)
+        own, parameters = _guard_own_attributes(layers), _guard_kinds(list(module.parameters()))
+        return TraceGuards([*guard_code(layers, around), own, parameters])
+
     def record(self, module: nn.Module) -> CallRecord | None:
         """Returns what notes the functions that a call makes; see [Note: The same way].
 
@@ -98,7 +110,7 @@ class ModuleProgramBuilder:
         layers = list(module.modules())
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
-        around = FreeVariables(functions, layers, is_strict=True)
+        around = pattern.observed.surroundings(functions, layers)
         names = {name for code in around.codes for name in (*code.co_names, *code.co_consts)}
         for path, parameter in module.named_parameters():
             if type(parameter) not in (nn.Parameter, MirroredParameter):
@@ -122,8 +134,7 @@ class ModuleProgramBuilder:
         step = trace.step
         pure = functional(step.graph, step.inputs, step.mode, for_inductor=False)
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
-        num_gradients = len(trace.arguments) + len(trace.parameters)
-        passes = cut_passes(pure, pure.num_results - num_gradients, tangents)
+        passes = cut_passes(pure, pure.num_results - len(trace.gradients), tangents)
         forward, backward = [
             None if piece is None else interpret_piece(piece, step.device, self._devices)
             for piece in (passes.forward, passes.backward)
@@ -146,15 +157,11 @@ class ModuleProgramBuilder:
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
             guards = TraceGuards(
-                module.forward,
-                step.modules,
-                (),
-                (),
-                (),
-                (),
-                step.numbers,
-                around=around,
-                others=[guard_layouts(used), _guard_own_attributes(layers)],
+                [
+                    *guard_code(step.modules, around),
+                    guard_layouts(used),
+                    _guard_own_attributes(layers),
+                ]
             )
         return guards, program
 
@@ -173,6 +180,12 @@ def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
     known = [own_attributes(module) for module in modules]
     names = ["an attribute that replicas have set"]
     return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
+
+
+def _guard_kinds(parameters: Sequence[Tensor]) -> GuardedValue:
+    read_kind, strides = operator.attrgetter("requires_grad", "dtype", "shape"), Tensor.stride
+    names = ["requires_grad, dtype, shape or strides of a parameter"] * (2 * len(parameters))
+    return GuardedValue(names, lambda: [*map(read_kind, parameters), *map(strides, parameters)])
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.base.torch_private import set_sequence_number
-from mirror.compiler.call_outputs import output_leaves, rebuild_outputs
+from mirror.base.torch_private import set_sequence_number, storage_key
+from mirror.compiler.call_outputs import distinct_tensors, output_leaves, rebuild_outputs
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
@@ -126,18 +126,23 @@ class ModuleProgram:
         self._outputs = slot_getter(passes.outputs)
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
+        num_leaves = len(trace.arguments) + len(trace.parameters)
+        self._gaps: list[int] = []  # leaves on which only outputs without gradients depend
+        if len(trace.gradients) < num_leaves:
+            self._gaps = [i for i in range(num_leaves) if i not in trace.gradients]
         self._is_single = isinstance(trace.outputs, Tensor)
         found = output_leaves(trace.outputs)
         leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
-        self._are_tensors = [isinstance(leaf, Tensor) for leaf in found]
         self._structure = rebuild_outputs(trace.outputs, leaves)
         self._leaves = [
             [device if leaf == trace.step.device else leaf for leaf in leaves]
             for device in replicas.devices
         ]
-        num_outputs = sum(self._are_tensors)
+        distinct, self._numbers = distinct_tensors(trace.outputs)
+        num_outputs = len(distinct)
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
+        self._has_parts = len({*trace.parts}) > 1
         self.draws = trace.step.draws > 0
         self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._graphs: dict[int, _ReplicaGraphs] = {}
@@ -155,6 +160,8 @@ class ModuleProgram:
 
     def _make_packed(self, gradients: GradReducer | None) -> _PackedBackward | None:
         """Returns what leaves gradients where they are reduced; ``None`` if that cannot be."""
+        if self._gaps:
+            return None
         slots = self.passes.gradients[self._num_arguments :]
         variables = [place.record for place in self._trace.parameters]
         if gradients is None or self._backward is None or not slots or None in variables:
@@ -174,24 +181,24 @@ class ModuleProgram:
             leaves: the tensors among the arguments.
             state: what ``redo`` needs to make the call again.
         """
-        call = ModuleCall(self, replica_id, leaves, state)
+        parameters = self._leaves_of(replica_id)
+        call = ModuleCall(self, replica_id, leaves, parameters, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
             graphs = self._graphs.get(replica_id)
             if graphs is not None and graphs.parameters and graphs.are_free():
-                call.leaves_node = graphs.join_leaves(call)
+                call.leaves_node = graphs.join_leaves()
                 outputs = _apply(call, *wanted, graphs.joined)
             else:
-                outputs = _apply(call, *wanted, *self._leaves_of(replica_id))
+                outputs = _apply(call, *wanted, *parameters)
         else:
             with torch.no_grad():
                 outputs, _ = self.run_forward(call)
         if self._is_single:
             return outputs[0]
-        remaining = iter(outputs)
-        known = zip(self._are_tensors, self._leaves[replica_id], strict=True)
+        known = zip(self._numbers, self._leaves[replica_id], strict=True)
         return rebuild_outputs(
-            self._structure, [next(remaining) if is_tensor else leaf for is_tensor, leaf in known]
+            self._structure, [leaf if i is None else outputs[i] for i, leaf in known]
         )
 
     def run_forward(self, call: ModuleCall) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -216,7 +223,13 @@ class ModuleProgram:
         else:
             self._forward.run(values, device)
             outputs = list(self._outputs(values))
-        return _without_sharing(outputs), self._saved(values)
+        saved = self._saved(values)
+        # Autograd refuses writes to a view that a Function returns. It need not where the
+        # backward pass does not read the memory.
+        for i, output in enumerate(outputs):
+            if output._base is not None and storage_key(output) not in map(storage_key, saved):
+                outputs[i] = output.data
+        return outputs, saved
 
     def _without_version(self, slot: int, replica_id: int, buffer: Tensor) -> Tensor:
         """Returns a tensor of a buffer's memory, whose writes are no new version of the buffer."""
@@ -260,10 +273,11 @@ class ModuleProgram:
     def _find_gradients(
         self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
     ) -> Sequence[Any]:
-        saved = ctx.saved_tensors
+        saved = self._take_saved(ctx, call, grads)
         given = self._get_tangents(grads)
         is_traced = (
-            not torch.is_grad_enabled()
+            saved is not None
+            and not torch.is_grad_enabled()
             and call.is_there()
             and [grad is not None for grad in grads] == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
@@ -271,9 +285,32 @@ class ModuleProgram:
         if not is_traced:
             call.check_leaves()
             return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
-        found = self.run_backward(call, saved[call.num_inputs :], given)
+        found = self.run_backward(call, saved, given)
+        if self._gaps:
+            found = list(found)
+            for i in self._gaps:
+                found.insert(i, None)
         call.has_ended = True  # the next call may overwrite what was saved
         return found
+
+    def _take_saved(self, ctx: Any, call: ModuleCall, grads: Sequence[Any]) -> Any:
+        """Returns what forward has saved.
+
+        ``None``: a pass through outputs with a graph of their own has freed it, which autograd
+        does not do to others.
+        """
+        if not self._has_parts:
+            return ctx.saved_tensors
+        parts = {self._trace.parts[i] for i, grad in enumerate(grads) if grad is not None}
+        try:
+            return ctx.saved_tensors
+        except RuntimeError:
+            if not call.passed.isdisjoint(parts):
+                raise
+            call.is_freed = True
+            return None
+        finally:
+            call.passed |= parts
 
     def check_redo(self) -> None:
         """Raises CompileError if another call of ``forward`` would find other buffers."""
@@ -316,34 +353,39 @@ class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
     __slots__ = (
-        *("__weakref__", "has_ended", "leaves", "leaves_node", "num_inputs", "program"),
-        *("replica_id", "state", "token", "versions"),
+        *("__weakref__", "has_ended", "is_freed", "leaves", "leaves_node", "passed", "program"),
+        *("replica_id", "state", "token", "versions", "watched"),
     )
 
     def __init__(
-        self, program: ModuleProgram, replica_id: int, leaves: Sequence[Any], state: Any
+        self,
+        program: ModuleProgram,
+        replica_id: int,
+        leaves: Sequence[Any],
+        parameters: Sequence[Tensor],
+        state: Any,
     ) -> None:
         self.program, self.replica_id = program, replica_id
         self.leaves, self.state = leaves, state
         self.token: _ReplicaGraphs | None = None
         self.leaves_node: Any = None
-        self.versions: list[int] = []
-        self.has_ended, self.num_inputs = False, 0
+        self.watched = (*leaves, *parameters)
+        self.versions = [*map(_version_of, self.watched)]
+        self.has_ended = self.is_freed = False
+        self.passed: set[int] = set()
 
     def is_there(self) -> bool:
         """Whether what forward has saved is not overwritten."""
         return self.token is None or self.token.is_of(self)
 
     def check_leaves(self) -> None:
-        """Raises RuntimeError, as autograd does, if a parameter was changed since the call."""
-        graphs = self.token
-        if self.leaves_node is not None and graphs is not None:
-            if [*map(_version_of, graphs.parameters)] != self.versions:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    "inplace operation: a parameter, between the call of a compiled module and a "
-                    "backward pass that calls forward again"
-                )
+        """Raises RuntimeError, as autograd does, if forward would not find what it has found."""
+        if [*map(_version_of, self.watched)] != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: a parameter or an argument, between the call of a compiled "
+                "module and a backward pass that calls forward again"
+            )
 
 
 class _ReplicaGraphs:
@@ -371,14 +413,13 @@ class _ReplicaGraphs:
         self._leaves_node: Any = None
         self._holder: weakref.ref[ModuleCall] | None = None
 
-    def join_leaves(self, call: ModuleCall) -> Any:
+    def join_leaves(self) -> Any:
         """Returns the node of ``_Leaves``, through which a call's gradients go."""
         if self._leaves_node is None:
             self.joined = _join(*self.parameters)
             self.grad_of_joined = self.joined.detach()
             self._leaves_node = self.joined.grad_fn
             set_sequence_number(self._leaves_node, _FIRST)
-        call.versions = [*map(_version_of, self.parameters)]
         return self._leaves_node
 
     def are_free(self) -> bool:
@@ -492,12 +533,12 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, call: ModuleCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
-        ctx.call, call.num_inputs = call, len(inputs)
+        ctx.call = call
         if call.leaves_node is not None:
             ctx.mirror_packs = partial(call.program.packs, call.replica_id)
         ctx.mirror_is_separate = call.program.pattern.is_separate
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *saved)
+        ctx.save_for_backward(*saved)
         constant = call.program.not_differentiable
         if constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in constant])
@@ -516,16 +557,3 @@ _join: Any = super(torch.autograd.Function, _Leaves).apply
 def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:
     found: Tensor = place.owner if place.record is None else place.record.copies[replica_id]
     return found
-
-
-def _without_sharing(outputs: list[Tensor]) -> list[Tensor]:
-    """Returns tensors, copied if they share memory with an earlier one."""
-    if not outputs[1:]:
-        return outputs
-    seen: set[int] = set()
-    for i, tensor in enumerate(outputs):
-        address = tensor.untyped_storage().data_ptr()
-        if address in seen and address:
-            outputs[i] = tensor.clone()
-        seen.add(address)
-    return outputs

@@ -35,7 +35,6 @@ from mirror.replica.gradients.packed_grads import STAYS
 from mirror.values import are_identical
 
 CHUNK_BYTES = 16 * 2**20  # of parameters that a step parameter by parameter takes together
-_MAX_MISSES = 2  # steps in a row with gradients elsewhere than the graph reads them
 _COUNTS = ("step", "mu_product", "eta", "mu")  # 0-d state that torch's optimizers read
 _NO_STATE: dict[str, Any] = {}
 
@@ -96,7 +95,6 @@ class UpdatePlan:
         self._known: RecordedUpdate | None = None
         self._launched: RecordedUpdate | None = None
         self._graph: _UpdateGraph | None = None
-        self._misses = 0
 
     def _read_kinds(self, grads: list[Any]) -> list[Any]:
         kinds = map(_dtype_of, self._used), map(_dtype_of, grads), map(_layout_of, grads)
@@ -209,24 +207,21 @@ class UpdatePlan:
             given += [parameters, one.get_grads(grads), *state]
         given += [[groups[i][name]] for i, name in self._options]
         is_again, self._launched = recorded is self._launched, recorded
-        if not is_again or self._misses >= _MAX_MISSES:
-            self._graph, self._misses = None, 0
+        stay = bool(grads) and hasattr(grads[0], STAYS)
+        if not is_again or (self._graph is not None and stay and not self._graph.grads_stay):
+            self._graph = None
         elif self._graph is None and has_graphs(self.device):
-            grads_stay = bool(grads) and hasattr(grads[0], STAYS)
-            are_static = [s for one in self._stand_ins for s in one.are_static(grads_stay)]
+            are_static = [stays for one in self._stand_ins for stays in one.are_static]
             are_static += [False] * len(self._options)
             copied = {column for column, stays in enumerate(are_static) if not stays}
             # What a graph writes to copies of gradients would be lost.
             if copied.isdisjoint(recorded.written):
                 self._graph = _UpdateGraph(recorded, given, are_static, self._chunks, self.device)
-                self._graph.grads = grads if grads_stay else None
-        graph = self._graph
-        if graph is not None and graph.fits(grads):
-            self._misses = 0
-            graph.run(given)
-        else:
-            self._misses += graph is not None
+                self._graph.grads_stay = stay
+        if self._graph is None:
             recorded.run(given, self._chunks)
+        else:
+            self._graph.run(given)
 
 
 class _StandIn:
@@ -238,6 +233,7 @@ class _StandIn:
         counts: the counts among them.
         count_columns: the members' counts.
         columns: the members, and their state by name.
+        are_static: of columns and gradients, whether each has the same tensors in every step.
         get_grads: returns the members' gradients, of all.
         chunks: the members that are updated together where each is updated by itself.
     """
@@ -249,6 +245,7 @@ class _StandIn:
         entry: dict[str, Any] = entries[members[0]]
         names = [name for name, value in entry.items() if isinstance(value, Tensor)]
         self.columns = [mine, *[[entries[i][name] for i in members] for name in names]]
+        self.are_static = [True, False, *[True] * len(names)]
         self.parameter = nn.Parameter(_one_like(mine[0], mine[0].dim()), requires_grad=False)
         self.parameter.grad = _one_like(grad, mine[0].dim())
         self.state = {
@@ -275,19 +272,16 @@ class _StandIn:
             total += one.nbytes
         self.chunks.append(slice(start, len(mine)))
 
-    def are_static(self, grads_stay: bool) -> list[bool]:
-        """Returns whether parameters, gradients and state are the same tensors in every step."""
-        return [True, grads_stay, *[True] * (len(self.columns) - 1)]
-
 
 class _UpdateGraph:
     """A recorded update of one replica as a CUDA graph.
 
     Attributes:
-        grads: the gradients that it reads where they are; ``None``: it reads copies.
+        grads_stay: whether it reads gradients where a packed pass leaves them; others are copied
+            there.
     """
 
-    grads: list[Any] | None = None
+    grads_stay = False
 
     def __init__(
         self,
@@ -313,12 +307,6 @@ class _UpdateGraph:
         piece = ProgramPiece(True, None, [*range(ends[-1])], [], self._written)
         self._program = CallableProgram(piece, {device: call}, is_raw=False)
         self._pieces = CapturedPieces([device], stay, CudaGraph)
-
-    def fits(self, grads: list[Any]) -> bool:
-        """Whether these gradients are where the graph reads them."""
-        if self.grads is None:
-            return not (grads and hasattr(grads[0], STAYS))
-        return are_identical(grads, self.grads)
 
     def run(self, given: Sequence[Sequence[Tensor]]) -> None:
         """Makes the update."""

@@ -170,8 +170,8 @@ class LocalReduction:
             in_order = [*dict.fromkeys(reversed(variables))]
         self.tracker.packed.may_be = True
         return PackedGrads(
+            self.tracker.packed,
             in_order,
-            self._replicas.num_replicas,
             self._buckets.bucket_ends_of(in_order),
             self.bytes_per_pack if self._reducer.packs else None,
         )

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from mirror.base.torch_private import ACCUMULATES, HIDES_ANOTHER
@@ -48,6 +47,7 @@ class PackedGrads:
     """The gradients of one program on all replicas.
 
     Args:
+        passes: those of the strategy.
         variables: whose gradients, in the order of the reduction.
         ends: the ends of the buckets in this order.
         bytes_per_pack: of a flat buffer; ``None``: each gradient has memory of its own.
@@ -61,12 +61,13 @@ class PackedGrads:
 
     def __init__(
         self,
+        passes: PackedPasses,
         variables: Sequence[ReplicatedParam],
-        num_replicas: int,
         ends: Sequence[int],
         bytes_per_pack: int | None,
     ) -> None:
-        copies = [[v.copies[r] for v in variables] for r in range(num_replicas)]
+        self.passes = passes
+        copies = [[v.copies[r] for v in variables] for r in range(passes.num_replicas)]
         self.arrivals = ReadyGrads(copies)
         self.variables = self.arrivals.variables
         self._buckets = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -172,12 +173,14 @@ class PackedPasses:
         unreduced: the gradients of a packed pass, until they are reduced; at most one.
         lent: reduced gradients that are the targets' ``.grad``.
         may_be: whether a pass may be packed.
+        num_replicas: their number.
     """
 
     def __init__(
         self, pending: Sequence[list[ReplicaParameter]], streams: ReplicaStreams | None
     ) -> None:
         self._pending, self._streams = pending, streams
+        self.num_replicas = len(pending)
         self.unreduced: list[PackedGrads] = []
         self.lent: list[PackedGrads] = []
         self.may_be = False
@@ -192,7 +195,7 @@ class PackedPasses:
 
     def begin(self, this: Any, outputs: Sequence[Any]) -> tuple[GradientEdge, ...]:
         """Has a pass from ``outputs`` packed, if it can be; returns where it then ends."""
-        packed, ends = find_packed(outputs, len(self._pending))
+        packed, ends = find_packed(outputs, self)
         if packed is not None:
             self._under_way, packed.under_way = packed, this
         return ends
@@ -208,7 +211,7 @@ class PackedPasses:
         packed = self._under_way
         if packed is None or packed.under_way is not this:
             return False
-        if len(packed.arrived) < len(self._pending):
+        if len(packed.arrived) < self.num_replicas:
             self._stop(packed)
             return False
         self._close(packed)
@@ -239,12 +242,12 @@ class PackedPasses:
         """Makes the targets' gradients copies, which no pass writes."""
         while self.lent:
             packed = self.lent.pop()
-            for r in range(len(self._pending)):
+            for r in range(self.num_replicas):
                 packed.own(r)
 
 
 def find_packed(
-    outputs: Sequence[Any], num_replicas: int
+    outputs: Sequence[Any], passes: PackedPasses
 ) -> tuple[PackedGrads | None, tuple[GradientEdge, ...]]:
     """Returns what a pass from ``outputs`` leaves packed; ``None`` if it is not such a pass.
 
@@ -257,39 +260,34 @@ def find_packed(
     """
     nothing = None, ()
     found: dict[int, PackedGrads] = {}
-    waiting: list[Any] = []
     ends: list[GradientEdge] = []
-    for output in outputs:
-        if isinstance(output, GradientEdge) or output.grad_fn is None:
-            return nothing
-        waiting.append(output.grad_fn)
+    waiting: list[Any] = [getattr(output, "grad_fn", None) for output in outputs]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        edges = node.next_functions
-        if isinstance(node, BackwardCFunction):
-            packs = getattr(node, "mirror_packs", None)
-            if packs is not None:
-                replica_id, packed = packs()
-                if packed is None or replica_id in found:
-                    return nothing
-                found[replica_id] = packed
-                ends.append(GradientEdge(node, 0))  # type: ignore[arg-type]
-                edges = edges[:-1]  # without that to the parameters
-        elif type(node).__name__ in HIDES_ANOTHER:
+        packs = getattr(node, "mirror_packs", None)
+        if node is None or type(node).__name__ in HIDES_ANOTHER:
             return nothing
+        following = [one for one, _ in node.next_functions if one is not None]
+        if packs is not None:
+            replica_id, packed = packs()
+            if packed is None or replica_id in found:
+                return nothing
+            found[replica_id] = packed
+            following.pop()  # the node of the parameters
+            ends.append(GradientEdge(node, 0))
         elif type(node).__name__ == ACCUMULATES:
             if isinstance(node.variable, (ReplicaParameter, MirroredTensor)):
                 return nothing
-        if not edges:
+        if packs is None and not following:
             ends.append(GradientEdge(node, 0))
-        for following, _ in edges:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+        waiting += [one for one in following if one not in seen]
+        seen.update(following)
         if len(seen) > _MAX_NODES:
             return nothing
-    packed = found.get(0)
-    if packed is None or len(found) < num_replicas or not packed.moved:
+    first = found.get(0)
+    if first is None or first.passes is not passes or not first.moved:
         return nothing
-    return (packed, tuple(ends)) if all(map(is_, found.values(), repeat(packed))) else nothing
+    if len(found) < passes.num_replicas or not all(map(is_, found.values(), repeat(first))):
+        return nothing
+    return first, tuple(ends)

@@ -294,3 +294,28 @@ def test_updates_read_gradients_where_they_are_reduced(make, options):
     packed = check(kinds, make=make, options=options)
     assert packed[0] is False
     assert all(packed[1:])
+
+
+def test_a_pass_of_one_strategy_is_not_that_of_another_one():
+    """Several strategies are alive, with as many replicas, and with fewer."""
+    with compiling_gpus(4) as gpus, graphs_on(gpus):
+        torch.manual_seed(0)
+        loops = []
+        for first, last in ((0, 2), (0, 2), (0, 4)):
+            devices = [f"cuda:{i}" for i in range(first, last)]
+            loops.append(Loop(mirror.MirroredStrategy(devices, "naive")))
+            loops[-1].strategy.compile(loops[-1].model, fallback="error")
+        for _ in range(4):
+            for loop in loops:
+                loop.plain()
+        for loop in loops:
+            with counting_packed() as packed:
+                loop.plain()
+            assert packed.count(True) == 1
+            assert all(grad is not None for grad in loop.grads())
+            loop.optimizer.zero_grad()
+        sum(loop.loss() for loop in loops).backward()
+        assert all(grad is not None for loop in loops for grad in loop.grads())
+        for loop in loops:
+            loop.strategy.close()
+        assert not gpus.violations

@@ -49,8 +49,23 @@ def has_mode(h):
 
 def scale(h, asks):
     return h * 3 if asks(h) else h * 2
+
+
+FACTOR = 1.0
+
+
+class Options:
+    pass
+
+
+def scale_by_global(h, options):
+    return h * FACTOR
+
+
+def scale_by_option(h, options):
+    return h * getattr(options, "factor", 1.0)
 """
-LIB = SimpleNamespace()
+LIB = SimpleNamespace(__name__="asking")
 exec(compile(SOURCE, LIBRARY, "exec"), vars(LIB))
 # Questions that have the answer of an uncompiled call in a trace, and those that have not.
 ANSWERED = ["is_compiling", "is_jit_tracing", "is_fake"]
@@ -110,6 +125,64 @@ def test_sets_are_compared_by_their_entries(n):
         loop.step(x, y)
 
     assert compare(Scaled, n, step, sizes=(6,) * 8) == 3
+
+
+class OwnOptions:
+    pass
+
+
+@pytest.mark.parametrize("function", ["scale_by_global", "scale_by_option"])
+@pytest.mark.parametrize("kind", ["library", "own"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_functions_of_libraries_read_is_compared(function, kind, n):
+    class Reads(Net):
+        def prepare(self):
+            LIB.FACTOR = 1.0
+            self.options = LIB.Options() if kind == "library" else OwnOptions()
+
+        def compute(self, h):
+            return getattr(LIB, function)(h, self.options)
+
+    def step(loop, x, y):
+        if len(loop.found) == 3:
+            place = LIB if function == "scale_by_global" else loop.model.options
+            setattr(place, "FACTOR" if place is LIB else "factor", 2.0)
+        loop.step(x, y)
+
+    assert compare(Reads, n, step, sizes=(6,) * 5) == 2
+
+
+class Whole(Net):
+    def prepare(self):
+        self.factor, self.held = 2, {"factor": 2}
+
+    def compute(self, h):
+        whole = h.mul(4).long()
+        return h + whole * self.factor // 3 + whole * self.held["factor"] // 3
+
+
+def make_float(model):
+    model.factor = 2.0
+
+
+def make_entry_float(model):
+    model.held["factor"] = 2.0
+
+
+def make_negative_zero(model):
+    model.factor = -0.0 if model.factor == 0 else 0.0
+
+
+@pytest.mark.parametrize("change", [make_float, make_entry_float, make_negative_zero])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_equal_number_of_another_kind_is_another_value(change, n):
+    def step(loop, x, y):
+        if len(loop.found) in (3, 5):
+            change(loop.model)
+        loop.step(x, y)
+
+    traces = compare(Whole, n, step, sizes=(6,) * 8)
+    assert traces == (3 if change is make_negative_zero else 2)
 
 
 class Positions(Net):
