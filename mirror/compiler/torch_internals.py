@@ -12,7 +12,9 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +32,14 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
+    get_proxy_slot,
     make_fx,
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mirror.base.safe_files import private_folder
+from mirror.compiler.step_errors import is_torchs
 
 _log = logging.getLogger("mirror")
 
@@ -45,6 +49,9 @@ is_fake = FakeTensor
 DispatchMode = TorchDispatchMode
 IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_ALL_MODULES: list[dict[int, Any]] = [
+    vars(torch.nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS
+]
 
 # The tracer need not count calls of torch's functions: only torch.export reads the counts.
 _OPTIONS: dict[str, Any] = {
@@ -237,6 +244,18 @@ def place_of(node: fx.Node) -> Any:
     return node.meta.get(_PLACE)
 
 
+def node_of(tensor: Tensor) -> fx.Node | None:
+    """Returns the node of a tensor in the graph of the trace; ``None``: it is not traced."""
+    mode: Any = get_proxy_mode()
+    return mode and get_proxy_slot(tensor, mode.tracer, None, lambda of: of.proxy.node)
+
+
+def run_untraced(function: Callable[[], Any]) -> Any:
+    """Calls a function on real tensors in the middle of a trace, which sees nothing of it."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        return function()
+
+
 class KeepingPlaces(fx.Interpreter):
     """Runs a graph that is traced again; the new nodes have the places of the old ones."""
 
@@ -282,6 +301,35 @@ def _silencing_errors() -> Iterator[None]:
         logger.disabled = before
 
 
+_NoTensor: Any = type("_NoTensor", (), {})
+_hiding: set[int] = set()  # threads
+_SUBCLASSES: Any = importlib.import_module("torch._subclasses")
+
+
+@contextlib.contextmanager
+def hiding_fakes() -> Iterator[None]:
+    """Within the block, ``torch._subclasses.FakeTensor`` is a class without instances.
+
+    Libraries ask by this name whether they are traced. Code of torch gets the class itself.
+    """
+
+    def find(name: str) -> Any:
+        if name != FakeTensor.__name__:
+            raise AttributeError(f"module {_SUBCLASSES.__name__!r} has no attribute {name!r}")
+        is_asked = not is_torchs(sys._getframe(1).f_code.co_filename)
+        return _NoTensor if is_asked and threading.get_ident() in _hiding else FakeTensor
+
+    _hiding.add(threading.get_ident())
+    _SUBCLASSES.__getattr__ = find
+    vars(_SUBCLASSES).pop(FakeTensor.__name__, None)
+    try:
+        yield
+    finally:
+        _hiding.discard(threading.get_ident())
+        if not _hiding:
+            _SUBCLASSES.FakeTensor = FakeTensor
+
+
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Makes ``torch.compiler.is_compiling()`` true: optimizers then count in tensors."""
@@ -308,51 +356,6 @@ def inductor_decompositions() -> Mapping[Any, Any]:
 
     table: Mapping[Any, Any] = select_decomp_table()
     return {**table, **kernel_decompositions()}
-
-
-def in_place_overload(target: Any) -> Any:
-    """Returns the overload that writes its result to the first argument of ``target``, if any.
-
-    For operations that compute values: ``t_`` and the like change no value.
-    """
-    found = _overload_in_place(target)
-    return None if found is None or torch.Tag.nondeterministic_seeded in target.tags else found
-
-
-def _overload_in_place(target: Any) -> Any:
-    if target is _aten.bernoulli.p:
-        return _aten.bernoulli_.float
-    namespace, _, name = str(target).partition(".")
-    name, _, overload = name.partition(".")
-    if namespace != "aten":
-        return None
-    found = getattr(getattr(torch.ops.aten, f"{name}_", None), overload, None)
-    if found is None or len(found._schema.arguments) != len(target._schema.arguments):
-        return None
-    alias = found._schema.arguments[0].alias_info
-    return found if alias is not None and alias.is_write else None
-
-
-def functional_overload(target: Any) -> Any:
-    """Returns the overload that returns what ``target`` writes, after its results; or ``None``.
-
-    ``None``: there is none, it computes views, or it writes several arguments in another order.
-    """
-    namespace, _, name = str(target).partition(".")
-    name, _, overload = name.partition(".")
-    if namespace != "aten" or name in ("set_", "resize_", "resize_as_"):
-        return None
-    if target is _aten.bernoulli_.float:
-        overload = "p"
-    is_in_place = name.endswith("_")
-    packet = getattr(torch.ops.aten, name[:-1] if is_in_place else f"{name}_functional", None)
-    found = getattr(packet, overload, None)
-    if found is None or any(result.alias_info is not None for result in found._schema.returns):
-        return None
-    written = [a for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
-    if is_in_place and (len(written) != 1 or _overload_in_place(found) is not target):
-        return None
-    return found
 
 
 def call_with_fakes(mode: Any, target: Any, args: Any, kwargs: Any) -> Any:

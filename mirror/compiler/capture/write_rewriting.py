@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mirror.compiler.overloads import functional_overload
 from mirror.compiler.torch_internals import (
     call_with_fakes,
-    functional_overload,
     is_operation,
     schema_of,
     without_guards,

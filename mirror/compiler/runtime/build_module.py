@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
 from mirror.compiler.capture.write_rewriting import UNDECLARED
-from mirror.compiler.free_variables import FreeVariables
-from mirror.compiler.lowering.module_trace import CallPattern, trace_module
+from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
@@ -21,12 +22,14 @@ from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
     TraceGuards,
+    guard_code,
     guard_layouts,
 )
 from mirror.compiler.step_inputs import InputKind, state_tensors
 from mirror.device.cuda_graph import CudaGraph, has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
+from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.modules.replica_attributes import own_attributes
 from mirror.replica.params.replicated_params import MirroredTensors
@@ -39,8 +42,10 @@ _STATE = InputKind.PARAMETER, InputKind.BUFFER
 class ModuleProgramBuilder:
     """Builds the programs of one strategy's modules."""
 
-    def __init__(self, replicas: Replicas, registry: MirroredTensors) -> None:
-        self._replicas, self._registry = replicas, registry
+    def __init__(
+        self, replicas: Replicas, registry: MirroredTensors, gradients: GradReducer
+    ) -> None:
+        self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._devices = tuple(dict.fromkeys(replicas.devices))
 
     def pattern(self, tree: Any, is_training: bool) -> CallPattern:
@@ -62,6 +67,27 @@ class ModuleProgramBuilder:
     def observe(self) -> ObservedCall:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()
+
+    def values_of(self, module: nn.Module, observed: ObservedCall) -> TraceGuards:
+        """Returns guards of the values that an observed call has left, for its trace.
+
+        If they hold, the trace runs the code that the call has run.
+        """
+        layers = list(module.modules())
+        functions = [module.forward, *observed.functions_of(layers)]
+        around = observed.surroundings(functions, layers)
+        own, parameters = _guard_own_attributes(layers), _guard_kinds(list(module.parameters()))
+        return TraceGuards([*guard_code(layers, around), own, parameters])
+
+    def record(self, module: nn.Module) -> CallRecord | None:
+        """Returns what notes the functions that a call makes; see [Note: The same way].
+
+        ``None``: under any mode of torch the call would not use its fused kernels.
+        """
+        layers = module.modules()
+        if any(isinstance(layer, FAST_PATHS) and not layer.training for layer in layers):
+            return None
+        return CallRecord()
 
     def build(
         self, module: nn.Module, pattern: CallPattern, redo: Any
@@ -85,7 +111,7 @@ class ModuleProgramBuilder:
         layers = list(module.modules())
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
-        around = FreeVariables(functions, layers, is_strict=True)
+        around = pattern.observed.surroundings(functions, layers)
         names = {name for code in around.codes for name in (*code.co_names, *code.co_consts)}
         for path, parameter in module.named_parameters():
             if type(parameter) not in (nn.Parameter, MirroredParameter):
@@ -114,8 +140,7 @@ class ModuleProgramBuilder:
             if str(node.target).startswith(UNDECLARED):
                 raise CompileError(f"{node.target} writes statistics that no trace sees")
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
-        num_gradients = len(trace.arguments) + len(trace.parameters)
-        passes = cut_passes(pure, pure.num_results - num_gradients, tangents)
+        passes = cut_passes(pure, pure.num_results - len(trace.gradients), tangents)
         forward, backward = [
             None if piece is None else interpret_piece(piece, step.device, self._devices)
             for piece in (passes.forward, passes.backward)
@@ -133,19 +158,16 @@ class ModuleProgramBuilder:
             backward,
             make_graphs if has_graphs(device) else None,
             redo,
+            self._gradients if replicas.mirrors else None,
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
             guards = TraceGuards(
-                module.forward,
-                step.modules,
-                (),
-                (),
-                (),
-                (),
-                step.numbers,
-                around=around,
-                others=[guard_layouts(used), _guard_own_attributes(layers)],
+                [
+                    *guard_code(step.modules, around),
+                    guard_layouts(used),
+                    _guard_own_attributes(layers),
+                ]
             )
         return guards, program
 
@@ -164,6 +186,12 @@ def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
     known = [own_attributes(module) for module in modules]
     names = ["an attribute that replicas have set"]
     return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
+
+
+def _guard_kinds(parameters: Sequence[Tensor]) -> GuardedValue:
+    read_kind, strides = operator.attrgetter("requires_grad", "dtype", "shape"), Tensor.stride
+    names = ["requires_grad, dtype, shape or strides of a parameter"] * (2 * len(parameters))
+    return GuardedValue(names, lambda: [*map(read_kind, parameters), *map(strides, parameters)])
 
 
 def _without_memory(leaf: Any) -> Any:

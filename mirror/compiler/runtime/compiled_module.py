@@ -4,21 +4,22 @@ It is the ``compiled`` of the module's CallInterceptor, in the place of a call t
 ``module.compile()`` has compiled: every replica calls it, inside ``run``, in a split call, and
 where there is one replica only. ``replay`` makes a split call of replicas that all have programs.
 
-    first call with a signature    runs uncompiled; its arguments and gradients are noted
-    before the next run            one trace for all replicas, in the cross-replica context
+    first call with a signature    runs uncompiled; its code, arguments and gradients are noted
+    before the next run            one trace for all replicas, in the cross-replica context, if
+                                   nothing that the code reads has changed: see ``known_call.py``
     from then on                   guards, and the programs: see ``module_program.py``
+    a call whose guards fail       as the first one
 
-A signature is all that a trace takes for granted of the arguments: their structure, sizes,
-strides, dtypes and plain values. What else it takes for granted is guarded. See
-[Note: Assumptions]. What cannot be traced runs uncompiled, and is reported once.
+What cannot be traced runs uncompiled, and is reported once.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,7 +36,9 @@ from mirror.base.torch_private import (
     num_function_modes,
     top_saved_tensors_hooks,
 )
-from mirror.compiler.free_variables import PLAIN
+from mirror.compiler.call_outputs import distinct_tensors
+from mirror.compiler.runtime.call_signature import sign_call
+from mirror.compiler.runtime.known_call import KnownCall
 from mirror.devices import generators_of
 from mirror.errors import CompileError, StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -54,8 +57,10 @@ logger = logging.getLogger(__name__)
 UPDATES = ("captured", "eager")
 MAX_SHAPES = 4  # in one mode: of training, or of evaluation
 MAX_TRACES = 8
+MAX_MISSES = 2  # of an observed call with the values that a trace would find, in a row
 _MAX_KNOWN = 1000
 _DOUBLE = "a backward pass has create_graph=True, and a program's gradients have no graph"
+_IN_PARTS = "its outputs get their gradients in several backward passes"
 _PREFIX = "the step cannot be compiled: "
 
 
@@ -69,7 +74,13 @@ class ModuleBuilder(Protocol):
         """Whether calls can be observed now."""
 
     def observe(self) -> Any:
-        """Returns what observes the first call, for the pattern."""
+        """Returns what observes a call."""
+
+    def values_of(self, module: nn.Module, observed: Any) -> Any:
+        """Returns guards of the values that an observed call has left."""
+
+    def record(self, module: nn.Module) -> Any:
+        """Returns what notes the functions that a call makes; see [Note: The same way]."""
 
     def pattern(self, tree: Any, is_training: bool) -> Any:
         """Returns the pattern of a call with these arguments."""
@@ -80,6 +91,7 @@ class CompiledCalls:
 
     Attributes:
         pending: modules, each with a call to be traced before the next run.
+        recording: the threads whose calls are noted; they run no programs.
     """
 
     def __init__(
@@ -92,7 +104,8 @@ class CompiledCalls:
         self.replicas, self.runner, self._make = replicas, runner, make_builder
         self._make_capturer = make_capturer
         self._capturer: Any = None
-        self.pending: list[tuple[CompiledModule, _KnownCall]] = []
+        self.pending: list[tuple[CompiledModule, KnownCall]] = []
+        self.recording: set[int] = set()
         self._builder: ModuleBuilder | None = None
 
     @property
@@ -128,23 +141,6 @@ class CompiledCalls:
         self.pending.clear()
         for compiled, call in pending:
             compiled.trace(call)
-
-
-class _KnownCall:
-    """A call by its signature.
-
-    Attributes:
-        pattern: the arguments and the gradients of the first call.
-        programs: the guards and programs of its traces, the last one that was valid first.
-        is_pending: whether it waits for a trace.
-    """
-
-    __slots__ = ("is_pending", "pattern", "programs")
-
-    def __init__(self, pattern: Any) -> None:
-        self.pattern = pattern
-        self.programs: list[tuple[Any, Any]] = []
-        self.is_pending = False
 
 
 def compile_module(
@@ -237,7 +233,7 @@ class CompiledModule(ReplayedCalls):
         self._module = weakref.ref(module)
         self._calls, self._falls_back = calls, fallback == "eager"
         self._replicas = calls.replicas
-        self._known: dict[Any, _KnownCall] = {}
+        self._known: dict[Any, KnownCall] = {}
         self._uncompiled: set[tuple[bool, bool]] = set()  # modes: of training, and grad mode
         self._has_warned = False
         self.num_traces = 0
@@ -253,11 +249,11 @@ class CompiledModule(ReplayedCalls):
         if mode in self._uncompiled or not self._can_replay(replica):
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
         tensors: list[Tensor] = []
-        signature = _sign(mode, args, kwargs, tensors)
+        signature = sign_call(mode, args, kwargs, tensors)
         if signature is None:
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
         call = self._known.get(signature)
-        program = None if call is None else _find_valid(call)
+        program = None if call is None else call.find_valid()
         if program is None:
             program = self._note(module, signature, call, (args, kwargs))
             if program is None:
@@ -286,12 +282,12 @@ class CompiledModule(ReplayedCalls):
         for r in run.active:
             part, tensors = make_part(r), list[Tensor]()
             parts[r] = part
-            signature = _sign(mode, part.args, part.kwargs, tensors)
+            signature = sign_call(mode, part.args, part.kwargs, tensors)
             if signature not in valid:
                 call = None if signature is None else self._known.get(signature)
                 try:
                     push_context(self._replicas.strategy, first)
-                    valid[signature] = None if call is None else _find_valid(call)
+                    valid[signature] = None if call is None else call.find_valid()
                 finally:
                     current.replica, current.strategy, current.below = before
             program = valid[signature]
@@ -336,50 +332,51 @@ class CompiledModule(ReplayedCalls):
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
+            or (self._calls.recording and threading.get_ident() in self._calls.recording)
         )
 
     # Calls without a program
 
-    def _note(self, module: nn.Module, signature: Any, call: _KnownCall | None, tree: Any) -> Any:
+    def _note(self, module: nn.Module, signature: Any, call: KnownCall | None, tree: Any) -> Any:
         """Notes a call to be traced, or traces it; returns its program, if it has one now."""
         if call is None:
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
             pattern = self._calls.builder.pattern(tree, module.training)
-            self._known[signature] = call = _KnownCall(pattern)
-            if self._replicas.mirrors:
-                self._await_trace(call)
+            self._known[signature] = call = KnownCall(pattern)
+            self._wait(call)
             return None
         now = self._calls.builder.pattern(tree, module.training)
         if now.autocast != call.pattern.autocast:
-            now.observed, now.tangents = call.pattern.observed, call.pattern.tangents
+            now.tangents = call.pattern.tangents
+            now.passes_through = call.pattern.passes_through
             call.pattern = now
         if self._replicas.mirrors:
-            self._await_trace(call)
+            if not call.is_pending:
+                call.is_unseen = call.find_observation() is None
+                self._wait(call)
             return None
         self.trace(call)
-        return _find_valid(call)
+        return call.find_valid()
 
-    def _await_trace(self, call: _KnownCall) -> None:
-        if not call.is_pending:
+    def _wait(self, call: KnownCall) -> None:
+        """Has a call traced before the next run; the only replica traces in its next call."""
+        if self._replicas.mirrors and not call.is_pending:
             call.is_pending = True
             self._calls.pending.append((self, call))
 
     def _call_noting(
-        self, module: nn.Module, call: _KnownCall | None, args: Any, kwargs: Any
+        self, module: nn.Module, call: KnownCall | None, args: Any, kwargs: Any
     ) -> Any:
         """Makes an uncompiled call; notes its code, and which of its outputs get gradients."""
         assert call is not None
-        if call.pattern.observed is None and self._calls.builder.can_observe():
-            observed = self._calls.builder.observe()
-            with observed:
-                result = getattr(module, WHOLE_CALL)(*args, **kwargs)
-            call.pattern.observed = observed  # a call that raises is not traced
+        if call.is_unseen and self._calls.builder.can_observe():
+            result = self._observe(module, call, args, kwargs)
         else:
             result = getattr(module, WHOLE_CALL)(*args, **kwargs)
         if not torch.is_grad_enabled():
             return result
-        outputs = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+        outputs, _ = distinct_tensors(result)
         pattern, replica = call.pattern, current.replica
         if replica is not None and self._replicas.are_simulated:
             pattern.is_separate = is_separate(self._calls.runner, replica.replica_id, outputs)
@@ -398,7 +395,22 @@ class CompiledModule(ReplayedCalls):
                 tensor.register_hook(note(number))
         return result
 
-    def trace(self, call: _KnownCall) -> None:
+    def _observe(self, module: nn.Module, call: KnownCall, args: Any, kwargs: Any) -> Any:
+        """Makes an uncompiled call, and notes its code; one that raises is not traced."""
+        builder, recording = self._calls.builder, self._calls.recording
+        observed, record = builder.observe(), builder.record(module)
+        recording.add(thread := threading.get_ident())
+        try:
+            with observed, record or nullcontext():
+                result = getattr(module, WHOLE_CALL)(*args, **kwargs)
+        finally:
+            recording.discard(thread)
+        if record is not None:
+            record.note_result(result)
+        call.add_observation(builder.values_of(module, observed), observed, record)
+        return result
+
+    def trace(self, call: KnownCall) -> None:
         """Traces a call, if its module is in the mode of that call."""
         module, call.is_pending = self._module(), False
         pattern = call.pattern
@@ -408,14 +420,17 @@ class CompiledModule(ReplayedCalls):
         if pattern.has_double_backward:
             self._refuse(mode, _DOUBLE)
             return
-        if (
-            module.training != mode[0]
-            or pattern.observed is None
-            or not self._calls.builder.can_observe()
-        ):
-            if self._replicas.mirrors:
-                self._await_trace(call)
+        builder = self._calls.builder
+        if module.training != mode[0] or call.is_unseen or not builder.can_observe():
+            self._wait(call)
             return
+        seen = call.find_observation()
+        if seen is None:
+            call.is_unseen, call.num_misses = True, call.num_misses + 1
+            if call.num_misses <= MAX_MISSES:
+                self._wait(call)
+                return
+        pattern.observed, pattern.record = seen or call.last_observation()
         if not call.programs and self._num_shapes(mode) >= MAX_SHAPES:
             self._refuse(mode, f"it was called with more than {MAX_SHAPES} shapes or values")
             return
@@ -423,20 +438,30 @@ class CompiledModule(ReplayedCalls):
             self._refuse(mode, f"it was traced {self.num_traces} times, as {self._change(call)}")
             return
         try:
-            found = self._calls.builder.build(module, pattern, self._redo)
+            guards, program = builder.build(module, pattern, self._redo)
         except CompileError as error:
             self._refuse(mode, str(error).removeprefix(_PREFIX), error)
+            return
         except Exception as error:
             self._refuse(mode, f"{type(error).__name__}: {error}", error)
-        else:
-            call.programs.insert(0, found)
-            del call.programs[MAX_SHAPES:]
-            self.num_traces += 1
+            return
+        why: str | None = None
+        if seen is None:
+            why = f"in each call it finds other values: {call.find_change()}"
+        elif pattern.record is not None:
+            why = pattern.record.find_difference(program.record)
+        if why is not None:
+            self._refuse(mode, why)
+            return
+        call.programs.insert(0, (guards, program))
+        del call.programs[MAX_SHAPES:]
+        self.num_traces += 1
+        call.num_misses = 0
 
     def _num_shapes(self, mode: tuple[bool, bool]) -> int:
         return sum(1 for key, call in self._known.items() if key[0] == mode and call.programs)
 
-    def _change(self, call: _KnownCall) -> str:
+    def _change(self, call: KnownCall) -> str:
         changes = [guards.find_change() for guards, _ in call.programs]
         return next(filter(None, changes), "other outputs get gradients")
 
@@ -467,8 +492,8 @@ class CompiledModule(ReplayedCalls):
         at_once = self._calls.runner.parallel_pass
         if at_once is not None:
             at_once.go_alone()
-        if has_graph:
-            self._refuse(mode, _DOUBLE)
+        if has_graph or call.is_freed:
+            self._refuse(mode, _DOUBLE if has_graph else _IN_PARTS)
         elif call.is_there():
             self._trace_again(program, grads)
         program.check_redo()
@@ -489,7 +514,7 @@ class CompiledModule(ReplayedCalls):
                 result = getattr(module, WHOLE_CALL)(*args, **kwargs)
             finally:
                 current.replica, current.strategy, current.below = before
-        outputs = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+        outputs, _ = distinct_tensors(result)
         defined = [i for i, grad in enumerate(grads) if grad is not None]
         return torch.autograd.grad(
             [outputs[i] for i in defined],
@@ -506,6 +531,7 @@ class CompiledModule(ReplayedCalls):
                 known.pattern.tangents = {
                     i: grad.stride() for i, grad in enumerate(grads) if grad is not None
                 }
+                known.pattern.passes_through = False
                 known.programs.clear()
 
     def _generators(self, replica_id: int) -> list[Tensor]:
@@ -537,57 +563,3 @@ class _Restoring:
     def _set(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-
-
-def _find_valid(call: _KnownCall) -> Any:
-    """Returns the program whose guards hold, if there is one."""
-    for i, (guards, program) in enumerate(call.programs):
-        if guards.hold():
-            if i:
-                call.programs.insert(0, call.programs.pop(i))
-            return program
-    return None
-
-
-def _sign(mode: tuple[bool, bool], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-    """Returns the signature of a call, and adds its tensors; ``None`` if it cannot be traced."""
-    key: list[Any] = [mode]
-    for value in args:
-        if type(value) is Tensor and value.layout is torch.strided and not value.is_inference():
-            tensors.append(value)
-            key += (
-                *(value.shape, value.stride(), value.dtype, value.device.type),
-                value.requires_grad,
-            )
-        elif not _describe(value, key, tensors):
-            return None
-    if kwargs and not _describe(kwargs, key, tensors):
-        return None
-    return tuple(key)
-
-
-def _describe(value: Any, key: list[Any], tensors: list[Tensor]) -> bool:
-    """Adds a value to a signature; returns False if a trace cannot take it for granted."""
-    kind = type(value)
-    if kind is Tensor:
-        if value.layout is not torch.strided or value.is_inference():
-            return False
-        tensors.append(value)
-        key += (
-            *(value.shape, value.stride(), value.dtype, value.device.type),
-            value.requires_grad,
-        )
-        return True
-    if kind is tuple or kind is list:
-        key += (kind, len(value))
-        return all(_describe(one, key, tensors) for one in value)
-    if kind is dict:
-        key += (kind, *value)
-        return all(_describe(one, key, tensors) for one in value.values())
-    if kind in _VALUES:
-        key += (kind, value)
-        return True
-    return False
-
-
-_VALUES = set(PLAIN)
