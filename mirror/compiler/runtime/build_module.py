@@ -13,6 +13,7 @@ from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
+from mirror.compiler.capture.write_rewriting import UNDECLARED
 from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
@@ -132,7 +133,12 @@ class ModuleProgramBuilder:
         if len(pattern.observed.codes) > num_codes:  # the backward pass has run other functions
             return self._build(module, pattern, redo)
         step = trace.step
-        pure = functional(step.graph, step.inputs, step.mode, for_inductor=False)
+        pure = functional(
+            step.graph, step.inputs, step.mode, for_inductor=False, keeps_kernels=True
+        )
+        for node in pure.module.graph.nodes:
+            if str(node.target).startswith(UNDECLARED):
+                raise CompileError(f"{node.target} writes statistics that no trace sees")
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
         passes = cut_passes(pure, pure.num_results - len(trace.gradients), tangents)
         forward, backward = [
