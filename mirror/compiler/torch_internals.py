@@ -43,8 +43,16 @@ Program = Callable[[list[Any]], Sequence[Any]]
 
 is_fake = FakeTensor
 DispatchMode = TorchDispatchMode
+FORMAT_TENSOR: Any = torch._tensor_str._str  # reads values
+MODULES_OF_MODES = "torch", "torch._C"
+IS_ONEDNN_ON = torch._C._get_mkldnn_enabled
+ATTENTION_MODES: tuple[Callable[[], bool], ...] = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
 IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
-MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # The tracer need not count calls of torch's functions: only torch.export reads the counts.
 _OPTIONS: dict[str, Any] = {
@@ -201,7 +209,15 @@ def trace_graph(
         _use_lazy_graph_module(True),
     ):
         options: dict[str, Any] = {"decomposition_table": decompositions, **_OPTIONS}
-        return make_fx(function, tracing_mode="real", **options)(*inputs)
+        caches = torch.is_autocast_cache_enabled()
+
+        def trace(*inputs: Any) -> Any:
+            # make_fx turns the cache off. Then a parameter that is used twice has two casts, whose
+            # gradients add up in float32, not in the dtype of autocast.
+            torch.set_autocast_cache_enabled(caches)
+            return function(*inputs)
+
+        return make_fx(trace, tracing_mode="real", **options)(*inputs)
 
 
 def call_noting_place(place: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +264,7 @@ def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 @contextlib.contextmanager
 def _disabling_mkldnn() -> Iterator[None]:
-    before = torch._C._get_mkldnn_enabled()
+    before = IS_ONEDNN_ON()
     torch._C._set_mkldnn_enabled(False)
     try:
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.lowering.module_trace import CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
@@ -52,6 +53,7 @@ class ModuleProgramBuilder:
             is_training,
             torch.is_grad_enabled(),
             autocast,
+            torch.is_autocast_cache_enabled(),
         )
 
     def can_observe(self) -> bool:
@@ -105,6 +107,7 @@ class ModuleProgramBuilder:
         trace = trace_module(module, pattern, leaves, replicas, places, around)
         if len(pattern.observed.codes) > num_codes:  # the backward pass has run other functions
             return self._build(module, pattern, redo)
+        later = pattern.observed.of_backward(functions, layers)
         step = trace.step
         pure = functional(step.graph, step.inputs, step.mode, for_inductor=False)
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
@@ -127,6 +130,7 @@ class ModuleProgramBuilder:
             backward,
             make_graphs if has_graphs(device) else None,
             redo,
+            None if later is None else BackwardValues(later),
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
@@ -139,7 +143,11 @@ class ModuleProgramBuilder:
                 (),
                 step.numbers,
                 around=around,
-                others=[guard_layouts(used), _guard_own_attributes(layers)],
+                others=[
+                    guard_layouts(used),
+                    _guard_own_attributes(layers),
+                    _guard_modes(pattern.observed.modes()),
+                ],
             )
         return guards, program
 
@@ -158,6 +166,12 @@ def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
     known = [own_attributes(module) for module in modules]
     names = ["an attribute that replicas have set"]
     return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
+
+
+def _guard_modes(modes: dict[Callable[[], Any], Any]) -> GuardedValue:
+    """Guards the modes of torch that the code has asked for."""
+    names = [f"torch's {getter.__name__}()" for getter in modes]
+    return GuardedValue(names, lambda: [getter() for getter in modes])
 
 
 def _without_memory(leaf: Any) -> Any:

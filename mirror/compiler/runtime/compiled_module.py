@@ -30,6 +30,7 @@ from mirror.base.torch_private import (
     DisableAutocast,
     current_graph_task_id,
     functions_interpreter,
+    has_modes,
     is_jit_tracing,
     num_dispatch_modes,
     num_function_modes,
@@ -122,8 +123,8 @@ class CompiledCalls:
         """Traces the calls that wait for it; called in the cross-replica context."""
         if self.runner.running is not None or current.replica is not None:
             return
-        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None:
-            return  # activation checkpointing would see the tensors of the trace
+        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None or has_modes():
+            return  # activation checkpointing, or a mode, would see the tensors of the trace
         pending = self.pending.copy()
         self.pending.clear()
         for compiled, call in pending:
@@ -333,6 +334,7 @@ class CompiledModule(ReplayedCalls):
             current_graph_task_id() != -1
             or top_saved_tensors_hooks() is not None
             or torch.is_inference_mode_enabled()
+            or has_modes()
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
@@ -351,7 +353,7 @@ class CompiledModule(ReplayedCalls):
                 self._await_trace(call)
             return None
         now = self._calls.builder.pattern(tree, module.training)
-        if now.autocast != call.pattern.autocast:
+        if (now.autocast, now.caches) != (call.pattern.autocast, call.pattern.caches):
             now.observed, now.tangents = call.pattern.observed, call.pattern.tangents
             call.pattern = now
         if self._replicas.mirrors:
@@ -467,8 +469,11 @@ class CompiledModule(ReplayedCalls):
         at_once = self._calls.runner.parallel_pass
         if at_once is not None:
             at_once.go_alone()
+        change = None if program.later is None else program.later.find_change()
         if has_graph:
             self._refuse(mode, _DOUBLE)
+        elif change is not None:
+            self._refuse(mode, f"{change}, since the call; its backward pass reads it")
         elif call.is_there():
             self._trace_again(program, grads)
         program.check_redo()
@@ -484,6 +489,8 @@ class CompiledModule(ReplayedCalls):
             stack.enter_context(self._restoring(replica_id, call.state))
             stack.enter_context(pattern.in_its_modes())
             try:
+                if change is not None:
+                    stack.enter_context(program.later.of_then())
                 if self._replicas.mirrors:
                     push_context(self._replicas.strategy, recomputing(self._replicas, replica_id))
                 result = getattr(module, WHOLE_CALL)(*args, **kwargs)

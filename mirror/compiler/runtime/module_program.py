@@ -11,8 +11,8 @@ So the gradients of parameters arrive where those of an uncompiled call do, and 
 buckets and ``no_sync`` see no difference.
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
-then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
-call has overwritten what the graph has saved.
+then: where other outputs have gradients, with ``create_graph=True``, where a hook reads a value
+that has changed since, and on a GPU where a later call has overwritten what the graph has saved.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, slot_getter
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
@@ -49,6 +50,7 @@ class ModuleProgram:
         make_graphs: makes the launcher of one replica's CUDA graphs, given the slots of inputs
             that stay; ``None``: torch's kernels are launched one by one.
         redo: computes the gradients of a call by another call of ``forward``.
+        later: the values that code of the backward pass reads.
 
     Attributes:
         pattern: the traced call.
@@ -66,8 +68,10 @@ class ModuleProgram:
         backward: CallableProgram | None,
         make_graphs: Callable[[Sequence[int]], CapturedPieces] | None,
         redo: Redo,
+        later: BackwardValues | None = None,
     ) -> None:
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
+        self.later = later
         self.pattern = trace.pattern
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
@@ -214,6 +218,7 @@ class ModuleProgram:
             and call.is_there()
             and [grad is not None for grad in grads] == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
+            and (self.later is None or self.later.hold())
         )
         if not is_traced:
             return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
