@@ -335,7 +335,7 @@ def imported_module():
     settings.by = 1.0
 
     def compute(self, h):
-        from settings_of_this_test import by
+        from settings_of_this_test import by  # type: ignore[import-not-found]
 
         return h * by
 
