@@ -4,7 +4,7 @@ Code finds values by names in closure cells, globals and defaults, and from ther
 objects and entries of dicts and lists. ``FreeVariables`` follows the names as far as the code can,
 through the user's functions that it names:
 
-    a dict, a list            every entry
+    a dict, a list, a set     every entry
     an object, a class        the attributes that the code names
 
 Numbers, strings and the like are compared by value, everything else by identity. Tensors, modules
@@ -30,7 +30,7 @@ import importlib.util
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, repeat
 from types import (
     CellType,
@@ -122,12 +122,15 @@ class FreeVariables:
         functions: the step, and others that are called with it, such as hooks.
         modules: their attributes are followed, except tensors and submodules.
         is_strict: whether private attributes, and the code itself, are followed, too.
+        of_libraries: code of libraries that is called, with its globals: of these, numbers,
+            strings and the like are followed, and the attributes that the code names.
 
     Attributes:
         entries: the values found.
         is_complete: whether the numbers of functions and values were small enough to follow all.
         codes: the code of the user's functions that are followed.
-        sizes: the containers with a number of entries to compare, with their names.
+        sizes: the containers whose number of entries is compared, with their names; of a set, the
+            entries are.
         read_as: by ``id`` of such a container, the name by which code finds it.
     """
 
@@ -137,6 +140,7 @@ class FreeVariables:
         modules: Iterable[nn.Module] = (),
         *,
         is_strict: bool = False,
+        of_libraries: Mapping[CodeType, dict[str, Any]] | None = None,
     ) -> None:
         self._is_strict, self.is_complete = is_strict, True
         self._most_functions = _MAX_FUNCTIONS * (10 if is_strict else 1)
@@ -150,6 +154,8 @@ class FreeVariables:
         self._roots: list[tuple[Entry, bool]] = []
         self._known: dict[Any, Any] = {}
         self._functions: list[FunctionType] = []
+        for code, around in (of_libraries or {}).items():
+            self._take_librarys(code, around)
         while True:
             while self._queue and len(self.codes) < self._most_functions:
                 self._take(self._queue.pop(0))
@@ -172,7 +178,7 @@ class FreeVariables:
     def scan(self) -> list[Any]:
         """Returns the current values, ready to be compared."""
         found = [make_comparable(entry.value()) for entry in self.entries]
-        found += [len(container) for _, container in self.sizes]
+        found += [_contents_of(container) for _, container in self.sizes]
         return [*found, *map(make_comparable, self._read_code())]
 
     def _read_code(self) -> list[Any]:
@@ -209,6 +215,7 @@ class FreeVariables:
         proxies = [vars(entry.holder) for entry in classes]
         names = [entry.key for entry in classes]
         containers = [container for _, container in self.sizes]
+        sets = [container for container in containers if isinstance(container, set)]
 
         def find() -> list[Any]:
             return [
@@ -218,6 +225,7 @@ class FreeVariables:
                 *[entry.value() for entry in rest],
                 *map(len, containers),
                 *self._read_code(),
+                *(chain.from_iterable(sets) if sets else ()),  # in the order of an iteration
             ]
 
         try:
@@ -238,7 +246,10 @@ class FreeVariables:
         """The description of each value that ``scan`` returns."""
         return [
             *[entry.name for entry in self.entries],
-            *[f"the number of entries of {name}" for name, _ in self.sizes],
+            *[
+                f"{'the' if isinstance(one, set) else 'the number of'} entries of {name}"
+                for name, one in self.sizes
+            ],
             *["code, a class or the keys of a dict"] * len(self._read_code()),
         ]
 
@@ -305,6 +316,12 @@ class FreeVariables:
             return id(function.__func__), id(function.__self__)
         return id(function)
 
+    def _take_librarys(self, code: CodeType, around: dict[str, Any]) -> None:
+        self._names |= _names_in(code)
+        for name in sorted(_globals_of(code)):
+            if isinstance(around.get(name, _MISSING), PLAIN):
+                self._root(Entry(f"global {name!r} of {code.co_name}", name, around))
+
     def _root(self, entry: Entry, *, whole: bool = False) -> None:
         self._roots.append((entry, whole))
 
@@ -332,6 +349,16 @@ class FreeVariables:
             for key in keys:
                 self._add(Entry(f"entry {key!r} of {name}", key, value, read_as), depth)
             return
+        if isinstance(value, (set, frozenset)):
+            if len(value) > MAX_ENTRIES:
+                return
+            if isinstance(value, set):
+                self.sizes.append((name, value))
+                self.read_as[id(value)] = read_as
+            held = tuple(value)
+            for i in range(len(held)):
+                self._add(Entry(f"an entry of {name}", i, held, read_as), depth)
+            return
         self._follow_object(value, name, read_as, depth)
 
     def _follow_object(self, value: Any, name: str, read_as: Any, depth: int) -> None:
@@ -352,12 +379,14 @@ class FreeVariables:
             self.read_as[id(fields)] = read_as
             keys = {key for key in fields if isinstance(key, str)}
         else:
+            if self._is_strict and is_object:  # others may be added
+                self.sizes.append((name, fields))
+                self.read_as[id(fields)] = read_as
             keys = self._names & fields.keys()
-        of_class = {key for base in users for key in names & vars(base).keys()}
         if self._is_strict:
+            of_class = {key for base in users for key in names & vars(base).keys()}
             self._objects.append(value)
             self._watch_hidden(users, of_class)
-            keys |= of_class if is_object else set()
         for key in sorted(keys):
             self._add(Entry(f"{name}.{key}", key, fields), depth)
         for base in users:
@@ -513,10 +542,17 @@ class SameObject:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _contents_of(container: Any) -> Any:
+    """Returns what is compared of a container beside its entries that have places."""
+    if isinstance(container, set):
+        return [(type(entry), make_comparable(entry)) for entry in container]
+    return len(container)
+
+
 def make_comparable(value: Any) -> Any:
     """Returns a plain value as it is, and any other in a wrapper that compares by identity."""
     if isinstance(value, PLAIN):
         return value
-    if type(value) is tuple and all(isinstance(entry, PLAIN) for entry in value):
-        return value
+    if type(value) in (tuple, frozenset) and all(isinstance(entry, PLAIN) for entry in value):
+        return tuple(value)  # code that iterates sees the order of a set
     return SameObject(value)

@@ -55,9 +55,12 @@ def trace_functional(
 
     Inputs may be added while it is traced. Other tensors that it uses become inputs, too.
     """
-    known = list(inputs)
+    known, caches = list(inputs), torch.is_autocast_cache_enabled()
 
     def function(*_: Tensor) -> Sequence[Tensor]:
+        # make_fx turns the cache off. Then a parameter that is used twice has two casts, whose
+        # gradients add up in float32, not in the dtype of autocast.
+        torch.set_autocast_cache_enabled(caches)
         return list(call())
 
     graph = trace_graph(function, mode, [one.fake for one in known])

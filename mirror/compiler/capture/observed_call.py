@@ -50,13 +50,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from mirror.base.torch_private import BACKWARD_HOOKS
 from mirror.compiler.capture.side_effects import line_about
 from mirror.compiler.free_variables import MAX_ENTRIES, PLAIN, FreeVariables
-from mirror.compiler.step_errors import is_mirrors, is_torchs, is_users, quote
-from mirror.compiler.torch_internals import (
-    ATTENTION_MODES,
-    FORMAT_TENSOR,
-    IS_ONEDNN_ON,
-    MODULES_OF_MODES,
+from mirror.compiler.step_errors import (
+    GENERATED_CODE,
+    is_librarys,
+    is_mirrors,
+    is_torchs,
+    is_users,
+    quote,
 )
+from mirror.compiler.torch_internals import is_onednn_on
 from mirror.errors import CompileError
 
 _MODULES = {"time", "posix", "nt", "_io", "io", "_random", "_socket", "select", "gc"}
@@ -68,23 +70,26 @@ _READERS = {
     importlib.import_module.__code__: "import_module()",
     inspect.stack.__code__: "inspect.stack()",
     inspect.currentframe.__code__: "inspect.currentframe()",
-    FORMAT_TENSOR.__code__: "str() of a tensor",
+    Tensor.__repr__.__code__: "str() of a tensor",
 }
+_ATTENTION = tuple(
+    getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")
+    for kernel in ("flash", "mem_efficient", "math", "cudnn")
+)
 _GETTERS = "get_", "_get_", "is_", "_is_", "are_"  # of torch's modes, if they need no argument
 _ENVIRON = type(os.environ).__getitem__.__code__
 _APPLY: Any = torch.autograd.Function.apply
 _BACKWARD = Tensor.register_hook.__code__, _APPLY.__code__
 _COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}  # before Python 3.12
-_GENERATED = "<string>"  # by dataclasses, namedtuples and mirror's wrappers
 _GENERATORS = random.Random, torch.Generator
 _CLOCKS = {datetime.datetime, datetime.date}
 _OPAQUE = (
-    *(set, bytearray, memoryview, collections.deque),
+    *(bytearray, memoryview, collections.deque),
     *(np.ndarray, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
     *(Optimizer, LRScheduler, threading.local, type(functools.cache(len))),
 )
 _CONSTANT = (
-    *(range, slice, frozenset, re.Pattern, Decimal, Fraction, uuid.UUID, PurePath, property),
+    *(range, slice, re.Pattern, Decimal, Fraction, uuid.UUID, PurePath, property),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(type(...), type(NotImplemented), operator.attrgetter, operator.itemgetter),
     *(operator.methodcaller, WrapperDescriptorType, MethodDescriptorType, GetSetDescriptorType),
@@ -98,6 +103,7 @@ class ObservedCall:
         codes: their code, with its globals.
         later: the code among it that runs in the backward pass.
         is_later: whether the calls are those of a backward pass.
+        of_libraries: the code of libraries that has run, with its globals.
         impure: a line that reads a clock, a file or the like; empty if there is none.
         getters: the functions without arguments that it asks for a mode of torch.
     """
@@ -106,6 +112,7 @@ class ObservedCall:
         self.codes: dict[CodeType, dict[str, Any]] = {}
         self.later: set[CodeType] = set()
         self.is_later = False
+        self.of_libraries: dict[CodeType, dict[str, Any]] = {}
         self.impure = ""
         self.getters: dict[Callable[[], Any], None] = {}
         self._before: Any = None
@@ -130,8 +137,10 @@ class ObservedCall:
             if self.is_later and is_users(code.co_filename):
                 self.later.add(code)
             if code not in self.codes and is_users(code.co_filename):
-                if code.co_filename != _GENERATED:
+                if code.co_filename != GENERATED_CODE:
                     self.codes[code] = frame.f_globals
+            elif code not in self.of_libraries and is_librarys(code.co_filename):
+                self.of_libraries[code] = frame.f_globals
             elif code in _BACKWARD:  # what runs in the backward pass
                 later = frame.f_locals.get("hook") or frame.f_locals["cls"].backward
                 later = getattr(later, "__func__", later)
@@ -152,11 +161,11 @@ class ObservedCall:
             if self._users_frame(frame) is not None:
                 self.getters[arg] = None
         elif event == "c_call" and arg.__name__ == "scaled_dot_product_attention":
-            self.getters.update(dict.fromkeys(ATTENTION_MODES))
+            self.getters.update(dict.fromkeys(_ATTENTION))
         elif event == "c_call" and code in self.codes and _is_impure_in_users_code(arg):
             self._add(frame, f"{arg.__name__}()")
         elif event == "c_call" and not self.impure and _is_impure(arg):
-            reads_seed = arg.__name__ == "initial_seed" or arg is IS_ONEDNN_ON
+            reads_seed = arg.__name__ == "initial_seed" or arg is is_onednn_on
             caller = frame
             while caller is not None and caller.f_code not in self.codes:  # in a library
                 name = caller.f_code.co_filename
@@ -222,11 +231,21 @@ class ObservedCall:
             return None
         return FreeVariables([*later, *hooks], modules, is_strict=True)
 
+    def surroundings(
+        self, functions: Sequence[Any], modules: Collection[nn.Module]
+    ) -> FreeVariables:
+        """Returns the values that the code finds by their names.
+
+        Args:
+            functions: what ``functions`` has returned.
+        """
+        return FreeVariables(functions, modules, is_strict=True, of_libraries=self.of_libraries)
+
     def check(self, functions: Sequence[Any], modules: Collection[nn.Module]) -> None:
         """Raises CompileError if the call reads what cannot be compared before the next one."""
         if self.impure:
             raise CompileError(f"{self.impure}, which a program would do once and never again")
-        around = FreeVariables(functions, modules, is_strict=True)
+        around = self.surroundings(functions, modules)
         if not around.is_complete:
             raise CompileError("its code uses too many values to compare before each call")
         for entry in around.entries:
@@ -248,7 +267,7 @@ def _is_impure(function: Any) -> bool:
         return True
     if isinstance(owner, type):
         return owner in _CLOCKS and function.__name__ in ("now", "today", "utcnow")
-    if getattr(function, "__module__", None) in _MODULES or function is IS_ONEDNN_ON:
+    if getattr(function, "__module__", None) in _MODULES or function is is_onednn_on:
         return True  # a trace turns oneDNN off
     return isinstance(owner, type(builtins)) and function in _BUILTINS
 
@@ -262,10 +281,10 @@ def _is_impure_in_users_code(function: Any) -> bool:
 
 def _is_getter(function: Any) -> bool:
     return (
-        getattr(function, "__module__", None) in MODULES_OF_MODES
-        and isinstance(getattr(function, "__self__", None), ModuleType)
+        isinstance(getattr(function, "__self__", None), ModuleType)
+        and str(function.__module__).partition(".")[0] == "torch"
         and function.__name__.startswith(_GETTERS)
-        and function is not IS_ONEDNN_ON
+        and function is not is_onednn_on
     )
 
 
@@ -273,7 +292,7 @@ def _is_opaque(value: Any) -> bool:
     """Whether a value may change, and no guard can compare what it holds."""
     if isinstance(value, _OPAQUE) or hasattr(type(value), "__next__"):
         return True
-    if isinstance(value, (dict, list, tuple)):
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
         return len(value) > MAX_ENTRIES
     if isinstance(value, BuiltinFunctionType):  # the append of a list, say
         return not isinstance(value.__self__, (type, ModuleType, type(None)))
