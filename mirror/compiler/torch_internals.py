@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -202,6 +202,15 @@ def trace_graph(
     ):
         options: dict[str, Any] = {"decomposition_table": decompositions, **_OPTIONS}
         return make_fx(function, tracing_mode="real", **options)(*inputs)
+
+
+def keeping_kernels() -> Any:
+    """Within the block, a trace with static sizes gets the operations of an uncompiled call.
+
+    Torch has other definitions of some functions for traces, in Python: of dropout, for example,
+    whose gradient has other bits in half precision.
+    """
+    return no_python_dispatcher()
 
 
 def call_noting_place(place: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

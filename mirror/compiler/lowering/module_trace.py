@@ -3,14 +3,25 @@
 The trace is that of a step that calls the module, and then ``torch.autograd.grad`` of its outputs
 by the arguments and the parameters. The gradients of the outputs are inputs of the trace: they
 come from code outside the module.
+
+[Note: Terms of gradients]
+A parameter that forward uses twice gets two terms of its gradient. Uncompiled, autograd adds each
+to the terms that it has, from a penalty in the loss or from another call:
+
+    (penalty + term 1) + term 2     not     penalty + (term 1 + term 2)
+
+The two round differently. So a trace returns the terms one by one, in the order of their arrival,
+and autograd adds them: the parameter is an input of the call's autograd function once for each. A
+tensor of more than MAX_TERMS terms gets their sum, since all terms would need memory at once.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +33,7 @@ from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.compiler.lowering.step_trace import StepTrace, trace_step
 from mirror.compiler.step_inputs import InputKind, StateTensor
-from mirror.compiler.torch_internals import make_untraced
+from mirror.compiler.torch_internals import keeping_kernels, make_untraced
 from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
@@ -30,7 +41,9 @@ from mirror.execution.run import current
 from mirror.values import leaves_of, rebuild_structure
 
 _FAST_PATHS = nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention
+MAX_TERMS = 8
 Strides = tuple[int, ...]
+Terms = dict[int, list[Tensor]]  # of gradients, by the id of a tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -85,8 +98,11 @@ class ModuleTrace:
         outputs: what the call returns, with placeholders of tensors.
         differentiable: the tensors among them that require gradients, by number.
         tangents: of these, the ones with gradients; by number, the strides of the gradient.
-        arguments: the numbers of the arguments' tensors that get gradients.
-        parameters: the parameters that get gradients.
+        arguments: the numbers of the arguments' tensors that may get gradients.
+        parameters: the parameters that may get gradients.
+        num_terms: of each of these, how many gradients the results have. ``0``: only another
+            output leads to it. See [Note: Terms of gradients].
+        of_some_outputs: the parameters that some outputs depend on, and others do not.
     """
 
     step: StepTrace
@@ -96,6 +112,8 @@ class ModuleTrace:
     tangents: dict[int, Strides]
     arguments: list[int]
     parameters: list[StateTensor]
+    num_terms: list[int]
+    of_some_outputs: list[StateTensor]
 
 
 @dataclass(eq=False, slots=True)
@@ -110,8 +128,14 @@ class _Joint:
     tangents: dict[int, Strides] = field(default_factory=dict)
     arguments: list[int] = field(default_factory=list)
     parameters: list[StateTensor] = field(default_factory=list)
+    num_terms: list[int] = field(default_factory=list)
+    of_some_outputs: list[StateTensor] = field(default_factory=list)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
+        with keeping_kernels():
+            return self._call(leaves)
+
+    def _call(self, leaves: Sequence[Any]) -> Any:
         tracer: Any = current.replica.tracing  # type: ignore[union-attr]
         placeholders = tracer.placeholders
         known = leaves_of(self.pattern.tree)
@@ -148,24 +172,32 @@ class _Joint:
         if not self.pattern.grad_enabled or not self.tangents:
             return result
         # 2. The gradients, by arguments and parameters.
-        wanted = [t for t in tensors if t.requires_grad]
-        places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
+        leaves: dict[int | StateTensor, Tensor] = dict(enumerate(tensors)) | leaf_of
+        terms: Terms = {}
+        ids = set(map(id, leaves.values()))
+        seen: set[Any] = set()
+        by_output = [_note_terms(outputs[i], ids, terms, seen) for i in self.differentiable]
+        reached = [which for which, leaf in leaves.items() if id(leaf) in terms]
         tangents = [self._tangent(placeholders, i, outputs[i]) for i in self.tangents]
         with self.pattern.observed or nullcontext():
             grads = torch.autograd.grad(
                 [outputs[i] for i in self.tangents],
-                [*wanted, *[leaf_of[place] for place in places]],
+                [leaves[which] for which in reached],
                 tangents,
                 allow_unused=True,
             )
-        positions = [i for i, t in enumerate(tensors) if t.requires_grad]
-        pairs = zip([*positions, *places], grads, strict=True)
-        used = [(which, grad) for which, grad in pairs if grad is not None]
-        if any(grad.is_sparse for _, grad in used):
+        if any(grad is not None and grad.is_sparse for grad in grads):
             raise CompileError("a gradient is sparse; use sparse=False")
-        self.arguments = [which for which, _ in used if isinstance(which, int)]
-        self.parameters = [which for which, _ in used if isinstance(which, StateTensor)]
-        return [result, [grad for _, grad in used]]
+        found: list[Sequence[Tensor]] = []
+        for which, grad in zip(reached, grads, strict=True):
+            of_leaf = [] if grad is None else terms[id(leaves[which])]
+            found.append(of_leaf if grad is None or 1 < len(of_leaf) <= MAX_TERMS else [grad])
+        self.arguments = [which for which in reached if isinstance(which, int)]
+        self.parameters = [which for which in reached if isinstance(which, StateTensor)]
+        self.num_terms = list(map(len, found))
+        common = set.intersection(*by_output)
+        self.of_some_outputs = [p for p in self.parameters if id(leaf_of[p]) not in common]
+        return [result, found]
 
     def _tangent(self, placeholders: Any, number: int, output: Tensor) -> Tensor:
         """Returns the placeholder of an output's gradient."""
@@ -176,6 +208,44 @@ class _Joint:
         )
         found: Tensor = placeholders.add_fake(InputKind.PART, like, ("tangent", number))
         return found
+
+
+def _note_terms(output: Tensor, ids: Collection[int], terms: Terms, seen: set[Any]) -> set[int]:
+    """Returns the ids of the leaves that an output depends on, and gives each a list of terms.
+
+    The next backward pass adds each term of a gradient to its list when it arrives.
+
+    Args:
+        ids: of the leaves that are searched.
+        terms: by leaf, the list of its terms.
+        seen: the nodes of graphs that add their terms.
+    """
+    found: set[int] = set()
+    nodes = [output.grad_fn]
+    known = set(nodes)
+    for node in nodes:  # it grows
+        assert node is not None
+        lists: dict[int, list[Tensor]] = {}
+        for i, (following, _) in enumerate(node.next_functions):
+            if type(following).__name__ == "AccumulateGrad":
+                leaf = id(following.variable)  # type: ignore[union-attr]
+                if leaf in ids:
+                    found.add(leaf)
+                    lists[i] = terms.setdefault(leaf, [])
+            elif following is not None and following not in known:
+                known.add(following)
+                nodes.append(following)
+        if lists and node not in seen:
+            seen.add(node)
+            node.register_hook(partial(_add_terms, lists))
+    return found
+
+
+def _add_terms(lists: dict[int, list[Tensor]], grads: Sequence[Tensor | None], _: Any) -> None:
+    for i, terms in lists.items():
+        grad = grads[i]
+        if grad is not None:
+            terms.append(grad)
 
 
 def trace_module(
@@ -233,4 +303,6 @@ def trace_module(
         joint.tangents if joint.arguments or joint.parameters else {},
         joint.arguments,
         joint.parameters,
+        joint.num_terms,
+        joint.of_some_outputs,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.torch_private import has_post_accumulate_hooks, hooks_of
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
@@ -22,7 +23,7 @@ from mirror.compiler.runtime.trace_guards import (
     TraceGuards,
     guard_layouts,
 )
-from mirror.compiler.step_inputs import InputKind, state_tensors
+from mirror.compiler.step_inputs import InputKind, StateTensor, state_tensors
 from mirror.device.cuda_graph import CudaGraph, has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
@@ -108,8 +109,7 @@ class ModuleProgramBuilder:
         step = trace.step
         pure = functional(step.graph, step.inputs, step.mode, for_inductor=False)
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
-        num_gradients = len(trace.arguments) + len(trace.parameters)
-        passes = cut_passes(pure, pure.num_results - num_gradients, tangents)
+        passes = cut_passes(pure, pure.num_results - sum(trace.num_terms), tangents)
         forward, backward = [
             None if piece is None else interpret_piece(piece, step.device, self._devices)
             for piece in (passes.forward, passes.backward)
@@ -129,6 +129,7 @@ class ModuleProgramBuilder:
             redo,
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
+        partial = [] if replicas.mirrors else trace.of_some_outputs
         with pattern.in_its_modes():
             guards = TraceGuards(
                 module.forward,
@@ -139,7 +140,11 @@ class ModuleProgramBuilder:
                 (),
                 step.numbers,
                 around=around,
-                others=[guard_layouts(used), _guard_own_attributes(layers)],
+                others=[
+                    guard_layouts(used),
+                    _guard_own_attributes(layers),
+                    *([_guard_hooks(partial)] if partial else []),
+                ],
             )
         return guards, program
 
@@ -158,6 +163,24 @@ def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
     known = [own_attributes(module) for module in modules]
     names = ["an attribute that replicas have set"]
     return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
+
+
+def _guard_hooks(parameters: Sequence[StateTensor]) -> GuardedValue:
+    """Returns the guard of hooks that autograd would call in passes through other outputs.
+
+    Raises:
+        CompileError: there are some.
+    """
+
+    def read() -> list[bool]:
+        return [bool(hooks_of(p.owner)) or has_post_accumulate_hooks(p.owner) for p in parameters]
+
+    for parameter, has_hooks in zip(parameters, read(), strict=True):
+        if has_hooks:
+            raise CompileError(
+                f"parameter {parameter.name!r} has a hook, and only some outputs depend on it"
+            )
+    return GuardedValue([f"hooks of parameter {p.name!r}" for p in parameters], read)
 
 
 def _without_memory(leaf: Any) -> Any:

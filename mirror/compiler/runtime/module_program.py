@@ -102,11 +102,21 @@ class ModuleProgram:
             one.of[1]: slot for slot, one in enumerate(inputs) if one.kind is InputKind.PART
         }
         self.tangents = trace.tangents
-        self._get_arguments = slot_getter([*trace.arguments])
+        self._times = [max(1, number) for number in trace.num_terms]
+        self._num_inputs = sum(self._times)
+        self._absent = [
+            sum(self._times[:i]) for i, number in enumerate(trace.num_terms) if not number
+        ]
+        repeated = [
+            one
+            for one, times in zip([*trace.arguments, *trace.parameters], self._times, strict=True)
+            for _ in range(times)
+        ]
+        self._get_arguments = slot_getter([one for one in repeated if isinstance(one, int)])
+        self._places = [one for one in repeated if isinstance(one, StateTensor)]
         self._tangent_slots = [by_tangent[i] for i in self.tangents]
         self._get_tangents = slot_getter([*self.tangents])
         self._strides = [*self.tangents.values()]
-        self._num_inputs = len(trace.arguments) + len(trace.parameters)
         self._outputs = slot_getter(passes.outputs)
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
@@ -140,7 +150,7 @@ class ModuleProgram:
         call = ModuleCall(self, replica_id, leaves, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
-            parameters = self._leaves_of(replica_id)
+            parameters = _leaves_of(self._places, replica_id)
             outputs = _apply(call, *wanted, *parameters)
         else:
             with torch.no_grad():
@@ -208,6 +218,8 @@ class ModuleProgram:
     def backward(self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients for ``_Replayed``: of the traced pass, or of another one."""
         saved = ctx.saved_tensors
+        if not any(grad is not None for grad in grads):  # of code behind another output
+            return [None] * self._num_inputs
         given = self._get_tangents(grads)
         is_traced = (
             not torch.is_grad_enabled()
@@ -216,9 +228,15 @@ class ModuleProgram:
             and [*map(Tensor.stride, given)] == self._strides
         )
         if not is_traced:
-            return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
+            computed = self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
+            pairs = zip(computed, self._times, strict=True)
+            return [one for grad, times in pairs for one in (grad, *[None] * (times - 1))]
         found = self.run_backward(call, saved[self._num_inputs :], given)
         call.has_ended = True  # the next call may overwrite what was saved
+        if self._absent:
+            found = list(found)
+            for position in self._absent:
+                found.insert(position, None)
         return found
 
     def check_redo(self) -> None:
@@ -244,13 +262,8 @@ class ModuleProgram:
                 tensor.copy_(value)
 
     def inputs_of(self, call: ModuleCall) -> tuple[list[int], list[Tensor]]:
-        """Returns the numbers of the arguments that get gradients, and the parameters that do."""
-        return self._trace.arguments, self._leaves_of(call.replica_id)
-
-    def _leaves_of(self, r: int) -> list[Tensor]:
-        """Returns the parameters that get gradients, as a replica's leaves of autograd."""
-        places = self._trace.parameters
-        return [p.owner if p.record is None else p.record.copies[r] for p in places]
+        """Returns the numbers of the arguments that may get gradients, and such parameters."""
+        return self._trace.arguments, _leaves_of(self._trace.parameters, call.replica_id)
 
 
 class ModuleCall:
@@ -314,6 +327,11 @@ class _Replayed(torch.autograd.Function):
 
 # Without the resolution of mirrored parameters and torch.func's transforms: there are none.
 _apply: Any = super(torch.autograd.Function, _Replayed).apply
+
+
+def _leaves_of(places: Sequence[StateTensor], r: int) -> list[Tensor]:
+    """Returns parameters as a replica's leaves of autograd."""
+    return [p.owner if p.record is None else p.record.copies[r] for p in places]
 
 
 def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:
