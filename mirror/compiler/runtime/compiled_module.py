@@ -56,6 +56,7 @@ MAX_SHAPES = 4  # in one mode: of training, or of evaluation
 MAX_TRACES = 8
 _MAX_KNOWN = 1000
 _DOUBLE = "a backward pass has create_graph=True, and a program's gradients have no graph"
+_OPAQUE = "an argument is no tensor or plain value, or tuple, list or dict of them"
 _PREFIX = "the step cannot be compiled: "
 
 
@@ -255,6 +256,7 @@ class CompiledModule(ReplayedCalls):
         tensors: list[Tensor] = []
         signature = _sign(mode, args, kwargs, tensors)
         if signature is None:
+            self._tell(_OPAQUE)
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
         call = self._known.get(signature)
         program = None if call is None else _find_valid(call)
@@ -444,11 +446,14 @@ class CompiledModule(ReplayedCalls):
         self, mode: tuple[bool, bool], why: str, cause: BaseException | None = None
     ) -> None:
         """Makes calls in a mode run uncompiled from now on; warns once, or raises."""
-        self._uncompiled.add(mode)
-        module = self._module()
-        what = f"calls of {type(module).__name__} cannot be compiled: {why}"
+        if self._falls_back:
+            self._uncompiled.add(mode)
+        self._tell(why, cause)
+
+    def _tell(self, why: str, cause: BaseException | None = None) -> None:
+        """Warns once that calls run uncompiled, or raises."""
+        what = f"calls of {type(self._module()).__name__} cannot be compiled: {why}"
         if not self._falls_back:
-            self._uncompiled.discard(mode)
             raise CompileError(what) from cause
         if not self._has_warned:
             self._has_warned = True
