@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.base.torch_private import has_post_accumulate_hooks, hooks_of
+from mirror.base.torch_private import hooks_of, post_accumulate_hooks_of
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
@@ -171,16 +171,17 @@ def _guard_hooks(parameters: Sequence[StateTensor]) -> GuardedValue:
     Raises:
         CompileError: there are some.
     """
+    owners = [parameter.owner for parameter in parameters]
 
-    def read() -> list[bool]:
-        return [bool(hooks_of(p.owner)) or has_post_accumulate_hooks(p.owner) for p in parameters]
+    def have_none() -> bool:
+        return not (any(map(hooks_of, owners)) or any(map(post_accumulate_hooks_of, owners)))
 
-    for parameter, has_hooks in zip(parameters, read(), strict=True):
-        if has_hooks:
-            raise CompileError(
-                f"parameter {parameter.name!r} has a hook, and only some outputs depend on it"
-            )
-    return GuardedValue([f"hooks of parameter {p.name!r}" for p in parameters], read)
+    if not have_none():
+        hooks = zip(map(hooks_of, owners), map(post_accumulate_hooks_of, owners), strict=True)
+        name = next(p.name for p, found in zip(parameters, hooks, strict=True) if any(found))
+        raise CompileError(f"parameter {name!r} has a hook, and only some outputs depend on it")
+    names = ["whether a parameter has no hook on which only some outputs depend"]
+    return GuardedValue(names, lambda: [have_none()], have_none)
 
 
 def _without_memory(leaf: Any) -> Any:
