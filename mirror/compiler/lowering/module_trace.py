@@ -11,8 +11,9 @@ to the terms that it has, from a penalty in the loss or from another call:
     (penalty + term 1) + term 2     not     penalty + (term 1 + term 2)
 
 The two round differently. So a trace returns the terms one by one, in the order of their arrival,
-and autograd adds them: the parameter is an input of the call's autograd function once for each. A
-tensor of more than MAX_TERMS terms gets their sum, since all terms would need memory at once.
+and autograd adds them: the parameter is an input of the call's autograd function once for each.
+The terms need memory at once, so a tensor of more than MAX_TERMS terms gets their sum; so do all
+tensors in CUDA graphs, whose gradients go where they are reduced.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import WHOLE_CALL, storage_key
+from mirror.compiler.call_outputs import LEAVES, output_leaves
+from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.observed_call import ObservedCall
-from mirror.compiler.free_variables import PLAIN, FreeVariables
+from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.lowering.step_trace import StepTrace, trace_step
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.compiler.torch_internals import keeping_kernels, make_untraced
@@ -40,7 +43,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.values import leaves_of, rebuild_structure
 
-_FAST_PATHS = nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention
+FAST_PATHS = nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention
 MAX_TERMS = 8
 Strides = tuple[int, ...]
 Terms = dict[int, list[Tensor]]  # of gradients, by the id of a tensor
@@ -58,8 +61,10 @@ class CallPattern:
         autocast: by kind of device, the dtype of autocast if it is enabled.
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
+        passes_through: whether ``tangents`` has outputs whose gradient came from another one.
         has_double_backward: whether its gradients were differentiated again.
         observed: the code that the call has run, and that of the traced backward pass.
+        record: the functions of torch that the last uncompiled call has made.
         is_separate: whether backward passes are split behind its graph, uncompiled: see [Note:
             Graph boundaries].
     """
@@ -70,8 +75,10 @@ class CallPattern:
     grad_enabled: bool
     autocast: dict[str, torch.dtype]
     tangents: dict[int, Strides] | None = None
+    passes_through: bool = True
     has_double_backward: bool = False
     observed: ObservedCall | None = None
+    record: CallRecord | None = None
     is_separate: bool = False
 
     @contextmanager
@@ -103,6 +110,7 @@ class ModuleTrace:
         num_terms: of each of these, how many gradients the results have. ``0``: only another
             output leads to it. See [Note: Terms of gradients].
         of_some_outputs: the parameters that some outputs depend on, and others do not.
+        record: the functions of torch that the traced call has made.
     """
 
     step: StepTrace
@@ -114,6 +122,7 @@ class ModuleTrace:
     parameters: list[StateTensor]
     num_terms: list[int]
     of_some_outputs: list[StateTensor]
+    record: CallRecord
 
 
 @dataclass(eq=False, slots=True)
@@ -123,6 +132,8 @@ class _Joint:
     module: nn.Module
     pattern: CallPattern
     places: Sequence[StateTensor]
+    record: CallRecord
+    max_terms: int
     outputs: Any = None
     differentiable: list[int] = field(default_factory=list)
     tangents: dict[int, Strides] = field(default_factory=dict)
@@ -146,12 +157,16 @@ class _Joint:
             for leaf, then in zip(leaves, known, strict=True)
         ]
         args, kwargs = rebuild_structure(self.pattern.tree, given)
-        with self.pattern.in_its_modes():
+        with self.pattern.in_its_modes(), self.record:
             result = getattr(self.module, WHOLE_CALL)(*args, **kwargs)
-        found = leaves_of(result)
+        self.record.note_result(result)
+        found = output_leaves(result)
         for leaf in found:
-            if not isinstance(leaf, (Tensor, *PLAIN)) or isinstance(leaf, torch.SymInt):
+            if not isinstance(leaf, LEAVES) or isinstance(leaf, torch.SymInt):
                 raise CompileError(f"it returns a {type(leaf).__name__}, which may hold tensors")
+        kept = None if self.pattern.record is None else self.pattern.record.find_kept(result)
+        if kept is not None:
+            raise CompileError(f"each call returns one {type(kept).__name__}, which it may change")
         outputs = [leaf for leaf in found if isinstance(leaf, Tensor)]
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         leaf_of = {place: placeholders.placeholder_of(place) for place in self.places}
@@ -164,13 +179,15 @@ class _Joint:
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
         seen = self.pattern.tangents
+        if seen is not None and self.pattern.passes_through:
+            seen = _of_outside(seen, outputs)
         self.tangents = {
             i: outputs[i].stride() if seen is None else seen[i]
             for i in self.differentiable
             if seen is None or i in seen
         }
         if not self.pattern.grad_enabled or not self.tangents:
-            return result
+            return found
         # 2. The gradients, by arguments and parameters.
         leaves: dict[int | StateTensor, Tensor] = dict(enumerate(tensors)) | leaf_of
         terms: Terms = {}
@@ -188,16 +205,17 @@ class _Joint:
             )
         if any(grad is not None and grad.is_sparse for grad in grads):
             raise CompileError("a gradient is sparse; use sparse=False")
-        found: list[Sequence[Tensor]] = []
+        terms_found: list[Sequence[Tensor]] = []
         for which, grad in zip(reached, grads, strict=True):
             of_leaf = [] if grad is None else terms[id(leaves[which])]
-            found.append(of_leaf if grad is None or 1 < len(of_leaf) <= MAX_TERMS else [grad])
+            keeps = grad is None or 1 < len(of_leaf) <= self.max_terms
+            terms_found.append(of_leaf if keeps else [grad])
         self.arguments = [which for which in reached if isinstance(which, int)]
         self.parameters = [which for which in reached if isinstance(which, StateTensor)]
-        self.num_terms = list(map(len, found))
+        self.num_terms = list(map(len, terms_found))
         common = set.intersection(*by_output)
         self.of_some_outputs = [p for p in self.parameters if id(leaf_of[p]) not in common]
-        return [result, found]
+        return [found, terms_found]
 
     def _tangent(self, placeholders: Any, number: int, output: Tensor) -> Tensor:
         """Returns the placeholder of an output's gradient."""
@@ -208,6 +226,23 @@ class _Joint:
         )
         found: Tensor = placeholders.add_fake(InputKind.PART, like, ("tangent", number))
         return found
+
+
+def _of_outside(seen: dict[int, Strides], outputs: Sequence[Tensor]) -> dict[int, Strides]:
+    """Leaves out outputs that others are computed from: they get gradients from these.
+
+    A model that returns a loss and its logits is followed by ``loss.backward()``. If the logits
+    have got another gradient, too, the call is traced again.
+    """
+    below: set[Any] = set()
+    for i in seen:
+        pending: list[Any] = [] if outputs[i].grad_fn is None else [outputs[i].grad_fn]
+        while pending:
+            for node, _ in pending.pop().next_functions:
+                if node is not None and node not in below:
+                    below.add(node)
+                    pending.append(node)
+    return {i: strides for i, strides in seen.items() if outputs[i].grad_fn not in below}
 
 
 def _note_terms(output: Tensor, ids: Collection[int], terms: Terms, seen: set[Any]) -> set[int]:
@@ -255,17 +290,19 @@ def trace_module(
     replicas: Replicas,
     places: Sequence[StateTensor],
     around: FreeVariables,
+    max_terms: int,
 ) -> ModuleTrace:
     """Traces a call of a module.
 
     Args:
         leaves: the leaves of the arguments; tensors may have any values.
         around: the values that the module's code finds by their names.
+        max_terms: a gradient of more terms is a result as their sum.
 
     Raises:
         CompileError: it cannot be traced.
     """
-    joint = _Joint(module, pattern, places)
+    joint = _Joint(module, pattern, places, CallRecord(), max_terms)
     own = [False] * len(leaves)
     states = random.getstate(), np.random.get_state(legacy=False)
     try:
@@ -289,7 +326,7 @@ def trace_module(
     if step.modes:
         raise CompileError(f"it changes the mode of a {type(step.modes[0][0]).__name__}")
     for one in step.modules:
-        if isinstance(one, _FAST_PATHS) and not one.training:
+        if isinstance(one, FAST_PATHS) and not one.training:
             raise CompileError(
                 f"a {type(one).__name__} has fused kernels in evaluations, which no trace sees"
             )
@@ -305,4 +342,5 @@ def trace_module(
         joint.parameters,
         joint.num_terms,
         joint.of_some_outputs,
+        joint.record,
     )

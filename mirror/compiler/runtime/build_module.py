@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import hooks_of, post_accumulate_hooks_of
+from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
-from mirror.compiler.free_variables import FreeVariables
-from mirror.compiler.lowering.module_trace import CallPattern, trace_module
+from mirror.compiler.lowering.module_trace import FAST_PATHS, MAX_TERMS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
@@ -27,6 +27,7 @@ from mirror.compiler.step_inputs import InputKind, StateTensor, state_tensors
 from mirror.device.cuda_graph import CudaGraph, has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
+from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.modules.replica_attributes import own_attributes
 from mirror.replica.params.replicated_params import MirroredTensors
@@ -39,8 +40,10 @@ _STATE = InputKind.PARAMETER, InputKind.BUFFER
 class ModuleProgramBuilder:
     """Builds the programs of one strategy's modules."""
 
-    def __init__(self, replicas: Replicas, registry: MirroredTensors) -> None:
-        self._replicas, self._registry = replicas, registry
+    def __init__(
+        self, replicas: Replicas, registry: MirroredTensors, gradients: GradReducer
+    ) -> None:
+        self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._devices = tuple(dict.fromkeys(replicas.devices))
 
     def pattern(self, tree: Any, is_training: bool) -> CallPattern:
@@ -62,6 +65,16 @@ class ModuleProgramBuilder:
     def observe(self) -> ObservedCall:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()
+
+    def record(self, module: nn.Module) -> CallRecord | None:
+        """Returns what notes the functions that a call makes; see [Note: The same way].
+
+        ``None``: under any mode of torch the call would not use its fused kernels.
+        """
+        layers = module.modules()
+        if any(isinstance(layer, FAST_PATHS) and not layer.training for layer in layers):
+            return None
+        return CallRecord()
 
     def build(
         self, module: nn.Module, pattern: CallPattern, redo: Any
@@ -85,7 +98,7 @@ class ModuleProgramBuilder:
         layers = list(module.modules())
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
-        around = FreeVariables(functions, layers, is_strict=True)
+        around = pattern.observed.surroundings(functions, layers)
         names = {name for code in around.codes for name in (*code.co_names, *code.co_consts)}
         for path, parameter in module.named_parameters():
             if type(parameter) not in (nn.Parameter, MirroredParameter):
@@ -103,7 +116,8 @@ class ModuleProgramBuilder:
         leaves = _with_memory(leaves_of(pattern.tree), pattern.kinds, device)
         places = state_tensors(self._registry)
         num_codes = len(pattern.observed.codes)
-        trace = trace_module(module, pattern, leaves, replicas, places, around)
+        max_terms = 1 if has_graphs(device) else MAX_TERMS
+        trace = trace_module(module, pattern, leaves, replicas, places, around, max_terms)
         if len(pattern.observed.codes) > num_codes:  # the backward pass has run other functions
             return self._build(module, pattern, redo)
         step = trace.step
@@ -127,6 +141,7 @@ class ModuleProgramBuilder:
             backward,
             make_graphs if has_graphs(device) else None,
             redo,
+            self._gradients if replicas.mirrors else None,
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
         partial = [] if replicas.mirrors else trace.of_some_outputs

@@ -454,7 +454,6 @@ ON_GPUS = [
     backward_in_another_order,
     accumulating,
     one_head_at_a_time,
-    parameters_used_twice,
 ]
 
 

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.errors import CompileError, StrategyError
 from mirror.replica.modules.module_owner import interceptor_of
+from tests.pairs import quick_of
 from tests.profiled import profiled
 
 SIZES = (6, 6, 6, 4, 6, 4)
@@ -496,7 +497,7 @@ def test_a_comprehension_may_read_variables_around_it(n):
     assert compare(Comprehends, n) > 0
 
 
-@pytest.mark.parametrize("replicas", ["1", "2"])
+@pytest.mark.parametrize("replicas", quick_of(["1", "2"], ["2"]))
 def test_mirror_run_compiles_the_models_of_a_script(replicas, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
