@@ -59,6 +59,8 @@ class CallPattern:
         is_training: the mode of the module.
         grad_enabled: the caller's grad mode.
         autocast: by kind of device, the dtype of autocast if it is enabled.
+        caches_casts: whether autocast casts a parameter once for all its uses, whose gradients
+            are then added before they are cast.
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
         passes_through: whether ``tangents`` has outputs whose gradient came from another one.
@@ -74,6 +76,7 @@ class CallPattern:
     is_training: bool
     grad_enabled: bool
     autocast: dict[str, torch.dtype]
+    caches_casts: bool
     tangents: dict[int, Strides] | None = None
     passes_through: bool = True
     has_double_backward: bool = False
@@ -89,8 +92,9 @@ class CallPattern:
             for kind in ("cpu", "cuda"):
                 dtype = self.autocast.get(kind)
                 if dtype is not None or torch.is_autocast_enabled(kind):
+                    enabled, caches = dtype is not None, self.caches_casts
                     stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches)
                     )
             yield
 

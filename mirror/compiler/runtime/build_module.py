@@ -56,6 +56,7 @@ class ModuleProgramBuilder:
             is_training,
             torch.is_grad_enabled(),
             autocast,
+            torch.is_autocast_cache_enabled(),
         )
 
     def can_observe(self) -> bool:

@@ -364,8 +364,9 @@ def parameters_used_twice(m):
         m.keep(*[p.grad for p in model.parameters()])
 
 
-def dropout_in_half_precision(m):
-    model = m.model(lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1)))
+def autocast_of_dropout_and_of_parameters_used_twice(m):
+    """A parameter is cast once, so the gradients of its uses are added in half precision."""
+    model = m.model(lambda: nn.Sequential(Tied(), nn.Linear(6, 8), nn.Dropout(0.1)))
     for x in m.batches(6, 6, 6):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -381,7 +382,7 @@ PROGRAMS = [
     *(optimizer_before_compile, loading_states, accumulating, averaging_copies),
     *(saving_whole_models, freezing, scheduling, keeping_zero_gradients, changing_gradients),
     *(changing_groups, profiling, one_head_at_a_time, passes_that_reach_one_of_two_models),
-    *(parameters_used_twice, dropout_in_half_precision),
+    *(parameters_used_twice, autocast_of_dropout_and_of_parameters_used_twice),
 ]
 
 
