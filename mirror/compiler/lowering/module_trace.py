@@ -193,17 +193,16 @@ class _Joint:
         if not self.pattern.grad_enabled or not self.tangents:
             return found
         # 2. The gradients, by arguments and parameters.
-        leaves: dict[int | StateTensor, Tensor] = dict(enumerate(tensors)) | leaf_of
-        terms: Terms = {}
-        ids = set(map(id, leaves.values()))
-        seen: set[Any] = set()
-        by_output = [_note_terms(outputs[i], ids, terms, seen) for i in self.differentiable]
-        reached = [which for which, leaf in leaves.items() if id(leaf) in terms]
+        inputs_of: dict[int | StateTensor, Tensor] = {**dict(enumerate(tensors)), **leaf_of}
+        terms, nodes = Terms(), set[Any]()
+        ids = set(map(id, inputs_of.values()))
+        by_output = [_note_terms(outputs[i], ids, terms, nodes) for i in self.differentiable]
+        reached = [which for which, leaf in inputs_of.items() if id(leaf) in terms]
         tangents = [self._tangent(placeholders, i, outputs[i]) for i in self.tangents]
         with self.pattern.observed or nullcontext():
             grads = torch.autograd.grad(
                 [outputs[i] for i in self.tangents],
-                [leaves[which] for which in reached],
+                [inputs_of[which] for which in reached],
                 tangents,
                 allow_unused=True,
             )
@@ -211,7 +210,7 @@ class _Joint:
             raise CompileError("a gradient is sparse; use sparse=False")
         terms_found: list[Sequence[Tensor]] = []
         for which, grad in zip(reached, grads, strict=True):
-            of_leaf = [] if grad is None else terms[id(leaves[which])]
+            of_leaf = [] if grad is None else terms[id(inputs_of[which])]
             keeps = grad is None or 1 < len(of_leaf) <= self.max_terms
             terms_found.append(of_leaf if keeps else [grad])
         self.arguments = [which for which in reached if isinstance(which, int)]
