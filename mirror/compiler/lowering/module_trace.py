@@ -138,6 +138,7 @@ class _Joint:
     places: Sequence[StateTensor]
     record: CallRecord
     max_terms: int
+    is_joined: bool  # whether values of several replicas are
     outputs: Any = None
     differentiable: list[int] = field(default_factory=list)
     tangents: dict[int, Strides] = field(default_factory=dict)
@@ -182,6 +183,12 @@ class _Joint:
             )
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
+        if self.is_joined and any(outputs[i].dim() == 0 for i in self.differentiable):
+            raise CompileError(
+                "it returns a 0-d tensor with a gradient; how the replicas' values join into that "
+                "of the batch is read from its graph, which a program does not have; return one "
+                "value per example, or compute the loss outside the module"
+            )
         seen = self.pattern.tangents
         if seen is not None and self.pattern.passes_through:
             seen = _of_outside(seen, outputs)
@@ -193,7 +200,8 @@ class _Joint:
         if not self.pattern.grad_enabled or not self.tangents:
             return found
         # 2. The gradients, by arguments and parameters.
-        inputs_of: dict[int | StateTensor, Tensor] = {**dict(enumerate(tensors)), **leaf_of}
+        inputs_of: dict[int | StateTensor, Tensor] = dict(enumerate(tensors))
+        inputs_of.update(leaf_of.items())
         terms, nodes = Terms(), set[Any]()
         ids = set(map(id, inputs_of.values()))
         by_output = [_note_terms(outputs[i], ids, terms, nodes) for i in self.differentiable]
@@ -305,7 +313,7 @@ def trace_module(
     Raises:
         CompileError: it cannot be traced.
     """
-    joint = _Joint(module, pattern, places, CallRecord(), max_terms)
+    joint = _Joint(module, pattern, places, CallRecord(), max_terms, replicas.mirrors)
     own = [False] * len(leaves)
     states = random.getstate(), np.random.get_state(legacy=False)
     try:
