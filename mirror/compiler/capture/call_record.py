@@ -9,7 +9,8 @@ autograd, where autocast, decompositions and the kernels of a device do not show
 
     first call      noted
     its trace       finds the same values (see ``known_call.py``), and is compared with it
-    they differ     the module runs uncompiled, with one warning that names both lines
+    they differ     the call may have set what it reads itself: another one is noted, and traced
+    still differ    the module runs uncompiled, with one warning that names both lines
 """
 
 from __future__ import annotations

@@ -454,13 +454,17 @@ class CompiledModule(ReplayedCalls):
             why = f"in each call it finds other values: {call.find_change()}"
         elif pattern.record is not None:
             why = pattern.record.find_difference(program.record)
+            if why is not None and not call.has_differed:  # it may have set what it reads itself
+                call.observe_again()
+                self._wait(call)
+                return
         if why is not None:
             self._refuse(mode, why)
             return
         call.programs.insert(0, (guards, program))
         del call.programs[MAX_SHAPES:]
         self.num_traces += 1
-        call.num_misses = 0
+        call.num_misses, call.has_differed = 0, False
 
     def _num_shapes(self, mode: tuple[bool, bool]) -> int:
         return sum(1 for key, call in self._known.items() if key[0] == mode and call.programs)
