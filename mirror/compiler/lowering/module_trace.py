@@ -45,6 +45,7 @@ class CallPattern:
         is_training: the mode of the module.
         grad_enabled: the caller's grad mode.
         autocast: by kind of device, the dtype of autocast if it is enabled.
+        caches: whether autocast keeps casts of parameters.
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
         passes_through: whether ``tangents`` has outputs whose gradient came from another one.
@@ -61,6 +62,7 @@ class CallPattern:
     is_training: bool
     grad_enabled: bool
     autocast: dict[str, torch.dtype]
+    caches: bool
     tangents: dict[int, Strides] | None = None
     passes_through: bool = True
     hooked: set[int] = field(default_factory=set)
@@ -72,7 +74,10 @@ class CallPattern:
     @contextmanager
     def in_its_modes(self) -> Iterator[None]:
         """Within the block, grad mode and autocast are those of the call."""
+        caches = torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
+            stack.callback(torch.set_autocast_cache_enabled, caches)
+            torch.set_autocast_cache_enabled(self.caches)
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for kind in ("cpu", "cuda"):
                 dtype = self.autocast.get(kind)
@@ -187,7 +192,10 @@ class _Joint:
         places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
         leaves = [*wanted, *[leaf_of[place] for place in places]]
         tangents = [self._tangent(placeholders, i, outputs[i]) for i in self.tangents]
-        with self.pattern.observed or nullcontext():
+        observed = self.pattern.observed
+        if observed is not None:
+            observed.is_later = True
+        with observed or nullcontext():
             grads: Sequence[Tensor | None] = torch.autograd.grad(
                 [outputs[i] for i in self.tangents],
                 leaves,

@@ -31,6 +31,7 @@ from mirror.base.torch_private import (
     DisableAutocast,
     current_graph_task_id,
     functions_interpreter,
+    has_modes,
     hooks_of,
     is_jit_tracing,
     num_dispatch_modes,
@@ -136,8 +137,8 @@ class CompiledCalls:
         """Traces the calls that wait for it; called in the cross-replica context."""
         if self.runner.running is not None or current.replica is not None:
             return
-        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None:
-            return  # activation checkpointing would see the tensors of the trace
+        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None or has_modes():
+            return  # activation checkpointing, or a mode, would see the tensors of the trace
         pending = self.pending.copy()
         self.pending.clear()
         for compiled, call in pending:
@@ -330,6 +331,7 @@ class CompiledModule(ReplayedCalls):
             current_graph_task_id() != -1
             or top_saved_tensors_hooks() is not None
             or torch.is_inference_mode_enabled()
+            or has_modes()
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
@@ -348,7 +350,7 @@ class CompiledModule(ReplayedCalls):
             self._wait(call)
             return None
         now = self._calls.builder.pattern(tree, module.training)
-        if now.autocast != call.pattern.autocast:
+        if (now.autocast, now.caches) != (call.pattern.autocast, call.pattern.caches):
             now.tangents = call.pattern.tangents
             now.passes_through = call.pattern.passes_through
             call.pattern = now
@@ -500,8 +502,11 @@ class CompiledModule(ReplayedCalls):
         at_once = self._calls.runner.parallel_pass
         if at_once is not None:
             at_once.go_alone()
+        change = None if program.later is None else program.later.find_change()
         if has_graph or call.is_freed:
             self._refuse(mode, _DOUBLE if has_graph else _IN_PARTS)
+        elif change is not None:
+            self._refuse(mode, f"{change}, since the call; its backward pass reads it")
         elif call.is_there():
             self._trace_again(program, grads)
         program.check_redo(call)
@@ -513,7 +518,7 @@ class CompiledModule(ReplayedCalls):
         arguments, parameters = program.inputs_of(call)
         before = save_context()
         with ExitStack() as stack:
-            stack.enter_context(program.keeping_buffers(call))
+            stack.enter_context(program.as_then(call))
             stack.enter_context(self._restoring(replica_id, call.state))
             stack.enter_context(pattern.in_its_modes())
             try:

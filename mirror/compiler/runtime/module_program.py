@@ -14,15 +14,15 @@ backward pass that reaches nothing else leaves the gradients where they are redu
 ``packed_grads.py``.
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
-then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
-call has overwritten what the graph has saved.
+then: where other outputs have gradients, with ``create_graph=True``, where a hook reads a value
+that has changed since, and on a GPU where a later call has overwritten what the graph has saved.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -36,6 +36,7 @@ from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
 from mirror.compiler.lowering.step_plan import ProgramPiece
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
@@ -63,6 +64,7 @@ class ModuleProgram:
             that stay; ``None``: torch's kernels are launched one by one.
         redo: computes the gradients of a call by another call of ``forward``.
         gradients: those of the strategy's parameters; ``None`` with one replica.
+        later: the values that code of the backward pass reads.
 
     Attributes:
         pattern: the traced call.
@@ -82,9 +84,10 @@ class ModuleProgram:
         make_graphs: Callable[[Sequence[int]], CapturedPieces] | None,
         redo: Redo,
         gradients: GradReducer | None,
+        later: BackwardValues | None = None,
     ) -> None:
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
-        self.pattern, self.record = trace.pattern, trace.record
+        self.pattern, self.record, self.later = trace.pattern, trace.record, later
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
         read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
@@ -285,6 +288,7 @@ class ModuleProgram:
             and call.is_there()
             and [grad is not None for grad in grads] == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
+            and (self.later is None or self.later.hold())
         )
         if not is_traced:
             call.check_leaves()
@@ -326,13 +330,17 @@ class ModuleProgram:
             )
 
     @contextmanager
-    def keeping_buffers(self, call: ModuleCall) -> Iterator[None]:
-        """Within the block, forward may write buffers, which then have their values again."""
+    def as_then(self, call: ModuleCall) -> Iterator[None]:
+        """Within the block, forward finds what the call has found, and may write buffers.
+
+        These then have their values again.
+        """
         tensors = self._written(call.replica_id)
         after = [tensor.clone() for tensor in tensors]
         self._fill(tensors, call.buffers or ())
         try:
-            yield
+            with nullcontext() if self.later is None else self.later.of_then():
+                yield
         finally:
             self._fill(tensors, after)
 
