@@ -3,26 +3,14 @@
 The trace is that of a step that calls the module, and then ``torch.autograd.grad`` of its outputs
 by the arguments and the parameters. The gradients of the outputs are inputs of the trace: they
 come from code outside the module.
-
-[Note: Terms of gradients]
-A parameter that forward uses twice gets two terms of its gradient. Uncompiled, autograd adds each
-to the terms that it has, from a penalty in the loss or from another call:
-
-    (penalty + term 1) + term 2     not     penalty + (term 1 + term 2)
-
-The two round differently. So a trace returns the terms one by one, in the order of their arrival,
-and autograd adds them: the parameter is an input of the call's autograd function once for each.
-The terms need memory at once, so a tensor of more than MAX_TERMS terms gets their sum; so do all
-tensors in CUDA graphs, whose gradients go where they are reduced.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import WHOLE_CALL, storage_key
-from mirror.compiler.call_outputs import LEAVES, output_leaves
+from mirror.compiler.call_outputs import LEAVES, distinct_tensors, output_leaves, share_memory
 from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.lowering.step_trace import StepTrace, trace_step
 from mirror.compiler.step_inputs import InputKind, StateTensor
-from mirror.compiler.torch_internals import keeping_kernels, make_untraced
+from mirror.compiler.torch_internals import make_untraced
 from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
@@ -44,9 +32,7 @@ from mirror.execution.run import current
 from mirror.values import leaves_of, rebuild_structure
 
 FAST_PATHS = nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention
-MAX_TERMS = 8
 Strides = tuple[int, ...]
-Terms = dict[int, list[Tensor]]  # of gradients, by the id of a tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -59,11 +45,11 @@ class CallPattern:
         is_training: the mode of the module.
         grad_enabled: the caller's grad mode.
         autocast: by kind of device, the dtype of autocast if it is enabled.
-        caches_casts: whether autocast casts a parameter once for all its uses, whose gradients
-            are then added before they are cast.
+        caches: whether autocast keeps casts of parameters.
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
         passes_through: whether ``tangents`` has outputs whose gradient came from another one.
+        hooked: the outputs with a hook of the caller, or whose gradient it retains.
         has_double_backward: whether its gradients were differentiated again.
         observed: the code that the call has run, and that of the traced backward pass.
         record: the functions of torch that the last uncompiled call has made.
@@ -76,9 +62,10 @@ class CallPattern:
     is_training: bool
     grad_enabled: bool
     autocast: dict[str, torch.dtype]
-    caches_casts: bool
+    caches: bool
     tangents: dict[int, Strides] | None = None
     passes_through: bool = True
+    hooked: set[int] = field(default_factory=set)
     has_double_backward: bool = False
     observed: ObservedCall | None = None
     record: CallRecord | None = None
@@ -87,14 +74,16 @@ class CallPattern:
     @contextmanager
     def in_its_modes(self) -> Iterator[None]:
         """Within the block, grad mode and autocast are those of the call."""
+        caches = torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
+            stack.callback(torch.set_autocast_cache_enabled, caches)
+            torch.set_autocast_cache_enabled(self.caches)
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for kind in ("cpu", "cuda"):
                 dtype = self.autocast.get(kind)
                 if dtype is not None or torch.is_autocast_enabled(kind):
-                    enabled, caches = dtype is not None, self.caches_casts
                     stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches)
+                        torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
                     )
             yield
 
@@ -108,12 +97,13 @@ class ModuleTrace:
         pattern: the call.
         outputs: what the call returns, with placeholders of tensors.
         differentiable: the tensors among them that require gradients, by number.
+        parts: of each tensor, a number that is the same for those whose graphs have a node in
+            common.
         tangents: of these, the ones with gradients; by number, the strides of the gradient.
-        arguments: the numbers of the arguments' tensors that may get gradients.
-        parameters: the parameters that may get gradients.
-        num_terms: of each of these, how many gradients the results have. ``0``: only another
-            output leads to it. See [Note: Terms of gradients].
-        of_some_outputs: the parameters that some outputs depend on, and others do not.
+        arguments: the numbers of the arguments' tensors on which such outputs depend.
+        parameters: the parameters on which they depend.
+        gradients: the numbers of those of both that get gradients from ``tangents``.
+        of_some_outputs: the parameters on which some of them depend, and others do not.
         record: the functions of torch that the traced call has made.
     """
 
@@ -121,10 +111,11 @@ class ModuleTrace:
     pattern: CallPattern
     outputs: Any
     differentiable: list[int]
+    parts: list[int]
     tangents: dict[int, Strides]
     arguments: list[int]
     parameters: list[StateTensor]
-    num_terms: list[int]
+    gradients: list[int]
     of_some_outputs: list[StateTensor]
     record: CallRecord
 
@@ -137,21 +128,17 @@ class _Joint:
     pattern: CallPattern
     places: Sequence[StateTensor]
     record: CallRecord
-    max_terms: int
     is_joined: bool  # whether values of several replicas are
     outputs: Any = None
     differentiable: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
     tangents: dict[int, Strides] = field(default_factory=dict)
     arguments: list[int] = field(default_factory=list)
     parameters: list[StateTensor] = field(default_factory=list)
-    num_terms: list[int] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)
     of_some_outputs: list[StateTensor] = field(default_factory=list)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        with keeping_kernels():
-            return self._call(leaves)
-
-    def _call(self, leaves: Sequence[Any]) -> Any:
         tracer: Any = current.replica.tracing  # type: ignore[union-attr]
         placeholders = tracer.placeholders
         known = leaves_of(self.pattern.tree)
@@ -172,7 +159,7 @@ class _Joint:
         kept = None if self.pattern.record is None else self.pattern.record.find_kept(result)
         if kept is not None:
             raise CompileError(f"each call returns one {type(kept).__name__}, which it may change")
-        outputs = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        outputs, _ = distinct_tensors(result)
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         leaf_of = {place: placeholders.placeholder_of(place) for place in self.places}
         inputs = {storage_key(t) for t in (*tensors, *leaf_of.values())}
@@ -181,6 +168,8 @@ class _Joint:
                 "an output is one of its arguments, parameters or buffers, or a view of one; "
                 "return a copy (x.clone())"
             )
+        if share_memory(outputs):
+            raise CompileError("two of its outputs share memory; return a copy of one (x.clone())")
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
         if self.is_joined and any(outputs[i].dim() == 0 for i in self.differentiable):
@@ -189,44 +178,59 @@ class _Joint:
                 "of the batch is read from its graph, which a program does not have; return one "
                 "value per example, or compute the loss outside the module"
             )
+        self.parts = _parts_of(outputs)
         seen = self.pattern.tangents
+        inner = _used_by_others(outputs)
+        if not inner.isdisjoint(self.pattern.hooked):
+            raise CompileError(
+                "an output that another one is computed from has a hook, or retains its gradient: "
+                "in a program no gradient passes through it"
+            )
         if seen is not None and self.pattern.passes_through:
-            seen = _of_outside(seen, outputs)
+            # A model that returns a loss and its logits is followed by loss.backward(). If the
+            # logits have got another gradient, too, the call is traced again.
+            seen = {i: strides for i, strides in seen.items() if i not in inner}
         self.tangents = {
             i: outputs[i].stride() if seen is None else seen[i]
             for i in self.differentiable
             if seen is None or i in seen
         }
         if not self.pattern.grad_enabled or not self.tangents:
-            return found
+            return outputs
         # 2. The gradients, by arguments and parameters.
-        inputs_of: dict[int | StateTensor, Tensor] = dict(enumerate(tensors))
-        inputs_of.update(leaf_of.items())
-        terms, nodes = Terms(), set[Any]()
-        ids = set(map(id, inputs_of.values()))
-        by_output = [_note_terms(outputs[i], ids, terms, nodes) for i in self.differentiable]
-        reached = [which for which, leaf in inputs_of.items() if id(leaf) in terms]
+        wanted = [t for t in tensors if t.requires_grad]
+        places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
+        leaves = [*wanted, *[leaf_of[place] for place in places]]
         tangents = [self._tangent(placeholders, i, outputs[i]) for i in self.tangents]
-        with self.pattern.observed or nullcontext():
-            grads = torch.autograd.grad(
+        observed = self.pattern.observed
+        if observed is not None:
+            observed.is_later = True
+        with observed or nullcontext():
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
                 [outputs[i] for i in self.tangents],
-                [inputs_of[which] for which in reached],
+                leaves,
                 tangents,
                 allow_unused=True,
             )
         if any(grad is not None and grad.is_sparse for grad in grads):
             raise CompileError("a gradient is sparse; use sparse=False")
-        terms_found: list[Sequence[Tensor]] = []
-        for which, grad in zip(reached, grads, strict=True):
-            of_leaf = [] if grad is None else terms[id(inputs_of[which])]
-            keeps = grad is None or 1 < len(of_leaf) <= self.max_terms
-            terms_found.append(of_leaf if keeps else [grad])
-        self.arguments = [which for which in reached if isinstance(which, int)]
-        self.parameters = [which for which in reached if isinstance(which, StateTensor)]
-        self.num_terms = list(map(len, terms_found))
-        common = set.intersection(*by_output)
+        # 3. Those that only other outputs depend on are inputs of the call's node, too.
+        below = [
+            {id(getattr(node, "variable", None)) for node in _nodes_below(outputs[i])}
+            for i in self.differentiable
+        ]
+        variables, common = set[int]().union(*below), set.intersection(*below)
+        positions = [i for i, t in enumerate(tensors) if t.requires_grad]
+        used = [
+            (which, grad)
+            for which, leaf, grad in zip([*positions, *places], leaves, grads, strict=True)
+            if grad is not None or id(leaf) in variables
+        ]
+        self.arguments = [which for which, _ in used if isinstance(which, int)]
+        self.parameters = [which for which, _ in used if isinstance(which, StateTensor)]
         self.of_some_outputs = [p for p in self.parameters if id(leaf_of[p]) not in common]
-        return [found, terms_found]
+        self.gradients = [i for i, (_, grad) in enumerate(used) if grad is not None]
+        return [outputs, [grad for _, grad in used if grad is not None]]
 
     def _tangent(self, placeholders: Any, number: int, output: Tensor) -> Tensor:
         """Returns the placeholder of an output's gradient."""
@@ -239,59 +243,40 @@ class _Joint:
         return found
 
 
-def _of_outside(seen: dict[int, Strides], outputs: Sequence[Tensor]) -> dict[int, Strides]:
-    """Leaves out outputs that others are computed from: they get gradients from these.
-
-    A model that returns a loss and its logits is followed by ``loss.backward()``. If the logits
-    have got another gradient, too, the call is traced again.
-    """
+def _nodes_below(output: Tensor) -> set[Any]:
+    """Returns the nodes of autograd that an output is computed from, except its own."""
     below: set[Any] = set()
-    for i in seen:
-        pending: list[Any] = [] if outputs[i].grad_fn is None else [outputs[i].grad_fn]
-        while pending:
-            for node, _ in pending.pop().next_functions:
-                if node is not None and node not in below:
-                    below.add(node)
-                    pending.append(node)
-    return {i: strides for i, strides in seen.items() if outputs[i].grad_fn not in below}
+    pending: list[Any] = [] if output.grad_fn is None else [output.grad_fn]
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in below:
+                below.add(node)
+                pending.append(node)
+    return below
 
 
-def _note_terms(output: Tensor, ids: Collection[int], terms: Terms, seen: set[Any]) -> set[int]:
-    """Returns the ids of the leaves that an output depends on, and gives each a list of terms.
+def _parts_of(outputs: Sequence[Tensor]) -> list[int]:
+    """Returns by output the number of the first one whose graph has a node in common with it.
 
-    The next backward pass adds each term of a gradient to its list when it arrives.
-
-    Args:
-        ids: of the leaves that are searched.
-        terms: by leaf, the list of its terms.
-        seen: the nodes of graphs that add their terms.
+    Leaves do not count: a pass frees nothing of theirs.
     """
-    found: set[int] = set()
-    nodes = [output.grad_fn]
-    known = set(nodes)
-    for node in nodes:  # it grows
-        assert node is not None
-        lists: dict[int, list[Tensor]] = {}
-        for i, (following, _) in enumerate(node.next_functions):
-            if type(following).__name__ == "AccumulateGrad":
-                leaf = id(following.variable)  # type: ignore[union-attr]
-                if leaf in ids:
-                    found.add(leaf)
-                    lists[i] = terms.setdefault(leaf, [])
-            elif following is not None and following not in known:
-                known.add(following)
-                nodes.append(following)
-        if lists and node not in seen:
-            seen.add(node)
-            node.register_hook(partial(_add_terms, lists))
-    return found
+    part_of: dict[Any, int] = {}
+    parts = list(range(len(outputs)))
+    for i, output in enumerate(outputs):
+        own = [n for n in (output.grad_fn, *_nodes_below(output)) if n is not None]
+        own = [node for node in own if not hasattr(node, "variable")]
+        met = {parts[part_of[node]] for node in own if node in part_of}
+        parts[i] = min(met, default=i)
+        parts = [parts[i] if part in met else part for part in parts]
+        part_of.update(dict.fromkeys(own, i))
+    return parts
 
 
-def _add_terms(lists: dict[int, list[Tensor]], grads: Sequence[Tensor | None], _: Any) -> None:
-    for i, terms in lists.items():
-        grad = grads[i]
-        if grad is not None:
-            terms.append(grad)
+def _used_by_others(outputs: Sequence[Tensor]) -> set[int]:
+    """Returns the outputs from which others are computed, by number."""
+    nodes = {node for output in outputs for node in (output.grad_fn, *_nodes_below(output))}
+    edges = {edge for node in nodes if node is not None for edge in node.next_functions}
+    return {i for i, tensor in enumerate(outputs) if (tensor.grad_fn, tensor.output_nr) in edges}
 
 
 def trace_module(
@@ -301,19 +286,17 @@ def trace_module(
     replicas: Replicas,
     places: Sequence[StateTensor],
     around: FreeVariables,
-    max_terms: int,
 ) -> ModuleTrace:
     """Traces a call of a module.
 
     Args:
         leaves: the leaves of the arguments; tensors may have any values.
         around: the values that the module's code finds by their names.
-        max_terms: a gradient of more terms is a result as their sum.
 
     Raises:
         CompileError: it cannot be traced.
     """
-    joint = _Joint(module, pattern, places, CallRecord(), max_terms, replicas.mirrors)
+    joint = _Joint(module, pattern, places, CallRecord(), replicas.mirrors)
     own = [False] * len(leaves)
     states = random.getstate(), np.random.get_state(legacy=False)
     try:
@@ -348,10 +331,11 @@ def trace_module(
         pattern,
         joint.outputs,
         joint.differentiable,
+        joint.parts,
         joint.tangents if joint.arguments or joint.parameters else {},
         joint.arguments,
         joint.parameters,
-        joint.num_terms,
+        joint.gradients,
         joint.of_some_outputs,
         joint.record,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
-from mirror.compiler.lowering.module_trace import FAST_PATHS, MAX_TERMS, CallPattern, trace_module
+from mirror.compiler.capture.write_rewriting import UNDECLARED
+from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
     TraceGuards,
+    guard_code,
     guard_layouts,
 )
 from mirror.compiler.step_inputs import InputKind, StateTensor, state_tensors
@@ -66,6 +70,17 @@ class ModuleProgramBuilder:
     def observe(self) -> ObservedCall:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()
+
+    def values_of(self, module: nn.Module, observed: ObservedCall) -> TraceGuards:
+        """Returns guards of the values that an observed call has left, for its trace.
+
+        If they hold, the trace runs the code that the call has run.
+        """
+        layers = list(module.modules())
+        functions = [module.forward, *observed.functions_of(layers)]
+        around = observed.surroundings(functions, layers)
+        own, parameters = _guard_own_attributes(layers), _guard_kinds(list(module.parameters()))
+        return TraceGuards([*guard_code(layers, around), own, parameters])
 
     def record(self, module: nn.Module) -> CallRecord | None:
         """Returns what notes the functions that a call makes; see [Note: The same way].
@@ -117,14 +132,19 @@ class ModuleProgramBuilder:
         leaves = _with_memory(leaves_of(pattern.tree), pattern.kinds, device)
         places = state_tensors(self._registry)
         num_codes = len(pattern.observed.codes)
-        max_terms = 1 if has_graphs(device) else MAX_TERMS
-        trace = trace_module(module, pattern, leaves, replicas, places, around, max_terms)
+        trace = trace_module(module, pattern, leaves, replicas, places, around)
         if len(pattern.observed.codes) > num_codes:  # the backward pass has run other functions
             return self._build(module, pattern, redo)
+        later = pattern.observed.of_backward(functions, layers)
         step = trace.step
-        pure = functional(step.graph, step.inputs, step.mode, for_inductor=False)
+        pure = functional(
+            step.graph, step.inputs, step.mode, for_inductor=False, keeps_kernels=True
+        )
+        for node in pure.module.graph.nodes:
+            if str(node.target).startswith(UNDECLARED):
+                raise CompileError(f"{node.target} writes statistics that no trace sees")
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
-        passes = cut_passes(pure, pure.num_results - sum(trace.num_terms), tangents)
+        passes = cut_passes(pure, pure.num_results - len(trace.gradients), tangents)
         forward, backward = [
             None if piece is None else interpret_piece(piece, step.device, self._devices)
             for piece in (passes.forward, passes.backward)
@@ -143,24 +163,19 @@ class ModuleProgramBuilder:
             make_graphs if has_graphs(device) else None,
             redo,
             self._gradients if replicas.mirrors else None,
+            None if later is None else BackwardValues(later),
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
         partial = [] if replicas.mirrors else trace.of_some_outputs
         with pattern.in_its_modes():
             guards = TraceGuards(
-                module.forward,
-                step.modules,
-                (),
-                (),
-                (),
-                (),
-                step.numbers,
-                around=around,
-                others=[
+                [
+                    *guard_code(step.modules, around),
                     guard_layouts(used),
                     _guard_own_attributes(layers),
+                    _guard_modes(pattern.observed.modes()),
                     *([_guard_hooks(partial)] if partial else []),
-                ],
+                ]
             )
         return guards, program
 
@@ -198,6 +213,18 @@ def _guard_hooks(parameters: Sequence[StateTensor]) -> GuardedValue:
         raise CompileError(f"parameter {name!r} has a hook, and only some outputs depend on it")
     names = ["whether a parameter has no hook on which only some outputs depend"]
     return GuardedValue(names, lambda: [have_none()], have_none)
+
+
+def _guard_kinds(parameters: Sequence[Tensor]) -> GuardedValue:
+    read_kind, strides = operator.attrgetter("requires_grad", "dtype", "shape"), Tensor.stride
+    names = ["requires_grad, dtype, shape or strides of a parameter"] * (2 * len(parameters))
+    return GuardedValue(names, lambda: [*map(read_kind, parameters), *map(strides, parameters)])
+
+
+def _guard_modes(modes: dict[Callable[[], Any], Any]) -> GuardedValue:
+    """Guards the modes of torch that the code has asked for."""
+    names = [f"torch's {getter.__name__}()" for getter in modes]
+    return GuardedValue(names, lambda: [getter() for getter in modes])
 
 
 def _without_memory(leaf: Any) -> Any:

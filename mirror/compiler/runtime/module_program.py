@@ -14,15 +14,15 @@ backward pass that reaches nothing else leaves the gradients where they are redu
 ``packed_grads.py``.
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
-then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
-call has overwritten what the graph has saved.
+then: where other outputs have gradients, with ``create_graph=True``, where a hook reads a value
+that has changed since, and on a GPU where a later call has overwritten what the graph has saved.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -30,12 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.base.torch_private import set_sequence_number
-from mirror.compiler.call_outputs import output_leaves, rebuild_outputs
+from mirror.base.torch_private import set_sequence_number, storage_key
+from mirror.compiler.call_outputs import distinct_tensors, output_leaves, rebuild_outputs
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
 from mirror.compiler.lowering.step_plan import ProgramPiece
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
@@ -63,6 +64,7 @@ class ModuleProgram:
             that stay; ``None``: torch's kernels are launched one by one.
         redo: computes the gradients of a call by another call of ``forward``.
         gradients: those of the strategy's parameters; ``None`` with one replica.
+        later: the values that code of the backward pass reads.
 
     Attributes:
         pattern: the traced call.
@@ -82,9 +84,10 @@ class ModuleProgram:
         make_graphs: Callable[[Sequence[int]], CapturedPieces] | None,
         redo: Redo,
         gradients: GradReducer | None,
+        later: BackwardValues | None = None,
     ) -> None:
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
-        self.pattern, self.record = trace.pattern, trace.record
+        self.pattern, self.record, self.later = trace.pattern, trace.record, later
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
         read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
@@ -118,38 +121,34 @@ class ModuleProgram:
             one.of[1]: slot for slot, one in enumerate(inputs) if one.kind is InputKind.PART
         }
         self.tangents = trace.tangents
-        self._times = [max(1, number) for number in trace.num_terms]
-        self._num_inputs = sum(self._times)
-        self._num_arguments = sum(self._times[: len(trace.arguments)])
-        self._absent = [
-            sum(self._times[:i]) for i, number in enumerate(trace.num_terms) if not number
-        ]
-        repeated = [
-            one
-            for one, times in zip([*trace.arguments, *trace.parameters], self._times, strict=True)
-            for _ in range(times)
-        ]
-        self._get_arguments = slot_getter([one for one in repeated if isinstance(one, int)])
-        self._places = [one for one in repeated if isinstance(one, StateTensor)]
+        self._get_arguments = slot_getter([*trace.arguments])
         self._tangent_slots = [by_tangent[i] for i in self.tangents]
         self._get_tangents = slot_getter([*self.tangents])
         self._strides = [*self.tangents.values()]
+        self._num_arguments = len(trace.arguments)
         self._outputs = slot_getter(passes.outputs)
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
+        num_leaves = len(trace.arguments) + len(trace.parameters)
+        self._gaps: list[int] = []  # leaves on which only outputs without gradients depend
+        if len(trace.gradients) < num_leaves:
+            self._gaps = [i for i in range(num_leaves) if i not in trace.gradients]
         self._is_single = isinstance(trace.outputs, Tensor)
         found = output_leaves(trace.outputs)
         leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
-        self._are_tensors = [isinstance(leaf, Tensor) for leaf in found]
         self._structure = rebuild_outputs(trace.outputs, leaves)
         self._leaves = [
             [device if leaf == trace.step.device else leaf for leaf in leaves]
             for device in replicas.devices
         ]
-        num_outputs = sum(self._are_tensors)
+        distinct, self._numbers = distinct_tensors(trace.outputs)
+        num_outputs = len(distinct)
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
+        self._has_parts = len({*trace.parts}) > 1
         self.draws = trace.step.draws > 0
+        # Until a backward pass is the traced one, forward can be called again.
+        self._is_proven = backward is None or not passes.reads_written
         self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._graphs: dict[int, _ReplicaGraphs] = {}
         stay = [
@@ -160,17 +159,17 @@ class ModuleProgram:
         if make_graphs is not None:
             packed = self._make_packed(gradients)
             self._graphs = {
-                r: _ReplicaGraphs(make_graphs(stay), _leaves_of(trace.parameters, r), packed)
+                r: _ReplicaGraphs(make_graphs(stay), self._leaves_of(r), packed)
                 for r in range(replicas.num_replicas)
             }
 
     def _make_packed(self, gradients: GradReducer | None) -> _PackedBackward | None:
         """Returns what leaves gradients where they are reduced; ``None`` if that cannot be."""
+        if self._gaps:
+            return None
         slots = self.passes.gradients[self._num_arguments :]
         variables = [place.record for place in self._trace.parameters]
         if gradients is None or self._backward is None or not slots or None in variables:
-            return None
-        if self._absent:
             return None
         if not set(slots).issubset(self._backward.gives):
             return None
@@ -187,24 +186,24 @@ class ModuleProgram:
             leaves: the tensors among the arguments.
             state: what ``redo`` needs to make the call again.
         """
-        call = ModuleCall(self, replica_id, leaves, state)
+        parameters = self._leaves_of(replica_id)
+        call = ModuleCall(self, replica_id, leaves, parameters, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
             graphs = self._graphs.get(replica_id)
             if graphs is not None and graphs.parameters and graphs.are_free():
-                call.leaves_node = graphs.join_leaves(call)
+                call.leaves_node = graphs.join_leaves()
                 outputs = _apply(call, *wanted, graphs.joined)
             else:
-                outputs = _apply(call, *wanted, *_leaves_of(self._places, replica_id))
+                outputs = _apply(call, *wanted, *parameters)
         else:
             with torch.no_grad():
                 outputs, _ = self.run_forward(call)
         if self._is_single:
             return outputs[0]
-        remaining = iter(outputs)
-        known = zip(self._are_tensors, self._leaves[replica_id], strict=True)
+        known = zip(self._numbers, self._leaves[replica_id], strict=True)
         return rebuild_outputs(
-            self._structure, [next(remaining) if is_tensor else leaf for is_tensor, leaf in known]
+            self._structure, [leaf if i is None else outputs[i] for i, leaf in known]
         )
 
     def run_forward(self, call: ModuleCall) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -214,6 +213,8 @@ class ModuleProgram:
         values: list[Any] = [None] * self.passes.num_slots
         for slot, place in self._state:
             values[slot] = place.owner if place.record is None else place.record.copies[r]
+        if not self._is_proven:
+            call.buffers = [tensor.clone() for tensor in self._written(r)]
         for slot in self.passes.statistics:
             values[slot] = self._without_version(slot, r, values[slot])
         for slot, number in self._arguments:
@@ -229,7 +230,13 @@ class ModuleProgram:
         else:
             self._forward.run(values, device)
             outputs = list(self._outputs(values))
-        return _without_sharing(outputs), self._saved(values)
+        saved = self._saved(values)
+        # Autograd refuses writes to a view that a Function returns. It need not where the
+        # backward pass does not read the memory.
+        for i, output in enumerate(outputs):
+            if output._base is not None and storage_key(output) not in map(storage_key, saved):
+                outputs[i] = output.data
+        return outputs, saved
 
     def _without_version(self, slot: int, replica_id: int, buffer: Tensor) -> Tensor:
         """Returns a tensor of a buffer's memory, whose writes are no new version of the buffer."""
@@ -273,32 +280,51 @@ class ModuleProgram:
     def _find_gradients(
         self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
     ) -> Sequence[Any]:
-        saved = ctx.saved_tensors
         if not any(grad is not None for grad in grads):  # of code behind another output
-            return [None] * self._num_inputs
+            return [None] * (self._num_arguments + len(self._trace.parameters))
+        saved = self._take_saved(ctx, call, grads)
         given = self._get_tangents(grads)
         is_traced = (
-            not torch.is_grad_enabled()
+            saved is not None
+            and not torch.is_grad_enabled()
             and call.is_there()
             and [grad is not None for grad in grads] == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
+            and (self.later is None or self.later.hold())
         )
         if not is_traced:
             call.check_leaves()
-            computed = self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
-            pairs = zip(computed, self._times, strict=True)
-            return [one for grad, times in pairs for one in (grad, *[None] * (times - 1))]
-        found = self.run_backward(call, saved[call.num_inputs :], given)
-        call.has_ended = True  # the next call may overwrite what was saved
-        if self._absent:
+            return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
+        found = self.run_backward(call, saved, given)
+        if self._gaps:
             found = list(found)
-            for position in self._absent:
-                found.insert(position, None)
+            for i in self._gaps:
+                found.insert(i, None)
+        self._is_proven = call.has_ended = True  # the next call may overwrite what was saved
         return found
 
-    def check_redo(self) -> None:
+    def _take_saved(self, ctx: Any, call: ModuleCall, grads: Sequence[Any]) -> Any:
+        """Returns what forward has saved.
+
+        ``None``: a pass through outputs with a graph of their own has freed it, which autograd
+        does not do to others.
+        """
+        if not self._has_parts:
+            return ctx.saved_tensors
+        parts = {self._trace.parts[i] for i, grad in enumerate(grads) if grad is not None}
+        try:
+            return ctx.saved_tensors
+        except RuntimeError:
+            if not call.passed.isdisjoint(parts):
+                raise
+            call.is_freed = True
+            return None
+        finally:
+            call.passed |= parts
+
+    def check_redo(self, call: ModuleCall) -> None:
         """Raises CompileError if another call of ``forward`` would find other buffers."""
-        if self.passes.reads_written:
+        if self.passes.reads_written and call.buffers is None:
             raise CompileError(
                 "a backward pass is not the traced one, and forward, which would be called again, "
                 "reads a buffer that it has changed; call strategy.compile after the first such "
@@ -306,17 +332,29 @@ class ModuleProgram:
             )
 
     @contextmanager
-    def keeping_buffers(self, replica_id: int) -> Iterator[None]:
-        """Within the block, forward may write buffers, which then have their values again."""
-        inputs = self._trace.step.inputs
-        places = [inputs[slot].of for slot in self.passes.written]
-        tensors = [_leaf_of(place, replica_id).data for place in places]  # without a new version
-        before = [tensor.clone() for tensor in tensors]
+    def as_then(self, call: ModuleCall) -> Iterator[None]:
+        """Within the block, forward finds what the call has found, and may write buffers.
+
+        These then have their values again.
+        """
+        tensors = self._written(call.replica_id)
+        after = [tensor.clone() for tensor in tensors]
+        self._fill(tensors, call.buffers or ())
         try:
-            yield
+            with nullcontext() if self.later is None else self.later.of_then():
+                yield
         finally:
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
+            self._fill(tensors, after)
+
+    def _written(self, replica_id: int) -> list[Tensor]:
+        """Returns a replica's buffers that forward writes, of which no new version is made."""
+        places = [self._trace.step.inputs[slot].of for slot in self.passes.written]
+        return [_leaf_of(place, replica_id).data for place in places]
+
+    @staticmethod
+    def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(tensors, values, strict=False):
+            tensor.copy_(value)
 
     def packs(self, replica_id: int) -> tuple[int, PackedGrads | None]:
         """Returns the replica, and where a pass may leave its gradients packed."""
@@ -324,42 +362,53 @@ class ModuleProgram:
         return replica_id, None if packed is None else packed.grads
 
     def inputs_of(self, call: ModuleCall) -> tuple[list[int], list[Tensor]]:
-        """Returns the numbers of the arguments that may get gradients, and such parameters."""
-        return self._trace.arguments, _leaves_of(self._trace.parameters, call.replica_id)
+        """Returns the numbers of the arguments that get gradients, and the parameters that do."""
+        return self._trace.arguments, self._leaves_of(call.replica_id)
+
+    def _leaves_of(self, r: int) -> list[Tensor]:
+        """Returns the parameters that get gradients, as a replica's leaves of autograd."""
+        places = self._trace.parameters
+        return [p.owner if p.record is None else p.record.copies[r] for p in places]
 
 
 class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
     __slots__ = (
-        *("__weakref__", "has_ended", "leaves", "leaves_node", "num_inputs", "program"),
-        *("replica_id", "state", "token", "versions"),
+        *("__weakref__", "buffers", "has_ended", "is_freed", "leaves", "leaves_node", "passed"),
+        *("program", "replica_id", "state", "token", "versions", "watched"),
     )
 
     def __init__(
-        self, program: ModuleProgram, replica_id: int, leaves: Sequence[Any], state: Any
+        self,
+        program: ModuleProgram,
+        replica_id: int,
+        leaves: Sequence[Any],
+        parameters: Sequence[Tensor],
+        state: Any,
     ) -> None:
         self.program, self.replica_id = program, replica_id
         self.leaves, self.state = leaves, state
         self.token: _ReplicaGraphs | None = None
         self.leaves_node: Any = None
-        self.versions: list[int] = []
-        self.has_ended, self.num_inputs = False, 0
+        self.buffers: list[Tensor] | None = None  # as forward has found them
+        self.watched = (*leaves, *parameters)
+        self.versions = [*map(_version_of, self.watched)]
+        self.has_ended = self.is_freed = False
+        self.passed: set[int] = set()
 
     def is_there(self) -> bool:
         """Whether what forward has saved is not overwritten."""
         return self.token is None or self.token.is_of(self)
 
     def check_leaves(self) -> None:
-        """Raises RuntimeError, as autograd does, if a parameter was changed since the call."""
-        graphs = self.token
-        if self.leaves_node is not None and graphs is not None:
-            if [*map(_version_of, graphs.parameters)] != self.versions:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    "inplace operation: a parameter, between the call of a compiled module and a "
-                    "backward pass that calls forward again"
-                )
+        """Raises RuntimeError, as autograd does, if forward would not find what it has found."""
+        if [*map(_version_of, self.watched)] != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: a parameter or an argument, between the call of a compiled "
+                "module and a backward pass that calls forward again"
+            )
 
 
 class _ReplicaGraphs:
@@ -387,14 +436,13 @@ class _ReplicaGraphs:
         self._leaves_node: Any = None
         self._holder: weakref.ref[ModuleCall] | None = None
 
-    def join_leaves(self, call: ModuleCall) -> Any:
+    def join_leaves(self) -> Any:
         """Returns the node of ``_Leaves``, through which a call's gradients go."""
         if self._leaves_node is None:
             self.joined = _join(*self.parameters)
             self.grad_of_joined = self.joined.detach()
             self._leaves_node = self.joined.grad_fn
             set_sequence_number(self._leaves_node, _FIRST)
-        call.versions = [*map(_version_of, self.parameters)]
         return self._leaves_node
 
     def are_free(self) -> bool:
@@ -508,12 +556,12 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, call: ModuleCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
-        ctx.call, call.num_inputs = call, len(inputs)
+        ctx.call = call
         if call.leaves_node is not None:
             ctx.mirror_packs = partial(call.program.packs, call.replica_id)
         ctx.mirror_is_separate = call.program.pattern.is_separate
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *saved)
+        ctx.save_for_backward(*saved)
         constant = call.program.not_differentiable
         if constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in constant])
@@ -529,24 +577,6 @@ _apply: Any = super(torch.autograd.Function, _Replayed).apply
 _join: Any = super(torch.autograd.Function, _Leaves).apply
 
 
-def _leaves_of(places: Sequence[StateTensor], r: int) -> list[Tensor]:
-    """Returns parameters as a replica's leaves of autograd."""
-    return [p.owner if p.record is None else p.record.copies[r] for p in places]
-
-
 def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:
     found: Tensor = place.owner if place.record is None else place.record.copies[replica_id]
     return found
-
-
-def _without_sharing(outputs: list[Tensor]) -> list[Tensor]:
-    """Returns tensors, copied if they share memory with an earlier one."""
-    if not outputs[1:]:
-        return outputs
-    seen: set[int] = set()
-    for i, tensor in enumerate(outputs):
-        address = tensor.untyped_storage().data_ptr()
-        if address in seen and address:
-            outputs[i] = tensor.clone()
-        seen.add(address)
-    return outputs
