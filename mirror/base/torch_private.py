@@ -387,6 +387,18 @@ METADATA = "_metadata"  # of a state_dict: the versions of its modules
 default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store")
 put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
 
+# CUDA graphs
+
+_CAPTURE_ENDS = "_cuda_endAllocateToPool", "_cuda_releasePool"
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Has the allocator leave an invalid capture, which torch's own end of it does not do."""
+    with suppress(RuntimeError):  # it has left it
+        for name in _CAPTURE_ENDS:
+            getattr(torch._C, name)(device.index, pool)
+
+
 # Flags that torch has once per process. A torch that lacks one of these names has no such flag.
 
 _FLAGS = (

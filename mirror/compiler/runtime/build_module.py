@@ -15,7 +15,7 @@ from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.lowering.module_trace import CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
-from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.runtime.module_graphs import ReplicaPool
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
@@ -23,7 +23,7 @@ from mirror.compiler.runtime.trace_guards import (
     guard_layouts,
 )
 from mirror.compiler.step_inputs import InputKind, state_tensors
-from mirror.device.cuda_graph import CudaGraph, has_graphs
+from mirror.device.cuda_graph import has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.modules.module_owner import suspend_recording
@@ -41,6 +41,9 @@ class ModuleProgramBuilder:
     def __init__(self, replicas: Replicas, registry: MirroredTensors) -> None:
         self._replicas, self._registry = replicas, registry
         self._devices = tuple(dict.fromkeys(replicas.devices))
+        self._pools: dict[int, list[ReplicaPool]] = {
+            r: [] for r, device in enumerate(replicas.devices) if has_graphs(device)
+        }
 
     def pattern(self, tree: Any, is_training: bool) -> CallPattern:
         """Returns the pattern of a call, in the calling thread's modes."""
@@ -115,19 +118,7 @@ class ModuleProgramBuilder:
             for piece in (passes.forward, passes.backward)
         ]
         assert forward is not None
-
-        def make_graphs(stay: Sequence[int]) -> CapturedPieces:
-            return CapturedPieces(replicas.devices, stay, CudaGraph)
-
-        program = ModuleProgram(
-            replicas,
-            trace,
-            passes,
-            forward,
-            backward,
-            make_graphs if has_graphs(device) else None,
-            redo,
-        )
+        program = ModuleProgram(replicas, trace, passes, forward, backward, self._pools, redo)
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
             guards = TraceGuards(

@@ -12,13 +12,12 @@ buckets and ``no_sync`` see no difference.
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
 then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
-call has overwritten what the graph has saved.
+call has overwritten what the graph has saved: see ``module_graphs.py``.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import Tensor
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, slot_getter
-from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.runtime.module_graphs import ModuleGraphs, ReplicaPool
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
@@ -46,8 +45,7 @@ class ModuleProgram:
         trace: the trace.
         passes: its programs as pieces.
         forward, backward: the same, ready to be called.
-        make_graphs: makes the launcher of one replica's CUDA graphs, given the slots of inputs
-            that stay; ``None``: torch's kernels are launched one by one.
+        pools: the memory of each replica's CUDA graphs; empty: there are none.
         redo: computes the gradients of a call by another call of ``forward``.
 
     Attributes:
@@ -64,7 +62,7 @@ class ModuleProgram:
         passes: PassPrograms,
         forward: CallableProgram,
         backward: CallableProgram | None,
-        make_graphs: Callable[[Sequence[int]], CapturedPieces] | None,
+        pools: Mapping[int, list[ReplicaPool]],
         redo: Redo,
     ) -> None:
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
@@ -98,6 +96,10 @@ class ModuleProgram:
         ]
         found = [(slot, inputs[slot].value) for slot in sorted(read)]
         self._found = [(slot, value) for slot, value in found if value is not None]
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        if pools:
+            for slot, value in self._found:
+                _check_host_value(slot, value, passes)
         by_tangent = {
             one.of[1]: slot for slot, one in enumerate(inputs) if one.kind is InputKind.PART
         }
@@ -119,16 +121,19 @@ class ModuleProgram:
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
         self.draws = trace.step.draws > 0
         self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._graphs: dict[int, _ReplicaGraphs] = {}
+        self._are_inputs = [slot < len(inputs) for slot in passes.saved]
         stay = [
             slot
             for slot, one in enumerate(inputs)
             if one.kind in (InputKind.PARAMETER, InputKind.BUFFER) or one.value is not None
         ]
-        if make_graphs is not None:
-            self._graphs = {
-                r: _ReplicaGraphs(make_graphs(stay)) for r in range(replicas.num_replicas)
-            }
+        of_parameters = passes.gradients[len(trace.arguments) :]
+        self._graphs = {
+            r: ModuleGraphs(
+                replicas.devices[r], passes, forward, backward, stay, of_parameters, mine
+            )
+            for r, mine in pools.items()
+        }
 
     def call(self, replica_id: int, leaves: Sequence[Any], state: Any) -> Any:
         """Makes the call on a replica; returns what the module returns.
@@ -165,17 +170,30 @@ class ModuleProgram:
         for slot, number in self._arguments:
             values[slot] = call.leaves[number]
         for slot, found in self._found:
-            values[slot] = found.to(device)
+            values[slot] = found if found.device == device else self._copy_of(slot, r, found)
         graphs = self._graphs.get(r)
-        if graphs is not None and graphs.are_free():
-            graphs.pieces.moves = object()  # any tensor may have got other memory
-            graphs.pieces.run(self._forward, {r: values})
-            graphs.begin(call)
-            outputs = graphs.pieces.keep(self._outputs(values))
+        saved: Sequence[Any]
+        if graphs is not None and graphs.run_forward(call, values):
+            call.graphs = graphs
+            given = zip(self._saved(values), self._are_inputs, strict=True)
+            saved = [value if is_input else None for value, is_input in given]
         else:
             self._forward.run(values, device)
-            outputs = list(self._outputs(values))
-        return _without_sharing(outputs), self._saved(values)
+            saved = self._saved(values)
+        return _without_sharing(list(self._outputs(values))), saved
+
+    def _copy_of(self, slot: int, replica_id: int, found: Tensor) -> Tensor:
+        """Returns a replica's copy of a tensor on another device, with the values of now."""
+        known = self._copies.get((slot, replica_id))
+        if known is None:
+            copy = found.detach().to(self._replicas.devices[replica_id])
+            self._copies[slot, replica_id] = copy, found.detach().clone()
+            return copy
+        copy, before = known
+        if found.device.type != "cpu" or not torch.equal(found, before):  # the host waits
+            copy.copy_(found)
+            before.copy_(found)
+        return copy
 
     def _without_version(self, slot: int, replica_id: int, buffer: Tensor) -> Tensor:
         """Returns a tensor of a buffer's memory, whose writes are no new version of the buffer."""
@@ -186,23 +204,27 @@ class ModuleProgram:
 
     def run_backward(
         self, call: ModuleCall, saved: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> Sequence[Any]:
-        """Returns the gradients of the arguments and parameters."""
+    ) -> Sequence[Any] | None:
+        """Returns the gradients of the arguments and parameters.
+
+        ``None``: they cannot be computed from what forward has saved.
+        """
         r = call.replica_id
-        device = self._replicas.devices[r]
         values: list[Any] = [None] * self.passes.num_slots
         for slot, value in zip(self.passes.saved, saved, strict=True):
             values[slot] = value
         for slot, grad in zip(self._tangent_slots, grads, strict=True):
             values[slot] = grad
-        graphs = self._graphs.get(r)
         if self._backward is None:
             return self._gradients(values)
-        if graphs is not None and graphs.is_of(call):
-            graphs.pieces.moves = object()
-            graphs.pieces.run(self._backward, {r: values})
-            return graphs.pieces.keep(self._gradients(values))
-        self._backward.run(values, device)
+        if call.graphs is not None:
+            if call.graphs.run_backward(values):
+                return self._gradients(values)
+            if self.draws:  # attention has kept its seed on the GPU
+                return None
+        self._backward.run(values, self._replicas.devices[r])
+        if self._graphs:
+            self._graphs[r].note_backward()
         return self._gradients(values)
 
     def backward(self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]) -> Any:
@@ -215,9 +237,11 @@ class ModuleProgram:
             and [grad is not None for grad in grads] == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
         )
-        if not is_traced:
+        found = None
+        if is_traced:
+            found = self.run_backward(call, saved[self._num_inputs :], given)
+        if found is None:
             return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
-        found = self.run_backward(call, saved[self._num_inputs :], given)
         call.has_ended = True  # the next call may overwrite what was saved
         return found
 
@@ -256,39 +280,19 @@ class ModuleProgram:
 class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
-    __slots__ = ("__weakref__", "has_ended", "leaves", "program", "replica_id", "state", "token")
+    __slots__ = ("__weakref__", "graphs", "has_ended", "leaves", "program", "replica_id", "state")
 
     def __init__(
         self, program: ModuleProgram, replica_id: int, leaves: Sequence[Any], state: Any
     ) -> None:
         self.program, self.replica_id = program, replica_id
         self.leaves, self.state = leaves, state
-        self.token: _ReplicaGraphs | None = None
+        self.graphs: ModuleGraphs | None = None
         self.has_ended = False
 
     def is_there(self) -> bool:
         """Whether what forward has saved is not overwritten."""
-        return self.token is None or self.token.is_of(self)
-
-
-class _ReplicaGraphs:
-    """The CUDA graphs of one replica, whose memory holds what one call has saved."""
-
-    def __init__(self, pieces: CapturedPieces) -> None:
-        self.pieces = pieces
-        self._holder: weakref.ref[ModuleCall] | None = None
-
-    def are_free(self) -> bool:
-        """Whether no call needs what the graphs have saved."""
-        call = None if self._holder is None else self._holder()
-        return call is None or call.has_ended
-
-    def begin(self, call: ModuleCall) -> None:
-        self._holder, call.token = weakref.ref(call), self
-
-    def is_of(self, call: ModuleCall) -> bool:
-        """Whether the graphs' memory holds what this call has saved."""
-        return self._holder is not None and self._holder() is call
+        return self.graphs is None or self.graphs.is_of(self)
 
 
 class _Replayed(torch.autograd.Function):
@@ -332,3 +336,21 @@ def _without_sharing(outputs: list[Tensor]) -> list[Tensor]:
             outputs[i] = tensor.clone()
         seen.add(address)
     return outputs
+
+
+def _check_host_value(slot: int, value: Tensor, passes: PassPrograms) -> None:
+    """Raises CompileError if a GPU would round another number than that of the host."""
+    if value.device.type != "cpu" or value.dim() or not value.is_floating_point():
+        return
+    for piece in (passes.forward, passes.backward):
+        if piece is None or slot not in piece.reads:
+            continue
+        assert piece.graph is not None
+        holders = piece.graph.graph.find_nodes(op="placeholder")
+        for user in holders[piece.reads.index(slot)].users:
+            made = user.meta.get("val")
+            if isinstance(made, Tensor) and made.dtype in (torch.float16, torch.bfloat16):
+                raise CompileError(
+                    f"it computes {made.dtype} with a number in a tensor of the host, which a "
+                    "GPU's tensor would round; make it a Python number, or a buffer"
+                )
