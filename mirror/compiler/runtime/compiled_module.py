@@ -36,6 +36,7 @@ from mirror.base.torch_private import (
     top_saved_tensors_hooks,
 )
 from mirror.compiler.free_variables import PLAIN
+from mirror.device.cuda_graph import has_graphs
 from mirror.devices import generators_of
 from mirror.errors import CompileError, StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -237,6 +238,7 @@ class CompiledModule(ReplayedCalls):
         self._module = weakref.ref(module)
         self._calls, self._falls_back = calls, fallback == "eager"
         self._replicas = calls.replicas
+        self._has_graphs = any(map(has_graphs, self._replicas.devices))
         self._known: dict[Any, _KnownCall] = {}
         self._uncompiled: set[tuple[bool, bool]] = set()  # modes: of training, and grad mode
         self._has_warned = False
@@ -336,6 +338,7 @@ class CompiledModule(ReplayedCalls):
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
+            or (self._has_graphs and torch.cuda.is_current_stream_capturing())  # by the caller
         )
 
     # Calls without a program

@@ -139,7 +139,11 @@ class CapturedGraph:
         if moves == self._moves:
             return [*map(_address, static_inputs[: self._num_seen])] == self._seen
         self._moves = moves
-        return [*map(_address, static_inputs)] == self._addresses
+        return self.is_in_place()
+
+    def is_in_place(self) -> bool:
+        """Whether the static inputs of the capture are at the same addresses."""
+        return [*map(_address, self.static_inputs)] == self._addresses
 
     def launch(self, inputs: Sequence[Tensor]) -> None:
         """Copies inputs into graph memory, and replays the graph on the current stream."""

@@ -177,8 +177,9 @@ class ModuleGraphs:
                 values[slot] = value
             self._drop()
             return False
-        graph = self._graphs[1]
-        if not graph.is_valid([*self._get_static[1](values)], object()):
+        forward, graph = self._graphs
+        is_valid = graph.is_valid([*self._get_static[1](values)], object())
+        if not (is_valid and forward.is_in_place()):  # it may have saved views of parameters
             raise CompileError(
                 "a parameter or buffer of a compiled module has got other memory between a "
                 "forward and its backward pass; replace it before the forward pass"

@@ -4,7 +4,7 @@
 A program is right as long as the step's Python code would do the same as in the trace. The values
 that this depends on are compared before every call, as a few lists in the interpreter's C:
 
-    thread      grad mode, autocast, default dtype
+    thread      grad mode, autocast, default dtype; the process's flags of cuDNN, cuBLAS, attention
     modules     of those called: modes, numbers and strings among attributes, submodules, hooks
     parameters  their identity, memory and strides, whether they require gradients
     optimizers  groups: their parameters and options, but for learning rates and options that
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.base.torch_private import hooks_of
+from mirror.base.torch_private import hooks_of, kernel_flags
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, make_comparable
@@ -160,7 +160,8 @@ class TraceGuards:
 
 
 def thread_state() -> GuardedValue:
-    """Guards the modes of torch in this thread."""
+    """Guards the modes of torch in this thread, and the flags by which it chooses kernels."""
+    flags, getters = kernel_flags()
     kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
 
     def read() -> list[Any]:
@@ -168,13 +169,15 @@ def thread_state() -> GuardedValue:
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            *[get() for get in getters],
             *[
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
                 for kind in kinds
             ],
         ]
 
-    names = ["the grad mode", "the default dtype", "deterministic algorithms"]
+    names = ["the grad mode", "the default dtype", "deterministic algorithms", "warn_only", *flags]
     return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], read)
 
 
