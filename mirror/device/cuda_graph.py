@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from mirror.base.mutex import Mutex, release_if_owned
 from mirror.base.torch_private import end_failed_capture
 
 T = TypeVar("T")
+Tensors = list[Tensor] | tuple[Tensor, ...]
 _MODE = "thread_local"
 
 _capturing = Mutex()
@@ -48,7 +49,7 @@ class DeviceGraph(Protocol):
             Exception: the work cannot be captured; the partial capture is dropped.
         """
 
-    def launch(self, into: Sequence[Tensor] = (), values: Sequence[Tensor] = ()) -> None:
+    def launch(self, into: Tensors = (), values: Tensors = ()) -> None:
         """Runs the work on the device's current stream, with the current memory contents.
 
         Args:
@@ -172,19 +173,25 @@ class CudaGraph:
                 torch.zeros(1, device=self._device)  # torch warns of an empty graph
                 other.capture_end()
 
-    def launch(self, into: Sequence[Tensor] = (), values: Sequence[Tensor] = ()) -> None:
+    def launch(self, into: Tensors = (), values: Tensors = ()) -> None:
         gpu, stream = self._gpu, torch.cuda.current_stream(self._device)
         try:
-            gpu.lock.acquire()
-            if gpu.launched_on != [stream]:
-                gpu.order(stream)
-                if stream not in gpu.launched_on:
-                    gpu.launched_on.append(stream)
-            if into:
-                torch._foreach_copy_(list(into), list(values), non_blocking=True)
-            self._graph.replay()
-        finally:
+            with gpu.lock:  # in a ``with`` statement: calls count here, see ``base/mutex.py``
+                if gpu.launched_on != [stream]:
+                    gpu.order(stream)
+                    if stream not in gpu.launched_on:
+                        gpu.launched_on.append(stream)
+                if into:
+                    torch._foreach_copy_(into, values, non_blocking=True)
+                self._graph.replay()
+        except BaseException:
             release_if_owned(gpu.lock)
+            raise
+
+
+def is_capturing() -> bool:
+    """Whether the work of this thread is being captured, on the current GPU."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 def has_graphs(device: torch.device) -> bool:

@@ -36,7 +36,7 @@ from mirror.base.torch_private import (
     top_saved_tensors_hooks,
 )
 from mirror.compiler.free_variables import PLAIN
-from mirror.device.cuda_graph import has_graphs
+from mirror.device.cuda_graph import has_graphs, is_capturing
 from mirror.devices import generators_of
 from mirror.errors import CompileError, StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -338,7 +338,7 @@ class CompiledModule(ReplayedCalls):
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
-            or (self._has_graphs and torch.cuda.is_current_stream_capturing())  # by the caller
+            or (self._has_graphs and is_capturing())  # by the caller
         )
 
     # Calls without a program
