@@ -37,6 +37,7 @@ NUM_STEPS = 6
 """One uncompiled, one by kernels, and graphs from the third on."""
 LARGE = (8192, 8000, 7000)
 """Sizes of batches whose activations are larger than the parameters."""
+DEPTH = 24
 MOST_BYTES = 1.15
 """Of what a compiled module reserves with three sizes, to that with one."""
 
@@ -65,8 +66,9 @@ def module_checks(devices: Devices) -> Iterator[tuple[str, Callable[[], str]]]:
     for where, on in places.items():
         for program in PROGRAMS:
             yield f"module, {program.name}{where}", partial(has_the_bits, program, on)
-        yield f"module, two streams{where}", partial(runs_on_two_streams, on)
-    yield "module, memory of three sizes", partial(shares_memory, devices[:1])
+        yield f"module, three streams{where}", partial(runs_on_streams, on)
+        if not where:
+            yield "module, memory of three sizes", partial(shares_memory, devices[:1])
 
 
 class Dropouts(nn.Module):
@@ -229,7 +231,7 @@ def _differing(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[int]
     return [i for i, (one, other) in pairs if not torch.equal(one, other)]
 
 
-def runs_on_two_streams(devices: Devices) -> str:
+def runs_on_streams(devices: Devices) -> str:
     """Calls on several streams, none of which waits for another, do not overwrite each other."""
     if devices[0].type != "cuda":
         raise Skipped("streams are a GPU's")
@@ -262,7 +264,7 @@ def shares_memory(devices: Devices) -> str:
     def reserved(sizes: tuple[int, ...]) -> int:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(devices[0])
-        make = partial(nn.Sequential, *[nn.Linear(32, 32), nn.Tanh()] * 24)
+        make = partial(nn.Sequential, *[nn.Linear(32, 32), nn.Tanh()] * DEPTH)
         program = Program("", make, sizes=sizes)
         peak = 0
 

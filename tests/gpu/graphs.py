@@ -244,11 +244,10 @@ class FakeGraph:
         graphs.note_tensors(out)
 
     def overwrite(self, key):
-        """Has something else be in a block: NaN."""
+        """Has something else be in a block: NaN, or 0, which is an index."""
         whole = self.blocks[key].all
-        if whole.is_floating_point():
-            with _disable_current_modes():
-                whole.fill_(float("nan"))
+        with _disable_current_modes():
+            whole.fill_(float("nan") if whole.is_floating_point() else 0)
 
     def _held(self, values):
         """Returns values as memory: that of others held weakly; the host's as it is now."""
