@@ -15,6 +15,7 @@ import mirror
 from mirror.base.torch_private import num_dispatch_modes, num_function_modes
 from mirror.replica.modules.replica_attributes import ReplicaAttribute
 from mirror.threads import lockstep, schedule
+from tests.pairs import leave_products_to_exhaustive
 
 # So that `from tests.oracle import ...` works however pytest is started.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -64,6 +65,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    leave_products_to_exhaustive(items)
     if config.getoption("--optimizer-state") == "sharded":
         skip = pytest.mark.skip(reason="tests how replicated state is kept")
         for item in items:

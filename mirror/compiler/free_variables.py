@@ -4,7 +4,7 @@ Code finds values by names in closure cells, globals and defaults, and from ther
 objects and entries of dicts and lists. ``FreeVariables`` follows the names as far as the code can,
 through the user's functions that it names:
 
-    a dict, a list            every entry
+    a dict, a list, a set     every entry
     an object, a class        the attributes that the code names
 
 Numbers, strings and the like are compared by value, everything else by identity. Tensors, modules
@@ -18,8 +18,8 @@ import dis
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from itertools import repeat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain, repeat
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -88,12 +88,15 @@ class FreeVariables:
         functions: the step, and others that are called with it, such as hooks.
         modules: their attributes are followed, except tensors and submodules.
         is_strict: whether private attributes, and those of classes, are followed, too.
+        of_libraries: code of libraries that is called, with its globals: of these, numbers,
+            strings and the like are followed, and the attributes that the code names.
 
     Attributes:
         entries: the values found.
         is_complete: whether the numbers of functions and values were small enough to follow all.
         codes: the code of the user's functions that are followed.
-        sizes: the containers with a number of entries to compare, with their names.
+        sizes: the containers whose number of entries is compared, with their names; of a set, the
+            entries are.
         read_as: by ``id`` of such a container, the name by which code finds it.
     """
 
@@ -103,6 +106,7 @@ class FreeVariables:
         modules: Iterable[nn.Module] = (),
         *,
         is_strict: bool = False,
+        of_libraries: Mapping[CodeType, dict[str, Any]] | None = None,
     ) -> None:
         self._is_strict, self.is_complete = is_strict, True
         self._most_functions = _MAX_FUNCTIONS * (10 if is_strict else 1)
@@ -115,6 +119,8 @@ class FreeVariables:
         self._queue: list[Any] = list(functions)
         self._roots: list[tuple[Entry, bool]] = []
         self._known: dict[int, Any] = {}
+        for code, around in (of_libraries or {}).items():
+            self._take_librarys(code, around)
         while True:
             while self._queue and len(self.codes) < self._most_functions:
                 self._take(self._queue.pop(0))
@@ -136,8 +142,7 @@ class FreeVariables:
     def scan(self) -> list[Any]:
         """Returns the current values, ready to be compared."""
         found = [make_comparable(entry.value()) for entry in self.entries]
-        found += [len(container) for _, container in self.sizes]
-        return found
+        return [*found, *[_contents_of(container) for _, container in self.sizes]]
 
     def watch(self) -> Callable[[], bool]:
         """Returns a function: whether each place holds the object that it holds now.
@@ -154,6 +159,7 @@ class FreeVariables:
                 rest.append(entry)
         holders, keys = [entry.holder for entry in dicts], [entry.key for entry in dicts]
         containers = [container for _, container in self.sizes]
+        sets = [container for container in containers if isinstance(container, set)]
 
         def find() -> list[Any]:
             return [
@@ -161,6 +167,7 @@ class FreeVariables:
                 *map(_CONTENTS, cells),
                 *[entry.value() for entry in rest],
                 *map(len, containers),
+                *(chain.from_iterable(sets) if sets else ()),  # in the order of an iteration
             ]
 
         try:
@@ -181,7 +188,10 @@ class FreeVariables:
         """The description of each value that ``scan`` returns."""
         return [
             *[entry.name for entry in self.entries],
-            *[f"the number of entries of {name}" for name, _ in self.sizes],
+            *[
+                f"{'the' if isinstance(one, set) else 'the number of'} entries of {name}"
+                for name, one in self.sizes
+            ],
         ]
 
     # Functions
@@ -221,6 +231,12 @@ class FreeVariables:
             if values:
                 self._root(Entry(f"the defaults of {where}", 0, [values]), whole=True)
 
+    def _take_librarys(self, code: CodeType, around: dict[str, Any]) -> None:
+        self._names |= _names_in(code)
+        for name in sorted(_globals_of(code)):
+            if isinstance(around.get(name, _MISSING), PLAIN):
+                self._root(Entry(f"global {name!r} of {code.co_name}", name, around))
+
     def _root(self, entry: Entry, *, whole: bool = False) -> None:
         self._roots.append((entry, whole))
 
@@ -248,6 +264,16 @@ class FreeVariables:
             for key in keys:
                 self._add(Entry(f"entry {key!r} of {name}", key, value, read_as), depth)
             return
+        if isinstance(value, (set, frozenset)):
+            if len(value) > MAX_ENTRIES:
+                return
+            if isinstance(value, set):
+                self.sizes.append((name, value))
+                self.read_as[id(value)] = read_as
+            held = tuple(value)
+            for i in range(len(held)):
+                self._add(Entry(f"an entry of {name}", i, held, read_as), depth)
+            return
         self._follow_object(value, name, read_as, depth)
 
     def _follow_object(self, value: Any, name: str, read_as: Any, depth: int) -> None:
@@ -267,6 +293,9 @@ class FreeVariables:
             self.read_as[id(fields)] = read_as
             keys = [key for key in fields if isinstance(key, str)]
         else:
+            if is_whole:  # others may be added
+                self.sizes.append((name, fields))
+                self.read_as[id(fields)] = read_as
             keys = sorted(self._names & fields.keys())
         for key in keys:
             self._add(Entry(f"{name}.{key}", key, fields), depth)
@@ -376,10 +405,17 @@ class SameObject:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _contents_of(container: Any) -> Any:
+    """Returns what is compared of a container beside its entries that have places."""
+    if isinstance(container, set):
+        return [(type(entry), make_comparable(entry)) for entry in container]
+    return len(container)
+
+
 def make_comparable(value: Any) -> Any:
     """Returns a plain value as it is, and any other in a wrapper that compares by identity."""
     if isinstance(value, PLAIN):
         return value
-    if type(value) is tuple and all(isinstance(entry, PLAIN) for entry in value):
-        return value
+    if type(value) in (tuple, frozenset) and all(isinstance(entry, PLAIN) for entry in value):
+        return tuple(value)  # code that iterates sees the order of a set
     return SameObject(value)

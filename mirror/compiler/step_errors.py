@@ -25,6 +25,8 @@ _LIBRARIES = tuple(
 )
 _OURS_AND_TORCHS = _LIBRARIES[:2]
 _PASSED_OVER = (*_LIBRARIES, "<frozen")
+_TRACERS = os.path.join(_HERE, "compiler", "lowering", "")  # they call the step
+GENERATED_CODE = "<string>"  # code that dataclasses, namedtuples and wrappers of mirror make
 Place = tuple[str, int]  # a file and a line
 
 
@@ -36,18 +38,24 @@ def current_line() -> str:
 def current_place() -> Place | None:
     """Returns the file and the number of that line; ``None`` if only torch and mirror are run.
 
-    A library's line counts as the user's if no other code is being run.
+    A library's line counts as the user's if no other code is being run. Code that calls the step
+    does not count.
     """
     of_library: Place | None = None
+    generated: Place | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PASSED_OVER):
+        if of_library is not None and name.startswith(_TRACERS):
+            return of_library
+        if name == GENERATED_CODE:
+            generated = generated or (name, frame.f_lineno)
+        elif not name.startswith(_PASSED_OVER):
             return name, frame.f_lineno
-        if of_library is None and not name.startswith((*_OURS_AND_TORCHS, "<frozen")):
+        elif of_library is None and not name.startswith((*_OURS_AND_TORCHS, "<frozen")):
             of_library = name, frame.f_lineno
         frame = frame.f_back
-    return of_library
+    return of_library or generated
 
 
 def quote(place: Place | None) -> str:
@@ -93,6 +101,11 @@ def is_mirrors(path: str) -> bool:
 def is_torchs(path: str) -> bool:
     """Whether a file is torch's."""
     return path.startswith(_OURS_AND_TORCHS[1])
+
+
+def is_librarys(path: str) -> bool:
+    """Whether a file is of an installed library, and not of torch, mirror or Python."""
+    return path.startswith(_LIBRARIES[3:]) and not path.startswith(_OURS_AND_TORCHS)
 
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -12,7 +12,9 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +32,14 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
+    get_proxy_slot,
     make_fx,
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mirror.base.safe_files import private_folder
+from mirror.compiler.step_errors import is_torchs
 
 _log = logging.getLogger("mirror")
 
@@ -227,6 +231,18 @@ def place_of(node: fx.Node) -> Any:
     return node.meta.get(_PLACE)
 
 
+def node_of(tensor: Tensor) -> fx.Node | None:
+    """Returns the node of a tensor in the graph of the trace; ``None``: it is not traced."""
+    mode: Any = get_proxy_mode()
+    return mode and get_proxy_slot(tensor, mode.tracer, None, lambda of: of.proxy.node)
+
+
+def run_untraced(function: Callable[[], Any]) -> Any:
+    """Calls a function on real tensors in the middle of a trace, which sees nothing of it."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        return function()
+
+
 class KeepingPlaces(fx.Interpreter):
     """Runs a graph that is traced again; the new nodes have the places of the old ones."""
 
@@ -265,6 +281,35 @@ def _silencing_errors() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+_NoTensor: Any = type("_NoTensor", (), {})
+_hiding: set[int] = set()  # threads
+_SUBCLASSES: Any = importlib.import_module("torch._subclasses")
+
+
+@contextlib.contextmanager
+def hiding_fakes() -> Iterator[None]:
+    """Within the block, ``torch._subclasses.FakeTensor`` is a class without instances.
+
+    Libraries ask by this name whether they are traced. Code of torch gets the class itself.
+    """
+
+    def find(name: str) -> Any:
+        if name != FakeTensor.__name__:
+            raise AttributeError(f"module {_SUBCLASSES.__name__!r} has no attribute {name!r}")
+        is_asked = not is_torchs(sys._getframe(1).f_code.co_filename)
+        return _NoTensor if is_asked and threading.get_ident() in _hiding else FakeTensor
+
+    _hiding.add(threading.get_ident())
+    _SUBCLASSES.__getattr__ = find
+    vars(_SUBCLASSES).pop(FakeTensor.__name__, None)
+    try:
+        yield
+    finally:
+        _hiding.discard(threading.get_ident())
+        if not _hiding:
+            _SUBCLASSES.FakeTensor = FakeTensor
 
 
 @contextlib.contextmanager

@@ -234,6 +234,14 @@ class ReplicaStreams:
         used.add(stream)
         self.are_mixed |= len(used) > 1
 
+    def wait_for_used(self) -> None:
+        """Makes the current streams wait for those that have made tensors for a merge."""
+        for (_, device), used in self._used.items():
+            current = torch.cuda.current_stream(device)
+            for stream in used:
+                if stream != current:
+                    current.wait_stream(stream)
+
     def record(self, replica_id: int, device: torch.device | None = None) -> None:
         """Records the current streams of the calling replica, on all its devices or on one."""
         for gpu in self._rows[replica_id] if device is None else (device,):

@@ -1,8 +1,12 @@
-"""Models of transformers, compiled and compared with the plain loop."""
+"""Models of transformers: steps compared with the plain loop, modules with uncompiled calls."""
+
+from typing import Any
 
 import pytest
 import torch
 
+import mirror
+from mirror.replica.modules.module_owner import interceptor_of
 from tests.compiler.training import Beside
 from tests.pairs import quick_of
 
@@ -69,3 +73,55 @@ def test_a_language_model_is_that_of_the_plain_loop(name):
     beside = Beside(2, make, make_step=language_step)
     beside.train(data, rtol=1e-4, atol=1e-5)
     beside.strategy.close()
+
+
+GROUPED = {"num_hidden_layers": 1, "num_key_value_heads": 1}
+# By model: as above, and the implementation of attention. With dropout, where models have it.
+MODULES: dict[str, tuple[Any, ...]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", USUAL | GROUPED, "sdpa"),
+    "bert": ("BertForMaskedLM", "BertConfig", USUAL, "sdpa"),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": TOKENS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
+        "eager",
+    ),
+    "mistral": ("MistralForCausalLM", "MistralConfig", USUAL | GROUPED, "sdpa"),
+}
+
+
+@pytest.mark.parametrize("name", quick_of(MODULES, ["llama", "bert", "gpt2"]))
+def test_a_compiled_model_has_the_bits_of_an_uncompiled_one(name):
+    """The unchanged loop, whose outputs have caches, with a mask where the model takes one."""
+    model, config, options, attention = MODULES[name]
+    n = 1 if name == "llama" else 2
+    ids = torch.randint(0, TOKENS, (4, 6), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    if attention == "eager":
+        batch["attention_mask"] = torch.ones(4, 6).index_fill(1, torch.tensor(5), 0)
+
+    def train(compiles):
+        torch.manual_seed(0)
+        found = []
+        strategy = mirror.MirroredStrategy(["cpu"] * n)
+        with strategy.scope():
+            made = getattr(transformers, config)(**options, attn_implementation=attention)
+            net = getattr(transformers, model)(made).train()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+            if compiles:
+                strategy.compile(net, fallback="error")
+            for _ in range(3):
+                optimizer.zero_grad()
+                out = net(**batch)
+                out.loss.backward()
+                optimizer.step()
+                found += [out.loss.detach(), out.logits.detach()]
+                if name == "gpt2":
+                    found.append(net.eval().generate(ids[:, :2], max_new_tokens=2, min_length=4))
+                    net.train()
+            if compiles:
+                assert interceptor_of(net).compiled.num_traces == 1
+        strategy.close()
+        return found
+
+    assert all(map(torch.equal, train(False), train(True)))

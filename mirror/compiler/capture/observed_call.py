@@ -44,7 +44,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.compiler.capture.side_effects import line_about
 from mirror.compiler.free_variables import MAX_ENTRIES, PLAIN, FreeVariables
-from mirror.compiler.step_errors import is_mirrors, is_torchs, is_users, quote
+from mirror.compiler.step_errors import (
+    GENERATED_CODE,
+    is_librarys,
+    is_mirrors,
+    is_torchs,
+    is_users,
+    quote,
+)
 from mirror.errors import CompileError
 
 _MODULES = {"time", "posix", "nt", "_io", "io", "_random", "_socket", "select", "gc"}
@@ -54,16 +61,15 @@ _ENVIRON = type(os.environ).__getitem__.__code__
 _APPLY: Any = torch.autograd.Function.apply
 _BACKWARD = Tensor.register_hook.__code__, _APPLY.__code__
 _COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}  # before Python 3.12
-_GENERATED = "<string>"  # by dataclasses, namedtuples and mirror's wrappers
 _GENERATORS = random.Random, torch.Generator
 _CLOCKS = {datetime.datetime, datetime.date}
 _OPAQUE = (
-    *(set, bytearray, memoryview, collections.deque),
+    *(bytearray, memoryview, collections.deque),
     *(np.ndarray, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
     *(Optimizer, LRScheduler, threading.local),
 )
 _CONSTANT = (
-    *(range, slice, frozenset, re.Pattern, Decimal, Fraction, uuid.UUID, PurePath, property),
+    *(range, slice, re.Pattern, Decimal, Fraction, uuid.UUID, PurePath, property),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(type(...), type(NotImplemented), operator.attrgetter, operator.itemgetter),
     *(operator.methodcaller, WrapperDescriptorType, MethodDescriptorType, GetSetDescriptorType),
@@ -75,11 +81,13 @@ class ObservedCall:
 
     Attributes:
         codes: their code, with its globals.
+        of_libraries: the code of libraries that has run, with its globals.
         impure: a line that reads a clock, a file or the like; empty if there is none.
     """
 
     def __init__(self) -> None:
         self.codes: dict[CodeType, dict[str, Any]] = {}
+        self.of_libraries: dict[CodeType, dict[str, Any]] = {}
         self.impure = ""
         self._before: Any = None
 
@@ -101,8 +109,10 @@ class ObservedCall:
         code = frame.f_code
         if event == "call":
             if code not in self.codes and is_users(code.co_filename):
-                if code.co_filename != _GENERATED:
+                if code.co_filename != GENERATED_CODE:
                     self.codes[code] = frame.f_globals
+            elif code not in self.of_libraries and is_librarys(code.co_filename):
+                self.of_libraries[code] = frame.f_globals
             elif code in _BACKWARD:  # what runs in the backward pass
                 later = frame.f_locals.get("hook") or frame.f_locals["cls"].backward
                 later = getattr(later, "__func__", later)
@@ -152,11 +162,21 @@ class ObservedCall:
             found.append(FunctionType(code, self.codes[code]))
         return list(dict.fromkeys(found))
 
+    def surroundings(
+        self, functions: Sequence[Any], modules: Collection[nn.Module]
+    ) -> FreeVariables:
+        """Returns the values that the code finds by their names.
+
+        Args:
+            functions: what ``functions`` has returned.
+        """
+        return FreeVariables(functions, modules, is_strict=True, of_libraries=self.of_libraries)
+
     def check(self, functions: Sequence[Any], modules: Collection[nn.Module]) -> None:
         """Raises CompileError if the call reads what cannot be compared before the next one."""
         if self.impure:
             raise CompileError(f"{self.impure}, which a program would do once and never again")
-        around = FreeVariables(functions, modules, is_strict=True)
+        around = self.surroundings(functions, modules)
         if not around.is_complete:
             raise CompileError("its code uses too many values to compare before each call")
         for entry in around.entries:
@@ -183,7 +203,7 @@ def _is_opaque(value: Any) -> bool:
     """Whether a value may change, and no guard can compare what it holds."""
     if isinstance(value, _OPAQUE) or hasattr(type(value), "__next__"):
         return True
-    if isinstance(value, (dict, list, tuple)):
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
         return len(value) > MAX_ENTRIES
     if isinstance(value, BuiltinFunctionType):  # the append of a list, say
         return not isinstance(value.__self__, (type, ModuleType, type(None)))

@@ -47,6 +47,7 @@ from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.modules.module_owner import ReplicaDict, WatchedDict
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.values import are_identical
 
 _MISSING: Any = object()
 _PLAIN = (bool, int, float, str, bytes, complex, type(None))
@@ -254,7 +255,7 @@ class SideEffects:
     def put_back(self) -> None:
         """Undoes all changes of the step."""
         for _, container, content in self._contents:
-            if len(container) != len(content):
+            if _has_changed(container, content):
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(
                     content
@@ -292,7 +293,7 @@ class SideEffects:
             if isinstance(after, PLAIN) and not are_equal(before, after):
                 self._report_change(codes, entry.name, entry.read_as, is_added=False)
         for name, container, content in self._contents:
-            if len(container) != len(content):
+            if _has_changed(container, content):
                 self._report_change(
                     codes, name, self._around.read_as[id(container)], is_added=True
                 )
@@ -359,7 +360,16 @@ def _entries(optimizer: Optimizer) -> list[dict[Any, Any]]:
 
 
 def _copy(container: Any) -> Any:
-    return list(container) if isinstance(container, list) else dict(container)
+    if isinstance(container, (list, set)):
+        return list(container)
+    return dict(container)
+
+
+def _has_changed(container: Any, content: Any) -> bool:
+    """Whether a container has gained or lost entries since its copy was made."""
+    if isinstance(container, set):
+        return not are_identical(list(container), content)
+    return len(container) != len(content)
 
 
 def _state(generator: Any) -> Any:

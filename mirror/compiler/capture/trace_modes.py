@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from mirror.base.torch_private import PASS, current_autograd_node, wrapping
+from mirror.compiler.capture.constant_values import known_value
 from mirror.compiler.capture.functional_rng import FunctionalRng
 from mirror.compiler.capture.recurrent_layers import RECURRENT, call_layers
 from mirror.compiler.capture.seeded_attention import ATTENTION, call_attention
@@ -35,6 +36,7 @@ from mirror.compiler.torch_internals import (
     call_noting_place,
     constant_of,
     is_fake,
+    run_untraced,
     schema_of,
 )
 from mirror.errors import CompileError
@@ -61,13 +63,8 @@ _WEIGHT = (
     "weights with mirror.InputOptions(weight_of=...)"
 )
 
-_ASKS = {
-    ITEM,
-    aten.item.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-    aten.allclose.default,
-}
+_ASKS_ONE = {ITEM, aten.item.default, aten.is_nonzero.default}
+_ASKS = {*_ASKS_ONE, aten.equal.default, aten.allclose.default}
 _SIZES = {
     aten.nonzero.default,
     aten.masked_select.default,
@@ -121,6 +118,8 @@ class Operations(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ASKS and not _is_constant(args[0]):
+            if func in _ASKS_ONE and (known := known_value(args[0])) is not None:
+                return run_untraced(lambda: func(known))
             if named := find_asking_layer():
                 raise refusal(*named)
             name = func.overloadpacket.__name__.strip("_")

@@ -41,7 +41,7 @@ from mirror.compiler.capture.traced_swap import TracedSwaps
 from mirror.compiler.custom_ops import define_ops
 from mirror.compiler.step_errors import RunsUncompiled, StateMissing
 from mirror.compiler.step_inputs import InputKind, StateTensor
-from mirror.compiler.torch_internals import compiling
+from mirror.compiler.torch_internals import compiling, hiding_fakes
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run, current, push_context, save_context
@@ -181,8 +181,8 @@ class Tracer:
             stack.callback(self.gradients.remove_hooks)
             stack.enter_context(self.placeholders.substituting(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if not self._is_of_module:  # the module's code asks whether it is compiled, too
-                stack.enter_context(compiling())
+            # Code of a module that asks whether it is traced goes the way of an uncompiled call.
+            stack.enter_context(hiding_fakes() if self._is_of_module else compiling())
             stack.enter_context(zero_grad_unconditionally(self.is_followed, self._clear))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_step),

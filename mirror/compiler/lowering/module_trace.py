@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import WHOLE_CALL, storage_key
+from mirror.compiler.call_outputs import LEAVES, output_leaves
+from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.observed_call import ObservedCall
-from mirror.compiler.free_variables import PLAIN, FreeVariables
+from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.lowering.step_trace import StepTrace, trace_step
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.compiler.torch_internals import make_untraced
@@ -29,7 +31,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
 from mirror.values import leaves_of, rebuild_structure
 
-_FAST_PATHS = nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention
+FAST_PATHS = nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention
 Strides = tuple[int, ...]
 
 
@@ -45,8 +47,10 @@ class CallPattern:
         autocast: by kind of device, the dtype of autocast if it is enabled.
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
+        passes_through: whether ``tangents`` has outputs whose gradient came from another one.
         has_double_backward: whether its gradients were differentiated again.
         observed: the code that the call has run, and that of the traced backward pass.
+        record: the functions of torch that the last uncompiled call has made.
         is_separate: whether backward passes are split behind its graph, uncompiled: see [Note:
             Graph boundaries].
     """
@@ -57,8 +61,10 @@ class CallPattern:
     grad_enabled: bool
     autocast: dict[str, torch.dtype]
     tangents: dict[int, Strides] | None = None
+    passes_through: bool = True
     has_double_backward: bool = False
     observed: ObservedCall | None = None
+    record: CallRecord | None = None
     is_separate: bool = False
 
     @contextmanager
@@ -87,6 +93,7 @@ class ModuleTrace:
         tangents: of these, the ones with gradients; by number, the strides of the gradient.
         arguments: the numbers of the arguments' tensors that get gradients.
         parameters: the parameters that get gradients.
+        record: the functions of torch that the traced call has made.
     """
 
     step: StepTrace
@@ -96,6 +103,7 @@ class ModuleTrace:
     tangents: dict[int, Strides]
     arguments: list[int]
     parameters: list[StateTensor]
+    record: CallRecord
 
 
 @dataclass(eq=False, slots=True)
@@ -105,6 +113,7 @@ class _Joint:
     module: nn.Module
     pattern: CallPattern
     places: Sequence[StateTensor]
+    record: CallRecord
     outputs: Any = None
     differentiable: list[int] = field(default_factory=list)
     tangents: dict[int, Strides] = field(default_factory=dict)
@@ -122,12 +131,16 @@ class _Joint:
             for leaf, then in zip(leaves, known, strict=True)
         ]
         args, kwargs = rebuild_structure(self.pattern.tree, given)
-        with self.pattern.in_its_modes():
+        with self.pattern.in_its_modes(), self.record:
             result = getattr(self.module, WHOLE_CALL)(*args, **kwargs)
-        found = leaves_of(result)
+        self.record.note_result(result)
+        found = output_leaves(result)
         for leaf in found:
-            if not isinstance(leaf, (Tensor, *PLAIN)) or isinstance(leaf, torch.SymInt):
+            if not isinstance(leaf, LEAVES) or isinstance(leaf, torch.SymInt):
                 raise CompileError(f"it returns a {type(leaf).__name__}, which may hold tensors")
+        kept = None if self.pattern.record is None else self.pattern.record.find_kept(result)
+        if kept is not None:
+            raise CompileError(f"each call returns one {type(kept).__name__}, which it may change")
         outputs = [leaf for leaf in found if isinstance(leaf, Tensor)]
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         leaf_of = {place: placeholders.placeholder_of(place) for place in self.places}
@@ -140,13 +153,15 @@ class _Joint:
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
         seen = self.pattern.tangents
+        if seen is not None and self.pattern.passes_through:
+            seen = _of_outside(seen, outputs)
         self.tangents = {
             i: outputs[i].stride() if seen is None else seen[i]
             for i in self.differentiable
             if seen is None or i in seen
         }
         if not self.pattern.grad_enabled or not self.tangents:
-            return result
+            return found
         # 2. The gradients, by arguments and parameters.
         wanted = [t for t in tensors if t.requires_grad]
         places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
@@ -165,7 +180,7 @@ class _Joint:
             raise CompileError("a gradient is sparse; use sparse=False")
         self.arguments = [which for which, _ in used if isinstance(which, int)]
         self.parameters = [which for which, _ in used if isinstance(which, StateTensor)]
-        return [result, [grad for _, grad in used]]
+        return [found, [grad for _, grad in used]]
 
     def _tangent(self, placeholders: Any, number: int, output: Tensor) -> Tensor:
         """Returns the placeholder of an output's gradient."""
@@ -176,6 +191,23 @@ class _Joint:
         )
         found: Tensor = placeholders.add_fake(InputKind.PART, like, ("tangent", number))
         return found
+
+
+def _of_outside(seen: dict[int, Strides], outputs: Sequence[Tensor]) -> dict[int, Strides]:
+    """Leaves out outputs that others are computed from: they get gradients from these.
+
+    A model that returns a loss and its logits is followed by ``loss.backward()``. If the logits
+    have got another gradient, too, the call is traced again.
+    """
+    below: set[Any] = set()
+    for i in seen:
+        pending: list[Any] = [] if outputs[i].grad_fn is None else [outputs[i].grad_fn]
+        while pending:
+            for node, _ in pending.pop().next_functions:
+                if node is not None and node not in below:
+                    below.add(node)
+                    pending.append(node)
+    return {i: strides for i, strides in seen.items() if outputs[i].grad_fn not in below}
 
 
 def trace_module(
@@ -195,7 +227,7 @@ def trace_module(
     Raises:
         CompileError: it cannot be traced.
     """
-    joint = _Joint(module, pattern, places)
+    joint = _Joint(module, pattern, places, CallRecord())
     own = [False] * len(leaves)
     states = random.getstate(), np.random.get_state(legacy=False)
     try:
@@ -219,7 +251,7 @@ def trace_module(
     if step.modes:
         raise CompileError(f"it changes the mode of a {type(step.modes[0][0]).__name__}")
     for one in step.modules:
-        if isinstance(one, _FAST_PATHS) and not one.training:
+        if isinstance(one, FAST_PATHS) and not one.training:
             raise CompileError(
                 f"a {type(one).__name__} has fused kernels in evaluations, which no trace sees"
             )
@@ -233,4 +265,5 @@ def trace_module(
         joint.tangents if joint.arguments or joint.parameters else {},
         joint.arguments,
         joint.parameters,
+        joint.record,
     )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
-from mirror.compiler.free_variables import FreeVariables
-from mirror.compiler.lowering.module_trace import CallPattern, trace_module
+from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
-from mirror.compiler.runtime.module_graphs import ReplicaPool
+from mirror.compiler.runtime.module_graphs import PackedMemory, ReplicaPool
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
@@ -26,6 +27,7 @@ from mirror.compiler.step_inputs import InputKind, state_tensors
 from mirror.device.cuda_graph import has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
+from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.modules.replica_attributes import own_attributes
 from mirror.replica.params.replicated_params import MirroredTensors
@@ -38,12 +40,17 @@ _STATE = InputKind.PARAMETER, InputKind.BUFFER
 class ModuleProgramBuilder:
     """Builds the programs of one strategy's modules."""
 
-    def __init__(self, replicas: Replicas, registry: MirroredTensors) -> None:
-        self._replicas, self._registry = replicas, registry
+    def __init__(
+        self, replicas: Replicas, registry: MirroredTensors, gradients: GradReducer
+    ) -> None:
+        self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._devices = tuple(dict.fromkeys(replicas.devices))
         self._pools: dict[int, list[ReplicaPool]] = {
             r: [] for r, device in enumerate(replicas.devices) if has_graphs(device)
         }
+        self._packed: weakref.WeakKeyDictionary[nn.Module, dict[Any, PackedMemory | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def pattern(self, tree: Any, is_training: bool) -> CallPattern:
         """Returns the pattern of a call, in the calling thread's modes."""
@@ -64,6 +71,16 @@ class ModuleProgramBuilder:
     def observe(self) -> ObservedCall:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()
+
+    def record(self, module: nn.Module) -> CallRecord | None:
+        """Returns what notes the functions that a call makes; see [Note: The same way].
+
+        ``None``: under any mode of torch the call would not use its fused kernels.
+        """
+        layers = module.modules()
+        if any(isinstance(layer, FAST_PATHS) and not layer.training for layer in layers):
+            return None
+        return CallRecord()
 
     def build(
         self, module: nn.Module, pattern: CallPattern, redo: Any
@@ -87,7 +104,7 @@ class ModuleProgramBuilder:
         layers = list(module.modules())
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
-        around = FreeVariables(functions, layers, is_strict=True)
+        around = pattern.observed.surroundings(functions, layers)
         names = {name for code in around.codes for name in (*code.co_names, *code.co_consts)}
         for path, parameter in module.named_parameters():
             if type(parameter) not in (nn.Parameter, MirroredParameter):
@@ -118,7 +135,17 @@ class ModuleProgramBuilder:
             for piece in (passes.forward, passes.backward)
         ]
         assert forward is not None
-        program = ModuleProgram(replicas, trace, passes, forward, backward, self._pools, redo)
+        program = ModuleProgram(
+            replicas,
+            trace,
+            passes,
+            forward,
+            backward,
+            self._pools,
+            redo,
+            self._gradients if replicas.mirrors else None,
+            self._packed.setdefault(module, {}),
+        )
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
             guards = TraceGuards(

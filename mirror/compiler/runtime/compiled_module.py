@@ -16,9 +16,10 @@ strides, dtypes and plain values. What else it takes for granted is guarded. See
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,7 +36,8 @@ from mirror.base.torch_private import (
     num_function_modes,
     top_saved_tensors_hooks,
 )
-from mirror.compiler.free_variables import PLAIN
+from mirror.compiler.call_outputs import output_leaves
+from mirror.compiler.runtime.call_signature import sign_call
 from mirror.device.cuda_graph import has_graphs, is_capturing
 from mirror.devices import generators_of
 from mirror.errors import CompileError, StrategyError
@@ -72,6 +74,9 @@ class ModuleBuilder(Protocol):
     def observe(self) -> Any:
         """Returns what observes the first call, for the pattern."""
 
+    def record(self, module: nn.Module) -> Any:
+        """Returns what notes the functions that a call makes; see [Note: The same way]."""
+
     def pattern(self, tree: Any, is_training: bool) -> Any:
         """Returns the pattern of a call with these arguments."""
 
@@ -81,6 +86,7 @@ class CompiledCalls:
 
     Attributes:
         pending: modules, each with a call to be traced before the next run.
+        recording: the threads whose calls are noted; they run no programs.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class CompiledCalls:
         self._make_capturer = make_capturer
         self._capturer: Any = None
         self.pending: list[tuple[CompiledModule, _KnownCall]] = []
+        self.recording: set[int] = set()
         self._builder: ModuleBuilder | None = None
 
     @property
@@ -137,14 +144,16 @@ class _KnownCall:
     Attributes:
         pattern: the arguments and the gradients of the first call.
         programs: the guards and programs of its traces, the last one that was valid first.
+        unchecked: guards and the program of a trace that may have taken another way than a call.
         is_pending: whether it waits for a trace.
     """
 
-    __slots__ = ("is_pending", "pattern", "programs")
+    __slots__ = ("is_pending", "pattern", "programs", "unchecked")
 
     def __init__(self, pattern: Any) -> None:
         self.pattern = pattern
         self.programs: list[tuple[Any, Any]] = []
+        self.unchecked: tuple[Any, Any] | None = None
         self.is_pending = False
 
 
@@ -255,7 +264,7 @@ class CompiledModule(ReplayedCalls):
         if mode in self._uncompiled or not self._can_replay(replica):
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
         tensors: list[Tensor] = []
-        signature = _sign(mode, args, kwargs, tensors)
+        signature = sign_call(mode, args, kwargs, tensors)
         if signature is None:
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
         call = self._known.get(signature)
@@ -288,7 +297,7 @@ class CompiledModule(ReplayedCalls):
         for r in run.active:
             part, tensors = make_part(r), list[Tensor]()
             parts[r] = part
-            signature = _sign(mode, part.args, part.kwargs, tensors)
+            signature = sign_call(mode, part.args, part.kwargs, tensors)
             if signature not in valid:
                 call = None if signature is None else self._known.get(signature)
                 try:
@@ -339,6 +348,7 @@ class CompiledModule(ReplayedCalls):
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
             or (self._has_graphs and is_capturing())  # by the caller
+            or (self._calls.recording and threading.get_ident() in self._calls.recording)
         )
 
     # Calls without a program
@@ -353,9 +363,12 @@ class CompiledModule(ReplayedCalls):
             if self._replicas.mirrors:
                 self._await_trace(call)
             return None
+        if call.unchecked is not None and call.unchecked[0].hold():
+            return None
         now = self._calls.builder.pattern(tree, module.training)
         if now.autocast != call.pattern.autocast:
             now.observed, now.tangents = call.pattern.observed, call.pattern.tangents
+            now.passes_through = call.pattern.passes_through
             call.pattern = now
         if self._replicas.mirrors:
             self._await_trace(call)
@@ -373,16 +386,22 @@ class CompiledModule(ReplayedCalls):
     ) -> Any:
         """Makes an uncompiled call; notes its code, and which of its outputs get gradients."""
         assert call is not None
-        if call.pattern.observed is None and self._calls.builder.can_observe():
-            observed = self._calls.builder.observe()
-            with observed:
-                result = getattr(module, WHOLE_CALL)(*args, **kwargs)
-            call.pattern.observed = observed  # a call that raises is not traced
-        else:
+        builder, observed = self._calls.builder, call.pattern.observed
+        record = builder.record(module)
+        with ExitStack() as stack:
+            if observed is None and builder.can_observe():
+                stack.enter_context(observed := builder.observe())
+            stack.enter_context(record or nullcontext())
+            self._calls.recording.add(thread := threading.get_ident())
+            stack.callback(self._calls.recording.discard, thread)
             result = getattr(module, WHOLE_CALL)(*args, **kwargs)
+        if record is not None:
+            record.note_result(result)
+        call.pattern.observed, call.pattern.record = observed, record  # if it has not raised
+        self._check(call)
         if not torch.is_grad_enabled():
             return result
-        outputs = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in output_leaves(result) if isinstance(leaf, Tensor)]
         pattern, replica = call.pattern, current.replica
         if replica is not None and self._replicas.are_simulated:
             pattern.is_separate = is_separate(self._calls.runner, replica.replica_id, outputs)
@@ -400,6 +419,22 @@ class CompiledModule(ReplayedCalls):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(note(number))
         return result
+
+    def _check(self, call: _KnownCall) -> None:
+        """Compares a call with the trace that is valid for it. See [Note: The same way]."""
+        if call.unchecked is None or not call.unchecked[0].hold():
+            return
+        (guards, program), call.unchecked = call.unchecked, None
+        why = _find_difference(call, program)
+        if why is None:
+            self._keep(call, guards, program)
+        else:
+            self._refuse((call.pattern.is_training, call.pattern.grad_enabled), why)
+
+    @staticmethod
+    def _keep(call: _KnownCall, guards: Any, program: Any) -> None:
+        call.programs.insert(0, (guards, program))
+        del call.programs[MAX_SHAPES:]
 
     def trace(self, call: _KnownCall) -> None:
         """Traces a call, if its module is in the mode of that call."""
@@ -426,21 +461,24 @@ class CompiledModule(ReplayedCalls):
             self._refuse(mode, f"it was traced {self.num_traces} times, as {self._change(call)}")
             return
         try:
-            found = self._calls.builder.build(module, pattern, self._redo)
+            guards, program = self._calls.builder.build(module, pattern, self._redo)
         except CompileError as error:
             self._refuse(mode, str(error).removeprefix(_PREFIX), error)
         except Exception as error:
             self._refuse(mode, f"{type(error).__name__}: {error}", error)
         else:
-            call.programs.insert(0, found)
-            del call.programs[MAX_SHAPES:]
             self.num_traces += 1
+            if _find_difference(call, program) is None:
+                self._keep(call, guards, program)
+            else:  # a value may have changed since the call
+                call.unchecked = guards, program
 
     def _num_shapes(self, mode: tuple[bool, bool]) -> int:
         return sum(1 for key, call in self._known.items() if key[0] == mode and call.programs)
 
     def _change(self, call: _KnownCall) -> str:
-        changes = [guards.find_change() for guards, _ in call.programs]
+        traced = [*call.programs, *([call.unchecked] if call.unchecked is not None else [])]
+        changes = [guards.find_change() for guards, _ in traced]
         return next(filter(None, changes), "other outputs get gradients")
 
     def _refuse(
@@ -492,7 +530,7 @@ class CompiledModule(ReplayedCalls):
                 result = getattr(module, WHOLE_CALL)(*args, **kwargs)
             finally:
                 current.replica, current.strategy, current.below = before
-        outputs = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in output_leaves(result) if isinstance(leaf, Tensor)]
         defined = [i for i, grad in enumerate(grads) if grad is not None]
         return torch.autograd.grad(
             [outputs[i] for i in defined],
@@ -509,6 +547,7 @@ class CompiledModule(ReplayedCalls):
                 known.pattern.tangents = {
                     i: grad.stride() for i, grad in enumerate(grads) if grad is not None
                 }
+                known.pattern.passes_through = False
                 known.programs.clear()
 
     def _generators(self, replica_id: int) -> list[Tensor]:
@@ -542,6 +581,13 @@ class _Restoring:
             generator.set_state(state)
 
 
+def _find_difference(call: _KnownCall, program: Any) -> str | None:
+    """Returns where a program's trace took another way than the last uncompiled call, if so."""
+    record = call.pattern.record
+    found: str | None = None if record is None else record.find_difference(program.record)
+    return found
+
+
 def _find_valid(call: _KnownCall) -> Any:
     """Returns the program whose guards hold, if there is one."""
     for i, (guards, program) in enumerate(call.programs):
@@ -550,47 +596,3 @@ def _find_valid(call: _KnownCall) -> Any:
                 call.programs.insert(0, call.programs.pop(i))
             return program
     return None
-
-
-def _sign(mode: tuple[bool, bool], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-    """Returns the signature of a call, and adds its tensors; ``None`` if it cannot be traced."""
-    key: list[Any] = [mode]
-    for value in args:
-        if type(value) is Tensor and value.layout is torch.strided and not value.is_inference():
-            tensors.append(value)
-            key += (
-                *(value.shape, value.stride(), value.dtype, value.device.type),
-                value.requires_grad,
-            )
-        elif not _describe(value, key, tensors):
-            return None
-    if kwargs and not _describe(kwargs, key, tensors):
-        return None
-    return tuple(key)
-
-
-def _describe(value: Any, key: list[Any], tensors: list[Tensor]) -> bool:
-    """Adds a value to a signature; returns False if a trace cannot take it for granted."""
-    kind = type(value)
-    if kind is Tensor:
-        if value.layout is not torch.strided or value.is_inference():
-            return False
-        tensors.append(value)
-        key += (
-            *(value.shape, value.stride(), value.dtype, value.device.type),
-            value.requires_grad,
-        )
-        return True
-    if kind is tuple or kind is list:
-        key += (kind, len(value))
-        return all(_describe(one, key, tensors) for one in value)
-    if kind is dict:
-        key += (kind, *value)
-        return all(_describe(one, key, tensors) for one in value.values())
-    if kind in _VALUES:
-        key += (kind, value)
-        return True
-    return False
-
-
-_VALUES = set(PLAIN)

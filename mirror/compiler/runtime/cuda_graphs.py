@@ -13,7 +13,8 @@ reads its inputs at the addresses of the capture:
     static inputs   parameters, state, buffers, rates, counts, seeds: read in place; if one is
                     another tensor or has other memory, the piece is captured again
     copied inputs   parts of the batch and outputs of other pieces: copied into tensors of the
-                    graph, except outputs of graphs, which keep their addresses
+                    graph, except outputs of graphs, which keep their addresses, and gradients
+                    that a packed pass leaves where they are reduced: ``PackedGrads``
 
 A replay overwrites the outputs of the replay before, so results are copied before they leave the
 step. Gradients are copied when something reads them: see ``GradAccess.set_common``. With one
@@ -41,6 +42,7 @@ from mirror.compiler.step_errors import Uncapturable
 from mirror.compiler.torch_internals import DispatchMode
 from mirror.device.cuda_graph import DeviceGraph
 from mirror.errors import first_line
+from mirror.replica.gradients.packed_grads import STAYS
 from mirror.values import are_identical
 
 logger = logging.getLogger(__name__)
@@ -288,12 +290,16 @@ class CapturedPieces:
         copied: list[Tensor],
     ) -> CapturedGraph | None:
         """Captures a piece; if that fails, logs a warning and returns ``None``."""
-        are_of_graphs = [*map(self._graph_storages.__contains__, _storages_of(copied))]
+        are_of_graphs = map(self._graph_storages.__contains__, _storages_of(copied))
+        are_in_place = [
+            stays or hasattr(tensor, STAYS)
+            for tensor, stays in zip(copied, are_of_graphs, strict=True)
+        ]
         num_seen = len(static) // len(replicas) if replicas[0] == 0 else 0
         captured = CapturedGraph(self._make_graph(device), static, num_seen, self.moves)
         is_static = self._static_slots.__contains__
         try:
-            captured.capture(program, device, copied, are_of_graphs, is_static, len(replicas))
+            captured.capture(program, device, copied, are_in_place, is_static, len(replicas))
         except Uncapturable as error:
             self._uncapturable.add(program)
             if not self._has_warned:  # once a step

@@ -37,6 +37,9 @@ from mirror.compiler.runtime.cuda_graphs import CapturedGraph, alignment_of, cop
 from mirror.compiler.step_errors import Uncapturable
 from mirror.device.cuda_graph import CudaGraph, GraphPool
 from mirror.errors import CompileError
+from mirror.replica.gradients.grad_tracker import GradTracker
+from mirror.replica.gradients.packed_grads import PackedGrads
+from mirror.replica.params.replicated_param import ReplicatedParam
 
 logger = logging.getLogger(__name__)
 
@@ -85,28 +88,64 @@ class ReplicaPool:
             self._gradients.clear()
 
 
+class PackedMemory:
+    """Where the backward graphs of a program leave the gradients of parameters, to be reduced.
+
+    Args:
+        variables: the parameters, in the program's order.
+    """
+
+    def __init__(
+        self, tracker: GradTracker, grads: PackedGrads, variables: Sequence[ReplicatedParam]
+    ) -> None:
+        self._tracker, self.grads = tracker, grads
+        number_of = {variable: i for i, variable in enumerate(grads.variables)}
+        self._numbers = [number_of[variable] for variable in variables]
+        self._of_replica: dict[int, list[Tensor]] = {}
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the running pass leaves gradients here, and does not go on to parameters."""
+        return self.grads.is_under_way
+
+    def of_replica(self, replica_id: int) -> list[Tensor]:
+        """Returns a replica's memory; not in a capture, whose pool would have it."""
+        known = self._of_replica.get(replica_id)
+        if known is None:
+            made = self.grads.make(replica_id)
+            known = self._of_replica[replica_id] = [made[number] for number in self._numbers]
+        return known
+
+    def arrive(self, replica_id: int, device: torch.device) -> None:
+        """Records that a replica's gradients are there."""
+        self._tracker.packed.arrive(self.grads, replica_id, device)
+
+
 class ModuleGraphs:
     """The graphs of one replica for a traced call.
 
     Args:
+        place: the replica, and its device.
         passes: the call's programs as pieces.
         forward, backward: the same, ready to be called.
         static: the slots of inputs that are the same tensors in every call.
-        parameters: the slots of the parameters' gradients.
+        num_arguments: how many of the first gradients are those of arguments.
+        packed: where the parameters' gradients are reduced; ``None``: they are copied.
         pools: those of the replica, which this may extend.
     """
 
     def __init__(
         self,
-        device: torch.device,
+        place: tuple[int, torch.device],
         passes: PassPrograms,
         forward: CallableProgram,
         backward: CallableProgram | None,
         static: Sequence[int],
-        parameters: Sequence[int],
+        num_arguments: int,
+        packed: PackedMemory | None,
         pools: list[ReplicaPool],
     ) -> None:
-        self._device, self._pools = device, pools
+        (self._replica_id, self._device), self._pools, self._packed = place, pools, packed
         self._programs = forward, backward
         self._is_static = set(static).__contains__
         self._get_static = [_picker(p, self._is_static) for p in (forward, backward)]
@@ -120,10 +159,10 @@ class ModuleGraphs:
         ]
         self._get_tangents = slot_getter(self._tangents)
         self._outputs = [*dict.fromkeys(passes.outputs)]
-        # Gradients that are in a program's memory, by where each lies.
-        made = set() if backward is None else set(backward.gives)
         self._early = [slot for slot in forward.gives if slot in passes.gradients]
-        self._parameters = [slot for slot in dict.fromkeys(parameters) if slot in made]
+        self._of_arguments = set(passes.gradients[:num_arguments])
+        self._of_parameters = passes.gradients[num_arguments:]
+        self._gives: list[int] = []  # the slots of gradients in the pool's memory
         self._is_warm = False
         self._is_off = backward is None and bool(passes.gradients)  # the forward computes them
         self._num_captures = self._num_others = 0
@@ -167,6 +206,8 @@ class ModuleGraphs:
     def run_backward(self, values: list[Any]) -> bool:
         """Makes the backward pass of the call that has the pool; stores copies of gradients.
 
+        Those of parameters are in the packed memory instead, if there is one.
+
         Returns:
             Whether it is made; if not, the values that forward has saved are in their slots.
         """
@@ -185,7 +226,7 @@ class ModuleGraphs:
                 "forward and its backward pass; replace it before the forward pass"
             )
         graph.launch(self._get_tangents(values))
-        made = dict(zip(backward.gives, graph.outputs[0], strict=True))
+        made = dict(zip(self._gives, graph.outputs[0], strict=True))
         made |= {slot: self._given[slot] for slot in self._early}
         for slot, copy in zip(made, copies_of([*made.values()]), strict=True):
             values[slot] = copy
@@ -202,6 +243,8 @@ class ModuleGraphs:
 
     def note_backward(self) -> None:
         """Notes that the backward program has run without a graph."""
+        if not self._is_warm and self._packed is not None:
+            self._packed.of_replica(self._replica_id)  # makes the memory: later passes are packed
         self._is_warm = True
 
     def _capture_forward(self, static: list[Tensor], values: list[Any]) -> bool:
@@ -242,11 +285,19 @@ class ModuleGraphs:
         are_in_place = [slot not in self._tangents for slot in reads]
         found = {**self._given, **{slot: values[slot] for slot in self._tangents}}
 
+        memory = None if self._packed is None else self._packed.of_replica(self._replica_id)
+
         def finish(made: Sequence[Any]) -> Sequence[Any]:
             of_slot = dict(zip(backward.gives, made, strict=True))
-            dense = [slot for slot in self._parameters if 0 not in of_slot[slot].stride()]
-            shared = pool.share([of_slot[slot] for slot in dense])
-            of_slot |= zip(dense, shared, strict=True)
+            if memory is not None:
+                torch._foreach_copy_(memory, [of_slot[slot] for slot in self._of_parameters])
+                of_slot = {s: value for s, value in of_slot.items() if s in self._of_arguments}
+            else:
+                slots = dict.fromkeys(s for s in self._of_parameters if s in of_slot)
+                dense = [slot for slot in slots if 0 not in of_slot[slot].stride()]
+                shared = pool.share([of_slot[slot] for slot in dense])
+                of_slot |= zip(dense, shared, strict=True)
+            self._gives = [*of_slot]
             return [*of_slot.values()]
 
         try:

@@ -1,14 +1,17 @@
 """ModuleProgram: a traced call of a module, run on each replica between code that is not traced.
 
     in the trace                  in a call on replica r
-    parameters                    inputs of one autograd Function: the leaves of replica r
-    arguments with a gradient     inputs of that Function, too
+    parameters                    the leaves of replica r, behind one autograd Function
+    arguments with a gradient     inputs of that Function
     buffers                       the copies of r, which the forward program writes
     gradients of the outputs      what the Function's backward gets
     what forward saves            saved tensors of autograd: it checks that nothing writes them
 
 So the gradients of parameters arrive where those of an uncompiled call do, and their hooks, the
-buckets and ``no_sync`` see no difference.
+buckets and ``no_sync`` see no difference. With CUDA graphs the parameters are inputs of a second
+Function, which is called once, and whose output is an input of every call: ``_Leaves``. And a
+backward pass that reaches nothing else leaves the gradients where they are reduced:
+``packed_grads.py``.
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
 then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
@@ -17,23 +20,33 @@ call has overwritten what the graph has saved: see ``module_graphs.py``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mirror.base.torch_private import set_sequence_number
+from mirror.compiler.call_outputs import output_leaves, rebuild_outputs
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, slot_getter
-from mirror.compiler.runtime.module_graphs import ModuleGraphs, ReplicaPool
+from mirror.compiler.runtime.cuda_graphs import copies_of
+from mirror.compiler.runtime.module_graphs import ModuleGraphs, PackedMemory, ReplicaPool
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
+from mirror.replica.gradients.grad_reducer import GradReducer
+from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.params.torch_function import make_common
-from mirror.values import leaves_of, rebuild_structure
+from mirror.values import leaves_of
 
+_FIRST = 2**62  # as a number of a node: it runs as soon as it has its gradient
+_version_of, _data_of = attrgetter("_version"), attrgetter("data")
 _FILLED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.SHARED, InputKind.PART)
 Redo = Callable[[int, "ModuleCall", Sequence[Any], bool], Sequence[Any]]
 
@@ -47,9 +60,12 @@ class ModuleProgram:
         forward, backward: the same, ready to be called.
         pools: the memory of each replica's CUDA graphs; empty: there are none.
         redo: computes the gradients of a call by another call of ``forward``.
+        gradients: those of the strategy's parameters; ``None`` with one replica.
+        packed: where the module's programs leave gradients, by their parameters.
 
     Attributes:
         pattern: the traced call.
+        record: the functions of torch that it has made in the trace.
         tangents: by output with a gradient, the strides of that.
         not_differentiable: the numbers of the outputs that require no gradient.
         draws: whether a call draws random numbers.
@@ -64,9 +80,12 @@ class ModuleProgram:
         backward: CallableProgram | None,
         pools: Mapping[int, list[ReplicaPool]],
         redo: Redo,
+        gradients: GradReducer | None,
+        packed: dict[Any, PackedMemory | None],
     ) -> None:
+        self._known_packed = packed
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
-        self.pattern = trace.pattern
+        self.pattern, self.record = trace.pattern, trace.record
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
         read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
@@ -94,8 +113,8 @@ class ModuleProgram:
             for slot in sorted(read)
             if inputs[slot].kind is InputKind.SHARED and inputs[slot].value is None
         ]
-        found = [(slot, inputs[slot].value) for slot in sorted(read)]
-        self._found = [(slot, value) for slot, value in found if value is not None]
+        others = [(slot, inputs[slot].value) for slot in sorted(read)]
+        self._found = [(slot, value) for slot, value in others if value is not None]
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         if pools:
             for slot, value in self._found:
@@ -108,14 +127,19 @@ class ModuleProgram:
         self._tangent_slots = [by_tangent[i] for i in self.tangents]
         self._get_tangents = slot_getter([*self.tangents])
         self._strides = [*self.tangents.values()]
-        self._num_inputs = len(trace.arguments) + len(trace.parameters)
+        self._num_arguments = len(trace.arguments)
         self._outputs = slot_getter(passes.outputs)
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
         self._is_single = isinstance(trace.outputs, Tensor)
-        self._leaves = [None if isinstance(x, Tensor) else x for x in leaves_of(trace.outputs)]
-        self._are_tensors = [isinstance(leaf, Tensor) for leaf in leaves_of(trace.outputs)]
-        self._structure = rebuild_structure(trace.outputs, self._leaves)
+        found = output_leaves(trace.outputs)
+        leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
+        self._are_tensors = [isinstance(leaf, Tensor) for leaf in found]
+        self._structure = rebuild_outputs(trace.outputs, leaves)
+        self._leaves = [
+            [device if leaf == trace.step.device else leaf for leaf in leaves]
+            for device in replicas.devices
+        ]
         num_outputs = sum(self._are_tensors)
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
@@ -127,13 +151,37 @@ class ModuleProgram:
             for slot, one in enumerate(inputs)
             if one.kind in (InputKind.PARAMETER, InputKind.BUFFER) or one.value is not None
         ]
-        of_parameters = passes.gradients[len(trace.arguments) :]
+        self._packed = self._make_packed(gradients) if pools else None
         self._graphs = {
             r: ModuleGraphs(
-                replicas.devices[r], passes, forward, backward, stay, of_parameters, mine
+                (r, replicas.devices[r]),
+                passes,
+                forward,
+                backward,
+                stay,
+                self._num_arguments,
+                self._packed,
+                mine,
             )
             for r, mine in pools.items()
         }
+        self._joined = {r: _JoinedLeaves(self._leaves_of(r)) for r in pools}
+
+    def _make_packed(self, gradients: GradReducer | None) -> PackedMemory | None:
+        """Returns where gradients are reduced; ``None`` if they cannot be left there."""
+        slots = self.passes.gradients[self._num_arguments :]
+        variables = [place.record for place in self._trace.parameters]
+        if gradients is None or self._backward is None or not slots or None in variables:
+            return None
+        if not set(slots).issubset(self._backward.gives):
+            return None
+        key = tuple(variables)
+        if key not in self._known_packed:
+            grads = gradients.pack(variables)
+            self._known_packed[key] = (
+                None if grads is None else PackedMemory(gradients.tracker, grads, variables)
+            )
+        return self._known_packed[key]
 
     def call(self, replica_id: int, leaves: Sequence[Any], state: Any) -> Any:
         """Makes the call on a replica; returns what the module returns.
@@ -145,16 +193,20 @@ class ModuleProgram:
         call = ModuleCall(self, replica_id, leaves, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
-            parameters = self._leaves_of(replica_id)
-            outputs = _apply(call, *wanted, *parameters)
+            joined = self._joined.get(replica_id)
+            if joined is not None and joined.parameters and joined.is_free():
+                joined.begin(call)
+                outputs = _apply(call, *wanted, joined.output)
+            else:
+                outputs = _apply(call, *wanted, *self._leaves_of(replica_id))
         else:
             with torch.no_grad():
                 outputs, _ = self.run_forward(call)
         if self._is_single:
             return outputs[0]
         remaining = iter(outputs)
-        known = zip(self._are_tensors, self._leaves, strict=True)
-        return rebuild_structure(
+        known = zip(self._are_tensors, self._leaves[replica_id], strict=True)
+        return rebuild_outputs(
             self._structure, [next(remaining) if is_tensor else leaf for is_tensor, leaf in known]
         )
 
@@ -219,7 +271,7 @@ class ModuleProgram:
             return self._gradients(values)
         if call.graphs is not None:
             if call.graphs.run_backward(values):
-                return self._gradients(values)
+                return self._leave(call, values)
             if self.draws:  # attention has kept its seed on the GPU
                 return None
         self._backward.run(values, self._replicas.devices[r])
@@ -227,8 +279,28 @@ class ModuleProgram:
             self._graphs[r].note_backward()
         return self._gradients(values)
 
+    def _leave(self, call: ModuleCall, values: list[Any]) -> Sequence[Any]:
+        """Returns the gradients that a graph has made; those of a packed pass stay in place."""
+        found, packed = self._gradients(values), self._packed
+        if packed is None:
+            return found
+        arguments = found[: self._num_arguments]
+        if call.joined is not None and packed.is_under_way:
+            return arguments
+        return *arguments, *copies_of(packed.of_replica(call.replica_id))
+
     def backward(self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients for ``_Replayed``: of the traced pass, or of another one."""
+        found = self._find_gradients(ctx, call, grads)
+        joined = call.joined
+        if joined is None:
+            return found
+        joined.node.gradients = found[self._num_arguments :] or None
+        return *found[: self._num_arguments], joined.grad_of_output
+
+    def _find_gradients(
+        self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
+    ) -> Sequence[Any]:
         saved = ctx.saved_tensors
         given = self._get_tangents(grads)
         is_traced = (
@@ -239,11 +311,26 @@ class ModuleProgram:
         )
         found = None
         if is_traced:
-            found = self.run_backward(call, saved[self._num_inputs :], given)
+            found = self.run_backward(call, saved[call.num_inputs :], given)
         if found is None:
-            return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
-        call.has_ended = True  # the next call may overwrite what was saved
-        return found
+            call.check_leaves()
+            found = self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
+        else:
+            call.has_ended = True  # the next call may overwrite what was saved
+        packed = self._packed
+        if packed is None or call.joined is None or not packed.is_under_way:
+            return found
+        # 2. A packed pass does not go on to the parameters.
+        of_parameters = found[self._num_arguments :]
+        if of_parameters:  # no graph has left them there
+            if None in of_parameters:
+                raise CompileError(
+                    "a backward pass of a compiled module reaches other outputs than before, and "
+                    "some parameters get no gradient; call the module once before each such pass"
+                )
+            torch._foreach_copy_(packed.of_replica(call.replica_id), list(of_parameters))
+        packed.arrive(call.replica_id, self._replicas.devices[call.replica_id])
+        return found[: self._num_arguments]
 
     def check_redo(self) -> None:
         """Raises CompileError if another call of ``forward`` would find other buffers."""
@@ -267,6 +354,10 @@ class ModuleProgram:
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
 
+    def packs(self, replica_id: int) -> tuple[int, PackedGrads | None]:
+        """Returns the replica, and where a pass may leave its gradients packed."""
+        return replica_id, None if self._packed is None else self._packed.grads
+
     def inputs_of(self, call: ModuleCall) -> tuple[list[int], list[Tensor]]:
         """Returns the numbers of the arguments that get gradients, and the parameters that do."""
         return self._trace.arguments, self._leaves_of(call.replica_id)
@@ -280,7 +371,10 @@ class ModuleProgram:
 class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
-    __slots__ = ("__weakref__", "graphs", "has_ended", "leaves", "program", "replica_id", "state")
+    __slots__ = (
+        *("__weakref__", "graphs", "has_ended", "joined", "leaves", "num_inputs", "program"),
+        *("replica_id", "state", "versions"),
+    )
 
     def __init__(
         self, program: ModuleProgram, replica_id: int, leaves: Sequence[Any], state: Any
@@ -288,11 +382,80 @@ class ModuleCall:
         self.program, self.replica_id = program, replica_id
         self.leaves, self.state = leaves, state
         self.graphs: ModuleGraphs | None = None
-        self.has_ended = False
+        self.joined: _JoinedLeaves | None = None
+        self.versions: list[int] = []
+        self.has_ended, self.num_inputs = False, 0
 
     def is_there(self) -> bool:
         """Whether what forward has saved is not overwritten."""
         return self.graphs is None or self.graphs.is_of(self)
+
+    def check_leaves(self) -> None:
+        """Raises RuntimeError, as autograd does, if a parameter was changed since the call."""
+        if self.joined is not None:
+            if [*map(_version_of, self.joined.parameters)] != self.versions:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    "inplace operation: a parameter, between the call of a compiled module and a "
+                    "backward pass that calls forward again"
+                )
+
+
+class _JoinedLeaves:
+    """The parameters of one replica as one input of a program's calls, one call after the other.
+
+    Args:
+        parameters: the replica's leaves that get gradients.
+
+    Attributes:
+        node: that of ``_Leaves``, through which a call's gradients go.
+        output: its output.
+        grad_of_output: the gradient of that, in every pass.
+    """
+
+    output: Tensor
+    grad_of_output: Tensor
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.node: Any = None
+        self._holder: Callable[[], ModuleCall | None] = lambda: None
+
+    def is_free(self) -> bool:
+        """Whether no call waits for its backward pass."""
+        call = self._holder()
+        return call is None or call.has_ended
+
+    def begin(self, call: ModuleCall) -> None:
+        """Has the gradients of a call go through the node."""
+        if self.node is None:
+            self.output = _join(*self.parameters)
+            self.grad_of_output = self.output.detach()
+            self.node = self.output.grad_fn
+            set_sequence_number(self.node, _FIRST)
+        call.joined, call.versions = self, [*map(_version_of, self.parameters)]
+        self._holder = weakref.ref(call)
+
+
+class _Leaves(torch.autograd.Function):
+    """Joins the leaves of a replica in one tensor, which stands for them in all calls.
+
+    A call sets ``gradients`` of its node before autograd gets there; ``None``: it has left them
+    where they are reduced.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
+        make_common(ctx)
+        ctx.gradients, ctx.num_leaves = None, len(leaves)
+        ctx.mirror_is_separate = True
+        ctx.set_materialize_grads(False)
+        return torch.zeros((), device=leaves[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        return (None,) * ctx.num_leaves if gradients is None else tuple(gradients)
 
 
 class _Replayed(torch.autograd.Function):
@@ -302,7 +465,9 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, call: ModuleCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
-        ctx.call = call
+        ctx.call, call.num_inputs = call, len(inputs)
+        if call.joined is not None:
+            ctx.mirror_packs = partial(call.program.packs, call.replica_id)
         ctx.mirror_is_separate = call.program.pattern.is_separate
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, *saved)
@@ -318,6 +483,7 @@ class _Replayed(torch.autograd.Function):
 
 # Without the resolution of mirrored parameters and torch.func's transforms: there are none.
 _apply: Any = super(torch.autograd.Function, _Replayed).apply
+_join: Any = super(torch.autograd.Function, _Leaves).apply
 
 
 def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:

@@ -66,21 +66,32 @@ class GuardedValue:
 
     def holds(self) -> bool:
         """Whether all values are those of the trace."""
-        if self._is_untouched is not None and self._is_untouched():
-            return True
-        return self._read() == self._then
+        if self._is_untouched is None:
+            return self._read() == self._then
+        return self._is_untouched() or _are_exact(self._read(), self._then)
 
     def find_change(self) -> str | None:
         """Returns the first change in words; ``None`` if there is none."""
         now = self._read()
-        if now == self._then:
+        if _are_exact(now, self._then):
             return None
         for i, (before, after) in enumerate(zip(self._then, now, strict=False)):
-            if before != after and i < len(self._names):
+            if not _are_exact([before], [after]) and i < len(self._names):
                 return (
                     f"{self._names[i]} was {_format_value(before)} and is {_format_value(after)}"
                 )
         return f"{self._names[0] if self._names else 'something'} or a value beside it"
+
+
+def _are_exact(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    """Whether values are equal, and of the same types: 2 * x and 2.0 * x have other dtypes."""
+    return now == then and all(map(_is_exact, now, then))
+
+
+def _is_exact(now: Any, then: Any) -> bool:
+    if isinstance(now, (list, tuple)):
+        return all(map(_is_exact, now, then))
+    return type(now) is type(then) and (type(now) is not float or repr(now) == repr(then))
 
 
 def _format_value(value: Any) -> str:
@@ -200,7 +211,7 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
             for name, value in attributes.items()
             if isinstance(value, PLAIN) and not name.startswith(("_is_", "_compiled", "_version"))
         ]
-        getters.append((operator.itemgetter(*names), attributes))
+        getters.append((operator.itemgetter("training", *names), attributes))  # a tuple
         values.append(f"one of {', '.join(names)} of module {paths[key]!r}")
         if module._modules:
             children.append(module._modules)
@@ -214,13 +225,25 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
             held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
 
     def read() -> list[Any]:
+        ids = [[*map(id, entries.values())] for entries in children]
         try:
-            return [get(attributes) for get, attributes in getters]
+            return [*[get(attributes) for get, attributes in getters], *ids]
         except KeyError as error:
             return [error.args[0]]
 
-    def read_children() -> list[Any]:
-        return [[*map(id, entries.values())] for entries in children]
+    then = [get(attributes) for get, attributes in getters]
+    objects = [*chain.from_iterable([*then, *map(dict.values, children)])]
+    sizes = [*map(len, children)]
+
+    def are_untouched() -> bool:
+        if [*map(len, children)] != sizes:
+            return False
+        try:
+            now = [get(attributes) for get, attributes in getters]
+        except KeyError:
+            return False
+        held = chain.from_iterable([*now, *map(dict.values, children)])
+        return all(map(operator.is_, held, objects))
 
     def read_tensors() -> list[Any]:
         return [SameObject(kept.get(name)) for kept, name in held]
@@ -231,23 +254,10 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     tensors = [f"tensor {n!r}" for _, n in held]
     have_none = None if any(hooks) else lambda: not any(hooks)
     return [
-        GuardedValue(values, read),
-        GuardedValue(owners, read_children, _watch_all(children)),
+        GuardedValue([*values, *owners], read, are_untouched),
         GuardedValue(["the hooks of modules"] * len(hooks), read_hooks, have_none),
         *([GuardedValue(tensors, read_tensors, _watch(held))] if held else []),
     ]
-
-
-def _watch_all(dicts: Sequence[dict[str, Any]]) -> Callable[[], bool]:
-    """Returns a function: whether the dicts have the values of now, and no others."""
-    then, sizes = [*chain.from_iterable(map(dict.values, dicts))], [*map(len, dicts)]
-
-    def are_untouched() -> bool:
-        if [*map(len, dicts)] != sizes:
-            return False
-        return all(map(operator.is_, chain.from_iterable(map(dict.values, dicts)), then))
-
-    return are_untouched
 
 
 def _watch(places: Sequence[tuple[dict[str, Any], str]]) -> Callable[[], bool]:

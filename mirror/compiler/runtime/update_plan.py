@@ -31,6 +31,7 @@ from mirror.compiler.lowering.programs import CallableProgram, slot_getter
 from mirror.compiler.lowering.step_plan import ProgramPiece
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.device.cuda_graph import CudaGraph, has_graphs
+from mirror.replica.gradients.packed_grads import STAYS
 from mirror.values import are_identical
 
 CHUNK_BYTES = 16 * 2**20  # of parameters that a step parameter by parameter takes together
@@ -206,7 +207,8 @@ class UpdatePlan:
             given += [parameters, one.get_grads(grads), *state]
         given += [[groups[i][name]] for i, name in self._options]
         is_again, self._launched = recorded is self._launched, recorded
-        if not is_again:
+        stay = bool(grads) and hasattr(grads[0], STAYS)
+        if not is_again or (self._graph is not None and stay and not self._graph.grads_stay):
             self._graph = None
         elif self._graph is None and has_graphs(self.device):
             are_static = [stays for one in self._stand_ins for stays in one.are_static]
@@ -215,6 +217,7 @@ class UpdatePlan:
             # What a graph writes to copies of gradients would be lost.
             if copied.isdisjoint(recorded.written):
                 self._graph = _UpdateGraph(recorded, given, are_static, self._chunks, self.device)
+                self._graph.grads_stay = stay
         if self._graph is None:
             recorded.run(given, self._chunks)
         else:
@@ -271,7 +274,14 @@ class _StandIn:
 
 
 class _UpdateGraph:
-    """A recorded update of one replica as a CUDA graph."""
+    """A recorded update of one replica as a CUDA graph.
+
+    Attributes:
+        grads_stay: whether it reads gradients where a packed pass leaves them; others are copied
+            there.
+    """
+
+    grads_stay = False
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ have streams of its own.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, repeat
@@ -53,7 +54,7 @@ from mirror.execution.runner import Runner
 from mirror.replica.gradients.exposed_grads import broadcast_grad, copy_for
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.ready_grads import add_grads, local_grad, set_local_grad
-from mirror.replica.params.mirrored_tensor import share_storage
+from mirror.replica.params.mirrored_tensor import GRAD, share_storage
 from mirror.replica.params.replicated_param import GradientHook, ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
 
@@ -120,7 +121,8 @@ class GradAccess:
         self._common.update(zip(variables, zip(all_grads, repeat(keep)), strict=False))
 
     def distribute_common(self) -> None:
-        """Gives the replicas the gradients of ``set_common``."""
+        """Gives the replicas the gradients of ``set_common``, in memory of their own."""
+        self.unreduced.own_grads()
         common = dict(self._common)
         by_step: dict[Keep, list[ReplicatedParam]] = {}
         for variable, (grad, keep) in common.items():
@@ -144,6 +146,8 @@ class GradAccess:
         replica, gradients = replica_of(self._replicas), self.unreduced
         if replica is None or replica_id is None:
             return self._read_outside(variable)
+        for packed in gradients.lent:
+            packed.own(replica_id)
         if gradients.deferred.is_open:
             return gradients.local_gradient(variable, replica_id)
         # A compiler that traces a replica's code holds a lock while it reads .grad. Other
@@ -158,6 +162,7 @@ class GradAccess:
         if self._common:
             self.distribute_common()
         self.unreduced.flush()
+        self.unreduced.own_grads()
         if self.unreduced.scattered:
             self.unreduced.gather()
         return self.exposed.show(variable)
@@ -249,8 +254,9 @@ class GradAccess:
             if gradients.scattered and gradients.scatter is not None:
                 gradients.scatter.drop_all_of(variables, None)
         for mine in targets:
-            for target in mine:
-                target.grad = None
+            deque(map(GRAD.__set__, mine, repeat(None)), maxlen=0)
+        if gradients.lent and replica is None:
+            gradients.lent[:] = [p for p in gradients.lent if not p.is_cleared_with(variables)]
         return True
 
     # Keeping them equal

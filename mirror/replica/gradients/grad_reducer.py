@@ -7,13 +7,14 @@ A backward pass leaves each replica's local gradient in the C++ slot of its copi
 backward passes before that cost one reduction. A hook never waits. Pending gradients are recorded
 per replica: with one record for all, replica 1's ``zero_grad`` would reduce replica 0's gradients.
 
-Until it is reduced, a local gradient is in exactly one of three places:
+Until it is reduced, a local gradient is in exactly one of four places:
 
     the slot of its copy        ``pending`` names the copy, or ``GradTracker.find`` will find it
     a bucket in flight          taken out of the slots of all replicas at once: [Note: Buckets]
     ``deferred``                taken out of the slot under ``no_sync``
+    ``PackedPasses``            in the memory where a program has left it: ``packed_grads.py``
 
-There is something to reduce while any of the three is not empty.
+There is something to reduce while any of the four is not empty.
 
 How they are reduced: ``LocalReduction`` in ``local_reduction.py``, in one process;
 ``WorkerReduction`` in ``multi_worker/worker_reduction.py``, over several workers. How much each
@@ -37,6 +38,7 @@ from mirror.execution.runner import Runner
 from mirror.replica.gradients.exposed_grads import ExposedGrads
 from mirror.replica.gradients.grad_scatter import GradScatter
 from mirror.replica.gradients.grad_tracker import GradTracker
+from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.gradients.ready_grads import DeferredGrads, add_grads, local_grad
 from mirror.replica.gradients.shares import PassWeights, Shares
 from mirror.replica.params.replicated_param import ReplicatedParam
@@ -84,6 +86,9 @@ class Reduction(Protocol):
     def discard(self) -> None:
         """Drops all gradients that are not reduced."""
 
+    def pack(self, variables: Sequence[ReplicatedParam]) -> PackedGrads | None:
+        """Returns memory in which gradients of these variables can be left; see PackedGrads."""
+
     def forget(self, variable: ReplicatedParam) -> None:
         """Drops the unreduced gradients of a variable that was freed; takes no lock."""
 
@@ -98,8 +103,9 @@ class GradReducer:
         reduction: how they are reduced.
 
     Attributes:
-        tracker, deferred, scatter, bytes_per_pack, order_of_arrival: see ``Reduction``.
+        tracker, deferred, scatter, bytes_per_pack, order_of_arrival, pack: see ``Reduction``.
         pending, unsettled: see ``GradTracker``.
+        lent, own_grads: see ``PackedPasses``.
         exposed: the reduced gradients that the program has.
         scattered: the gradients that ``scatter`` has.
     """
@@ -117,8 +123,9 @@ class GradReducer:
         self.tracker, self.deferred = reduction.tracker, reduction.deferred
         self.scatter, self.bytes_per_pack = reduction.scatter, reduction.bytes_per_pack
         self.pending, self.unsettled = self.tracker.pending, self.tracker.unsettled
+        self.lent, self.own_grads = self.tracker.packed.lent, self.tracker.packed.own
         self.scattered = {} if self.scatter is None else self.scatter.scattered
-        self.order_of_arrival = reduction.order_of_arrival
+        self.order_of_arrival, self.pack = reduction.order_of_arrival, reduction.pack
         self._shown: list[tuple[Tensor, int]] = []  # what local_gradient returned, versions
 
     # Whether there is something to reduce

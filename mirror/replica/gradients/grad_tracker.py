@@ -42,6 +42,7 @@ from operator import is_not
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.mutex import Mutex
@@ -56,6 +57,7 @@ from mirror.execution.run import Run, Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.non_finite import NonFiniteCheck
+from mirror.replica.gradients.packed_grads import PackedPasses
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.pass_arguments import (
     clone_gradients,
@@ -100,7 +102,8 @@ class GradTracker:
         unsettled: per replica, the running backward passes, and the buckets in flight with its
             gradients: while there are any, ``pending`` is incomplete.
         unsearched: the last pass outside ``run``, until the slots are searched for its gradients.
-        sources: the lists of these three; while all are empty, no gradient has arrived.
+        packed: the gradients of passes that leave them in no slots.
+        sources: the lists of these four; while all are empty, no gradient has arrived.
         changes: how often a copy was added, or its ``requires_grad`` has changed.
         in_flight: buckets that were launched in a pass and not collected. Each has ``copies``, per
             replica, whose gradients it has taken.
@@ -117,11 +120,13 @@ class GradTracker:
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in replicas.devices)
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
         self.unsearched: list[BackwardPass] = []
-        self.sources: tuple[list[Any], ...] = (*self.pending, *self.unsettled, self.unsearched)
+        self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.mesh.replicas)
+        self.packed = PackedPasses(self.pending, self.streams)
+        passes: tuple[list[Any], ...] = (self.unsearched, self.packed.unreduced)
+        self.sources: tuple[list[Any], ...] = (*self.pending, *self.unsettled, *passes)
         self.in_flight: list[Any] = []
         self._passes: tuple[list[BackwardPass], ...] = tuple([] for _ in self.pending)
         self.changes = 0
-        self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.mesh.replicas)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self.arrivals: ReadyGrads | None = None
         self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
@@ -158,6 +163,8 @@ class GradTracker:
         if replica_id is None:
             self.mutex.call(self._begin_outer_pass, this, within)
             return
+        for packed in self.packed.lent:
+            packed.own(replica_id)
         lock = self.mutex.lock
         try:
             lock.acquire()
@@ -172,6 +179,8 @@ class GradTracker:
             self._num_passes[replica_id] += 1
 
     def _begin_outer_pass(self, this: BackwardPass, within: bool) -> None:
+        if self.packed.may_be:
+            self.packed.make_room()
         if self.unsearched and not self._is_passed_elsewhere():
             self.scan()
         if not within:
@@ -190,7 +199,24 @@ class GradTracker:
         if self.streams is not None:
             self._record_streams((replica_id,))
 
+    def pack(self, this: BackwardPass, outputs: Sequence[Any]) -> tuple[GradientEdge, ...]:
+        """Has a pass that has begun leave its gradients packed, if it can.
+
+        Returns:
+            Where it ends, so that it does not go through the slots; nothing: at all leaves.
+        """
+        is_alone = all(len(passes) == 1 for passes in self._passes)
+        if is_alone and not (any(self.pending) or self.in_flight or self.unsearched):
+            return self.packed.begin(this, outputs)
+        return ()
+
     def _end_outer_pass(self, this: BackwardPass) -> None:
+        if self.packed.may_be and self.packed.end(this):
+            self._remove(this, (*self.unsettled, *self._passes))
+            if self.streams is not None:
+                for r in range(len(self.pending)):
+                    self.streams.record(r)
+            return
         self.unsearched[:] = (this,)  # before, in case an interrupt comes between
         self._remove(this, (*self.unsettled, *self._passes))
         self.unsearched[:] = (this,)  # the next use of the strategy searches the slots
@@ -232,7 +258,7 @@ class GradTracker:
         """Whether a replica has unreduced gradients from backward passes."""
         if self.unsettled[replica_id]:
             self.scan_replica(replica_id)
-        return bool(self.pending[replica_id] or self.in_flight)
+        return bool(self.pending[replica_id] or self.in_flight or self.packed.unreduced)
 
     def have_arrived(self) -> bool:
         """Whether any replica has unreduced gradients from backward passes."""
@@ -240,7 +266,7 @@ class GradTracker:
             return False
         if self.unsearched or any(self._passes):
             self.scan()
-        return any(self.pending) or bool(self.in_flight)
+        return any(self.pending) or bool(self.in_flight or self.packed.unreduced)
 
     def scan(self) -> None:
         """Finds the gradients of passes outside ``run``, and of running passes."""
@@ -276,6 +302,7 @@ class GradTracker:
 
     def drop_local(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
         """Empties the slots of a variable's copies, for these replicas."""
+        self.packed.unpack()
         self.mutex.call(_empty_slots, [variable.copies[r] for r in replica_ids])
 
     def record_arrival_order(self) -> tuple[ReadyGrads, bool]:
@@ -356,7 +383,8 @@ class GradTracker:
         """
         self.drop_interrupted()
         self.find()
-        were_there = any(self.pending)
+        were_there = any(self.pending) or bool(self.packed.unreduced)
+        self.packed.discard()
         for copies, unsettled in zip(self.pending, self.unsettled, strict=True):
             self.mutex.call(_empty_slots, copies)
             unsettled.clear()
@@ -381,6 +409,8 @@ class GradTracker:
 
     def forget(self, variable: ReplicatedParam) -> None:
         """Removes a variable that was freed. Takes no lock: a garbage collection may call it."""
+        if any(variable in packed.variables for packed in self.packed.unreduced):
+            self.packed.unpack()
         self._silent_order = self.arrivals = None
         self._silent = [
             [c for c in silent if c.variable is not variable] for silent in self._silent
@@ -498,6 +528,9 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
                     if replica is None or replica_id is not None:
                         tracker.begin_pass(this, replica_id, within=within)
                     begun.append((tracker, replica_id))
+                    if tracker.packed.may_be and replica is None:
+                        if not (within or args[3] or args[4]):  # a graph of it, or inputs
+                            args = *args[:4], tracker.pack(this, args[0])
             if replica is None and serial_graphs.alive:
                 with torch.autograd.set_multithreading_enabled(False):
                     order.advance()  # create_graph=True makes nodes

@@ -50,6 +50,7 @@ from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_scatter import GradScatter, Scattering
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
+from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.gradients.ready_grads import (
     DeferredGrads,
     ReadyGrads,
@@ -107,6 +108,8 @@ class LocalReduction:
         """Sums the local gradients, weighted, into every replica's ``.grad``."""
         if self.scatter is not None and self.scatter.scattered:
             self.scatter.settle(weights)
+        if self.tracker.packed.unreduced and self._reduce_packed(weights):
+            return
         # 1. Take the gradients out of their slots, and wait for the buckets in flight.
         adds_deferred = self.deferred.has_passes
         arrivals, by_replica = self._take(weights)
@@ -146,6 +149,60 @@ class LocalReduction:
         self._runner.unfinished = self._runner.running is not None
         if self.tracker.streams is not None:
             self.tracker.forget_streams()
+
+    def pack(self, variables: Sequence[ReplicatedParam]) -> PackedGrads | None:
+        """Returns memory for the gradients of variables, where they are reduced in place.
+
+        ``None`` if they are to be moved first: they are checked, or reduced in slices, or complex.
+        """
+        have_one_layout = all(
+            target.stride() == v.targets[0].stride() and target.dtype == v.targets[0].dtype
+            for v in variables
+            for target in v.targets
+        )
+        if self._finite is not None or self.scatter is not None or not have_one_layout:
+            return None
+        if any(v.targets[0].is_complex() for v in variables):
+            return None
+        wanted = set(variables)
+        in_order = [v for v in self.order_of_arrival() if v in wanted]
+        if len(in_order) < len(wanted):
+            in_order = [*dict.fromkeys(reversed(variables))]
+        self.tracker.packed.may_be = True
+        return PackedGrads(
+            self.tracker.packed,
+            in_order,
+            self._buckets.bucket_ends_of(in_order),
+            self.bytes_per_pack if self._reducer.packs else None,
+        )
+
+    def _reduce_packed(self, weights: PassWeights) -> bool:
+        """Reduces the gradients of a packed pass in place; returns whether that is done."""
+        (packed,) = self.tracker.packed.unreduced
+        variables = packed.variables
+        is_alone = not (any(self.tracker.pending) or self.tracker.in_flight)
+        scale = weights.common
+        if self.deferred.has_passes or not (is_alone and scale) or any(map(_hooks_of, variables)):
+            self.tracker.packed.unpack()
+            return False
+        self.tracker.packed.unreduced.clear()
+        packed.arrived.clear()
+        self.tracker.clear()
+        timeline, name = self._replicas.timeline, f"gradients of {len(variables)} parameters"
+        timeline.mark((timeline.clock(), CROSS, REDUCTION, name))
+        for moved in packed.moved:
+            self._reducer.all_reduce(moved, scale)
+        timeline.mark((timeline.clock(), CROSS, REDUCTION, None))
+        self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
+        for targets, reduced in zip(packed.arrivals.targets, packed.columns, strict=True):
+            accumulate(targets, reduced)
+        self._runner.unfinished = self._runner.running is not None
+        if packed not in self.tracker.packed.lent:
+            self.tracker.packed.lent.append(packed)
+        if self.tracker.streams is not None:
+            self.tracker.streams.keep([()] * len(packed.columns), packed.columns)
+            self.tracker.forget_streams()
+        return True
 
     def _take(self, weights: PassWeights) -> tuple[ReadyGrads, list[ReplicaGrads]]:
         """Takes the local gradients out of their slots.
@@ -206,6 +263,7 @@ class LocalReduction:
     @torch.no_grad()
     def defer(self, weights: PassWeights) -> None:
         """Moves the local gradients, weighted, to ``deferred``."""
+        self.tracker.packed.unpack()
         arrivals, by_replica = self._take(weights)
         self._buckets.collect()
         weigh(by_replica, weights)
@@ -332,7 +390,7 @@ class Buckets:
             refuse_sparse(variable.home, variable.name)  # which a flat buffer has no place for
         if plan is None or again:
             self.forget_order()
-            ends = self._bucket_ends(arrivals.variables)[:-1]
+            ends = self.bucket_ends_of(arrivals.variables)[:-1]
             self._plan = plan = _Plan(arrivals, ends)
             self.order = arrivals
             for index, end in enumerate(ends):
@@ -340,7 +398,7 @@ class Buckets:
                     launch = partial(self._handle_arrival, plan, index)
                     self._hooks.append(copies[end - 1].on_accumulate(launch))
 
-    def _bucket_ends(self, variables: Sequence[ReplicatedParam]) -> list[int]:
+    def bucket_ends_of(self, variables: Sequence[ReplicatedParam]) -> list[int]:
         """Returns the ends of the buckets; one bucket has variables of one mesh position.
 
         Its hook can then record the stream of all its gradients.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
-from operator import is_
+from operator import is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -159,6 +159,9 @@ def add_grads(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> None:
     """Adds reduced gradients to the targets' ``.grad``."""
+    if not any(map(is_not, map(GRAD.__get__, targets), repeat(None))):
+        deque(map(GRAD.__set__, targets, reduced), maxlen=0)
+        return
     sums, summands = [], []
     for target, grad in zip(targets, reduced, strict=True):
         if target.grad is None:
@@ -334,6 +337,11 @@ class Reducer:
         of_host = isinstance(replicas.communicator, HostCommunicator)
         self.is_on_host = (alone or of_host) and host_missing_reason() is None
 
+    @property
+    def packs(self) -> bool:
+        """Whether gradients are reduced in flat buffers."""
+        return self.wire_dtype is None and self._replicas.communicator.packs
+
     def move(
         self, columns: Sequence[list[Tensor]], streams: ReplicaStreams | None
     ) -> MovedTensors:
@@ -344,7 +352,7 @@ class Reducer:
         Args:
             streams: the streams on which replicas may use the buffers; ``None`` without GPUs.
         """
-        if self.wire_dtype is not None or not self._replicas.communicator.packs:
+        if not self.packs:
             return MovedTensors(columns, [], range(len(columns[0])))
         before = [] if streams is None else [list(column) for column in columns]
         # The first read may happen in inference mode: such tensors cannot be changed later.

@@ -393,6 +393,9 @@ class WorkerReduction:
         buckets = [] if self._order is None else self._order.buckets
         return [v for bucket in buckets for v in bucket.variables if v is not None]
 
+    def pack(self, variables: Sequence[ReplicatedParam]) -> None:
+        """Returns ``None``: gradients of several workers are moved before they are reduced."""
+
     # Deferring and dropping
 
     def defer(self, weights: PassWeights) -> None:

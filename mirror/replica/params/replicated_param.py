@@ -210,12 +210,17 @@ class Unreduced(Protocol):
         pending: per replica, the copies that have a local gradient.
         unsettled: per replica, running passes and buckets; while there are any, ``pending`` is
             incomplete.
+        lent: reduced gradients in memory that the next pass writes.
         deferred: the gradients deferred by ``no_sync``.
         scattered: the reduced gradients of which each replica has a part.
     """
 
     pending: tuple[list[ReplicaParameter], ...]
     unsettled: tuple[list[object], ...]
+
+    @property
+    def lent(self) -> Sized:
+        """The reduced gradients in memory that the next pass writes."""
 
     @property
     def deferred(self) -> Deferred:

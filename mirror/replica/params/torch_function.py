@@ -87,6 +87,7 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         if (
             unreduced.pending[r]
             or unreduced.unsettled[r]
+            or unreduced.lent
             or unreduced.deferred.is_open
             or unreduced.deferred.has_passes
             or unreduced.scattered

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.errors import CompileError, StrategyError
 from mirror.replica.modules.module_owner import interceptor_of
+from tests.pairs import quick_of
 from tests.profiled import profiled
 
 SIZES = (6, 6, 6, 4, 6, 4)
@@ -496,7 +497,7 @@ def test_a_comprehension_may_read_variables_around_it(n):
     assert compare(Comprehends, n) > 0
 
 
-@pytest.mark.parametrize("replicas", ["1", "2"])
+@pytest.mark.parametrize("replicas", quick_of(["1", "2"], ["2"]))
 def test_mirror_run_compiles_the_models_of_a_script(replicas, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -1079,6 +1080,31 @@ def test_a_clock_is_refused_with_its_line(n):
 
     with pytest.raises(CompileError, match=r"perf_counter\(\) % 2.*: it calls perf_counter"):
         Loop(Clock, n, compiles=True, verify="off").train()
+
+
+FLAGS = {
+    "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False, allow_tf32=True),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_that_choose_kernels_are_compared(flag):
+    """A graph, or a trace, has the kernels of its flags."""
+    with mirror.MirroredStrategy(["cpu"]) as strategy:
+        with strategy.scope():
+            model = strategy.compile(nn.Linear(6, 4), fallback="error")
+        compiled = interceptor_of(model).compiled
+        x = torch.ones(3, 6)
+        traces = []
+        for changes in (False, False, True, True, False, True):
+            if changes:
+                with FLAGS[flag]():
+                    model(x).mean().backward()
+            else:
+                model(x).mean().backward()
+            traces.append(compiled.num_traces)
+    assert traces == [0, 1, 2, 2, 2, 2]
 
 
 def test_more_than_four_shapes_run_uncompiled_with_one_warning(caplog):

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import mirror
 from mirror.compiler.runtime import cuda_graphs
 from mirror.compiler.step_errors import Uncapturable
 from mirror.errors import CompileError
-from mirror.replica.modules.module_owner import interceptor_of
 from tests.compiler.runtime.test_compiled_loops import Machine
 from tests.gpu.compiling import compiling_gpus
 from tests.gpu.graphs import graphs_on
@@ -322,28 +320,3 @@ def test_a_call_in_a_capture_of_the_programs_own_runs_uncompiled():
             m.keep(out)
 
     check(program, ONE)
-
-
-FLAGS = {
-    "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False, allow_tf32=True),
-}
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_flags_that_choose_kernels_are_compared(flag):
-    """A graph, or a trace, has the kernels of its flags."""
-    with mirror.MirroredStrategy(["cpu"]) as strategy:
-        with strategy.scope():
-            model = strategy.compile(nn.Linear(6, 4), fallback="error")
-        compiled = interceptor_of(model).compiled
-        x = torch.ones(3, 6)
-        traces = []
-        for changes in (False, False, True, True, False, True):
-            if changes:
-                with FLAGS[flag]():
-                    model(x).mean().backward()
-            else:
-                model(x).mean().backward()
-            traces.append(compiled.num_traces)
-    assert traces == [0, 1, 2, 2, 2, 2]

@@ -70,7 +70,7 @@ def whole_bytes(optimizer):
 IMPLEMENTATIONS = [{}, {"foreach": True}, {"fused": True}, {"foreach": False}]
 
 
-@pairwise(
+@each_once(
     info=[pytest.param(info, id=info.name) for info in NO_CLOSURE],
     way=[1, 2, 3],
     n=[2, 3],
