@@ -329,7 +329,7 @@ def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     for (_, dtype), positions in by_kind.items():
         # One call for all; a product with 1 has the same bits.
         if dtype.is_floating_point:
-            found = torch._foreach_mul([tensors[i] for i in positions], 1.0)
+            found = torch._foreach_mul([*map(tensors.__getitem__, positions)], 1.0)
         else:
             found = tuple(tensors[i].clone() for i in positions)
         for i, copy in zip(positions, found, strict=True):

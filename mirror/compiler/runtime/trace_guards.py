@@ -43,6 +43,9 @@ _SCALER = [
 ]
 
 
+_call = operator.methodcaller("__call__")
+
+
 class GuardedValue:
     """One list of values to compare.
 
@@ -181,7 +184,7 @@ def thread_state() -> GuardedValue:
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
-            *[get() for get in getters],
+            *map(_call, getters),
             *[
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
                 for kind in kinds
