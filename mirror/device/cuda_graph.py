@@ -86,8 +86,14 @@ class GraphPool:
     """Memory that several graphs of one GPU share.
 
     A graph's memory that no tensor holds after its capture is given to later captures. So a launch
-    overwrites it, and a launch of a later graph that of an earlier one.
+    overwrites it, and a launch of a later graph that of an earlier one. Another allocator than
+    torch's own, as ``backend:cudaMallocAsync``, gives such memory back to CUDA.
+
+    Attributes:
+        keeps_memory: whether what no tensor holds stays the pool's.
     """
+
+    keeps_memory = property(lambda self: torch.cuda.get_allocator_backend() == "native")
 
     def __init__(self) -> None:
         self._handle: Any = None

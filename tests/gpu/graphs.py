@@ -417,6 +417,7 @@ def graphs_on(gpus):
         mock.patch.object(torch.cuda, "CUDAGraph", partial(FakeGraph, graphs), create=True),
         mock.patch.object(torch.cuda, "graph_pool_handle", object, create=True),
         mock.patch.object(torch.cuda, "empty_cache", graphs.empty_cache),
+        mock.patch.object(torch.cuda, "get_allocator_backend", return_value="native"),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", is_capturing),
         mock.patch.object(tensors.Mode, "__torch_dispatch__", new=dispatch),
         mock.patch.object(gpus.streams, "may_spoil", may_spoil),

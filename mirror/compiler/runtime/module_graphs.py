@@ -323,6 +323,9 @@ class ModuleGraphs:
 
     def _let_go(self) -> None:
         """Leaves to the pool what forward has saved: only graphs read it from now on."""
+        assert self._pool is not None
+        if not self._pool.memory.keeps_memory:
+            return
         kept = {*self._outputs, *self._early}
         self._given = {slot: value for slot, value in self._given.items() if slot in kept}
         self._graphs[0].outputs = []

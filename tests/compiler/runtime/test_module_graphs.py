@@ -86,6 +86,17 @@ def test_shapes_share_the_memory_of_what_forward_saves(devices):
     assert of_one > saved > 20 * arguments
 
 
+def test_another_allocator_would_take_back_what_no_tensor_holds(monkeypatch):
+    _, shared = check(steps_of(24, 16, times=3), ONE)
+
+    def program(m):
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+        steps_of(24, 16, times=3)(m)
+
+    _, held = check(program, ONE)
+    assert held > 1.3 * shared
+
+
 def test_calls_that_wait_for_their_backward_pass_have_memory_of_their_own():
     """Two shapes and two modules before one backward pass, as in training with several crops."""
 
