@@ -116,9 +116,24 @@ class PackedMemory:
             known = self._of_replica[replica_id] = [made[number] for number in self._numbers]
         return known
 
-    def arrive(self, replica_id: int, device: torch.device) -> None:
-        """Records that a replica's gradients are there."""
-        self._tracker.packed.arrive(self.grads, replica_id, device)
+    def arrive(
+        self, replica_id: int, device: torch.device, gradients: Sequence[Tensor | None] = ()
+    ) -> None:
+        """Records that a replica's gradients are there.
+
+        Args:
+            gradients: those of the pass, if no graph has left them there; ``None``: of a parameter
+                that the pass does not reach.
+        """
+        packed = self._tracker.packed
+        if None in gradients:
+            packed.leave_in_slots(self.grads, replica_id, device, self._numbers, gradients)
+            return
+        if gradients:
+            torch._foreach_copy_(
+                self.of_replica(replica_id), [g for g in gradients if g is not None]
+            )
+        packed.arrive(self.grads, replica_id, device)
 
 
 class ModuleGraphs:

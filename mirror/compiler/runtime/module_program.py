@@ -320,16 +320,9 @@ class ModuleProgram:
         packed = self._packed
         if packed is None or call.joined is None or not packed.is_under_way:
             return found
-        # 2. A packed pass does not go on to the parameters.
+        # A packed pass does not go on to the parameters.
         of_parameters = found[self._num_arguments :]
-        if of_parameters:  # no graph has left them there
-            if None in of_parameters:
-                raise CompileError(
-                    "a backward pass of a compiled module reaches other outputs than before, and "
-                    "some parameters get no gradient; call the module once before each such pass"
-                )
-            torch._foreach_copy_(packed.of_replica(call.replica_id), list(of_parameters))
-        packed.arrive(call.replica_id, self._replicas.devices[call.replica_id])
+        packed.arrive(call.replica_id, self._replicas.devices[call.replica_id], of_parameters)
         return found[: self._num_arguments]
 
     def check_redo(self) -> None:

@@ -189,6 +189,38 @@ def test_graphs_draw_what_uncompiled_calls_draw(devices):
     assert "launch" in events
 
 
+class Two(nn.Module):
+    """Has two outputs, and a parameter that one of them and an argument give one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 4)
+        self.added = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        h = self.first((x + self.added).exp())
+        return self.one(h), self.two(h)
+
+
+@pytest.mark.parametrize("devices", [ONE, TWO])
+def test_gradients_of_other_passes_than_the_traced_one_arrive(devices):
+    """One output of two, where passes leave gradients in memory that is reduced in place."""
+
+    def program(m):
+        model = m.model(Two)
+        for i in range(7):
+            x = m.batch(6 * len(devices)).requires_grad_()
+            one, two = model(x * 2)
+            losses = one.mean(), two.square().mean()
+            (losses[0] if i == 4 else losses[1] if i == 5 else sum(losses)).backward()
+            reached = [p.grad for p in model.parameters() if p.grad is not None]
+            m.keep(x.grad, torch.tensor(len(reached)), *reached)
+            model.zero_grad()
+
+    events, _ = check(program, devices)
+    assert "launch" in events
+
+
 def failing_in(which, monkeypatch):
     """Has captures of one of a call's programs fail."""
     capture, number = cuda_graphs.CapturedGraph.capture, iter(range(100))
