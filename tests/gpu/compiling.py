@@ -41,9 +41,6 @@ def compiling_gpus(num_devices):
             mock.patch.object(build_module, "trace_module", real(build_module.trace_module)),
             mock.patch.object(build_module, "functional", real(build_module.functional)),
             mock.patch.object(observed_call, "is_users", _is_users),
-            mock.patch.object(
-                call_record, "_UNLIKE", (*call_record._UNLIKE, torch.Tensor.device.fget)
-            ),
             mock.patch.object(call_record, "_add", _but_devices(call_record._add)),
         ):
             yield gpus

@@ -14,15 +14,16 @@ backward pass that reaches nothing else leaves the gradients where they are redu
 ``packed_grads.py``.
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
-then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
-call has overwritten what the graph has saved: see ``module_graphs.py``.
+then: where other outputs have gradients, with ``create_graph=True``, where a hook reads a value
+that has changed since, and on a GPU where a later call has overwritten what the graph has saved:
+see ``module_graphs.py``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -30,11 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.base.torch_private import set_sequence_number
-from mirror.compiler.call_outputs import output_leaves, rebuild_outputs
+from mirror.base.torch_private import set_sequence_number, storage_key
+from mirror.compiler.call_outputs import distinct_tensors, output_leaves, rebuild_outputs
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, slot_getter
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import copies_of
 from mirror.compiler.runtime.module_graphs import ModuleGraphs, PackedMemory, ReplicaPool
 from mirror.compiler.step_inputs import InputKind, StateTensor
@@ -62,6 +64,7 @@ class ModuleProgram:
         redo: computes the gradients of a call by another call of ``forward``.
         gradients: those of the strategy's parameters; ``None`` with one replica.
         packed: where the module's programs leave gradients, by their parameters.
+        later: the values that code of the backward pass reads.
 
     Attributes:
         pattern: the traced call.
@@ -82,10 +85,11 @@ class ModuleProgram:
         redo: Redo,
         gradients: GradReducer | None,
         packed: dict[Any, PackedMemory | None],
+        later: BackwardValues | None = None,
     ) -> None:
         self._known_packed = packed
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
-        self.pattern, self.record = trace.pattern, trace.record
+        self.pattern, self.record, self.later = trace.pattern, trace.record, later
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
         read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
@@ -131,19 +135,26 @@ class ModuleProgram:
         self._outputs = slot_getter(passes.outputs)
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
+        num_leaves = len(trace.arguments) + len(trace.parameters)
+        self._gaps: list[int] = []  # leaves on which only outputs without gradients depend
+        if len(trace.gradients) < num_leaves:
+            self._gaps = [i for i in range(num_leaves) if i not in trace.gradients]
         self._is_single = isinstance(trace.outputs, Tensor)
         found = output_leaves(trace.outputs)
         leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
-        self._are_tensors = [isinstance(leaf, Tensor) for leaf in found]
         self._structure = rebuild_outputs(trace.outputs, leaves)
         self._leaves = [
             [device if leaf == trace.step.device else leaf for leaf in leaves]
             for device in replicas.devices
         ]
-        num_outputs = sum(self._are_tensors)
+        distinct, self._numbers = distinct_tensors(trace.outputs)
+        num_outputs = len(distinct)
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
+        self._has_parts = len({*trace.parts}) > 1
         self.draws = trace.step.draws > 0
+        # Until a backward pass is the traced one, forward can be called again.
+        self._is_proven = backward is None or not passes.reads_written
         self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._are_inputs = [slot < len(inputs) for slot in passes.saved]
         stay = [
@@ -169,6 +180,8 @@ class ModuleProgram:
 
     def _make_packed(self, gradients: GradReducer | None) -> PackedMemory | None:
         """Returns where gradients are reduced; ``None`` if they cannot be left there."""
+        if self._gaps:
+            return None
         slots = self.passes.gradients[self._num_arguments :]
         variables = [place.record for place in self._trace.parameters]
         if gradients is None or self._backward is None or not slots or None in variables:
@@ -190,7 +203,8 @@ class ModuleProgram:
             leaves: the tensors among the arguments.
             state: what ``redo`` needs to make the call again.
         """
-        call = ModuleCall(self, replica_id, leaves, state)
+        parameters = self._leaves_of(replica_id)
+        call = ModuleCall(self, replica_id, leaves, parameters, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
             joined = self._joined.get(replica_id)
@@ -198,16 +212,15 @@ class ModuleProgram:
                 joined.begin(call)
                 outputs = _apply(call, *wanted, joined.output)
             else:
-                outputs = _apply(call, *wanted, *self._leaves_of(replica_id))
+                outputs = _apply(call, *wanted, *parameters)
         else:
             with torch.no_grad():
                 outputs, _ = self.run_forward(call)
         if self._is_single:
             return outputs[0]
-        remaining = iter(outputs)
-        known = zip(self._are_tensors, self._leaves[replica_id], strict=True)
+        known = zip(self._numbers, self._leaves[replica_id], strict=True)
         return rebuild_outputs(
-            self._structure, [next(remaining) if is_tensor else leaf for is_tensor, leaf in known]
+            self._structure, [leaf if i is None else outputs[i] for i, leaf in known]
         )
 
     def run_forward(self, call: ModuleCall) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -217,6 +230,8 @@ class ModuleProgram:
         values: list[Any] = [None] * self.passes.num_slots
         for slot, place in self._state:
             values[slot] = place.owner if place.record is None else place.record.copies[r]
+        if not self._is_proven:
+            call.buffers = [tensor.clone() for tensor in self._written(r)]
         for slot in self.passes.statistics:
             values[slot] = self._without_version(slot, r, values[slot])
         for slot, number in self._arguments:
@@ -232,7 +247,14 @@ class ModuleProgram:
         else:
             self._forward.run(values, device)
             saved = self._saved(values)
-        return _without_sharing(list(self._outputs(values))), saved
+        outputs = list(self._outputs(values))
+        # Autograd refuses writes to a view that a Function returns. It need not where the
+        # backward pass does not read the memory.
+        keys = [None if value is None else storage_key(value) for value in saved]
+        for i, output in enumerate(outputs):
+            if output._base is not None and storage_key(output) not in keys:
+                outputs[i] = output.data
+        return outputs, saved
 
     def _copy_of(self, slot: int, replica_id: int, found: Tensor) -> Tensor:
         """Returns a replica's copy of a tensor on another device, with the values of now."""
@@ -301,22 +323,28 @@ class ModuleProgram:
     def _find_gradients(
         self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
     ) -> Sequence[Any]:
-        saved = ctx.saved_tensors
+        saved = self._take_saved(ctx, call, grads)
         given = self._get_tangents(grads)
         is_traced = (
-            not torch.is_grad_enabled()
+            saved is not None
+            and not torch.is_grad_enabled()
             and call.is_there()
             and [grad is not None for grad in grads] == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
+            and (self.later is None or self.later.hold())
         )
         found = None
         if is_traced:
-            found = self.run_backward(call, saved[call.num_inputs :], given)
+            found = self.run_backward(call, saved, given)
         if found is None:
             call.check_leaves()
             found = self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
         else:
-            call.has_ended = True  # the next call may overwrite what was saved
+            if self._gaps:
+                found = list(found)
+                for i in self._gaps:
+                    found.insert(i, None)
+            self._is_proven = call.has_ended = True  # the next call may overwrite what was saved
         packed = self._packed
         if packed is None or call.joined is None or not packed.is_under_way:
             return found
@@ -325,9 +353,28 @@ class ModuleProgram:
         packed.arrive(call.replica_id, self._replicas.devices[call.replica_id], of_parameters)
         return found[: self._num_arguments]
 
-    def check_redo(self) -> None:
+    def _take_saved(self, ctx: Any, call: ModuleCall, grads: Sequence[Any]) -> Any:
+        """Returns what forward has saved.
+
+        ``None``: a pass through outputs with a graph of their own has freed it, which autograd
+        does not do to others.
+        """
+        if not self._has_parts:
+            return ctx.saved_tensors
+        parts = {self._trace.parts[i] for i, grad in enumerate(grads) if grad is not None}
+        try:
+            return ctx.saved_tensors
+        except RuntimeError:
+            if not call.passed.isdisjoint(parts):
+                raise
+            call.is_freed = True
+            return None
+        finally:
+            call.passed |= parts
+
+    def check_redo(self, call: ModuleCall) -> None:
         """Raises CompileError if another call of ``forward`` would find other buffers."""
-        if self.passes.reads_written:
+        if self.passes.reads_written and call.buffers is None:
             raise CompileError(
                 "a backward pass is not the traced one, and forward, which would be called again, "
                 "reads a buffer that it has changed; call strategy.compile after the first such "
@@ -335,17 +382,29 @@ class ModuleProgram:
             )
 
     @contextmanager
-    def keeping_buffers(self, replica_id: int) -> Iterator[None]:
-        """Within the block, forward may write buffers, which then have their values again."""
-        inputs = self._trace.step.inputs
-        places = [inputs[slot].of for slot in self.passes.written]
-        tensors = [_leaf_of(place, replica_id).data for place in places]  # without a new version
-        before = [tensor.clone() for tensor in tensors]
+    def as_then(self, call: ModuleCall) -> Iterator[None]:
+        """Within the block, forward finds what the call has found, and may write buffers.
+
+        These then have their values again.
+        """
+        tensors = self._written(call.replica_id)
+        after = [tensor.clone() for tensor in tensors]
+        self._fill(tensors, call.buffers or ())
         try:
-            yield
+            with nullcontext() if self.later is None else self.later.of_then():
+                yield
         finally:
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
+            self._fill(tensors, after)
+
+    def _written(self, replica_id: int) -> list[Tensor]:
+        """Returns a replica's buffers that forward writes, of which no new version is made."""
+        places = [self._trace.step.inputs[slot].of for slot in self.passes.written]
+        return [_leaf_of(place, replica_id).data for place in places]
+
+    @staticmethod
+    def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(tensors, values, strict=False):
+            tensor.copy_(value)
 
     def packs(self, replica_id: int) -> tuple[int, PackedGrads | None]:
         """Returns the replica, and where a pass may leave its gradients packed."""
@@ -365,33 +424,40 @@ class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
     __slots__ = (
-        *("__weakref__", "graphs", "has_ended", "joined", "leaves", "num_inputs", "program"),
-        *("replica_id", "state", "versions"),
+        *("__weakref__", "buffers", "graphs", "has_ended", "is_freed", "joined", "leaves"),
+        *("passed", "program", "replica_id", "state", "versions", "watched"),
     )
 
     def __init__(
-        self, program: ModuleProgram, replica_id: int, leaves: Sequence[Any], state: Any
+        self,
+        program: ModuleProgram,
+        replica_id: int,
+        leaves: Sequence[Any],
+        parameters: Sequence[Tensor],
+        state: Any,
     ) -> None:
         self.program, self.replica_id = program, replica_id
         self.leaves, self.state = leaves, state
         self.graphs: ModuleGraphs | None = None
         self.joined: _JoinedLeaves | None = None
-        self.versions: list[int] = []
-        self.has_ended, self.num_inputs = False, 0
+        self.buffers: list[Tensor] | None = None  # as forward has found them
+        self.watched = (*leaves, *parameters)
+        self.versions = [*map(_version_of, self.watched)]
+        self.has_ended = self.is_freed = False
+        self.passed: set[int] = set()
 
     def is_there(self) -> bool:
         """Whether what forward has saved is not overwritten."""
         return self.graphs is None or self.graphs.is_of(self)
 
     def check_leaves(self) -> None:
-        """Raises RuntimeError, as autograd does, if a parameter was changed since the call."""
-        if self.joined is not None:
-            if [*map(_version_of, self.joined.parameters)] != self.versions:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    "inplace operation: a parameter, between the call of a compiled module and a "
-                    "backward pass that calls forward again"
-                )
+        """Raises RuntimeError, as autograd does, if forward would not find what it has found."""
+        if [*map(_version_of, self.watched)] != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: a parameter or an argument, between the call of a compiled "
+                "module and a backward pass that calls forward again"
+            )
 
 
 class _JoinedLeaves:
@@ -426,7 +492,7 @@ class _JoinedLeaves:
             self.grad_of_output = self.output.detach()
             self.node = self.output.grad_fn
             set_sequence_number(self.node, _FIRST)
-        call.joined, call.versions = self, [*map(_version_of, self.parameters)]
+        call.joined = self
         self._holder = weakref.ref(call)
 
 
@@ -458,12 +524,12 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, call: ModuleCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
-        ctx.call, call.num_inputs = call, len(inputs)
+        ctx.call = call
         if call.joined is not None:
             ctx.mirror_packs = partial(call.program.packs, call.replica_id)
         ctx.mirror_is_separate = call.program.pattern.is_separate
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *saved)
+        ctx.save_for_backward(*saved)
         constant = call.program.not_differentiable
         if constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in constant])
@@ -482,19 +548,6 @@ _join: Any = super(torch.autograd.Function, _Leaves).apply
 def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:
     found: Tensor = place.owner if place.record is None else place.record.copies[replica_id]
     return found
-
-
-def _without_sharing(outputs: list[Tensor]) -> list[Tensor]:
-    """Returns tensors, copied if they share memory with an earlier one."""
-    if not outputs[1:]:
-        return outputs
-    seen: set[int] = set()
-    for i, tensor in enumerate(outputs):
-        address = tensor.untyped_storage().data_ptr()
-        if address in seen and address:
-            outputs[i] = tensor.clone()
-        seen.add(address)
-    return outputs
 
 
 def _check_host_value(slot: int, value: Tensor, passes: PassPrograms) -> None:

@@ -751,14 +751,6 @@ class Itself(Net):
         return super().forward(x), x
 
 
-class Recurrent(Net):
-    def prepare(self):
-        self.layer = nn.GRU(8, 8, batch_first=True)
-
-    def compute(self, h):
-        return self.layer(h[:, None])[0][:, 0]
-
-
 class Rate(Net):
     def prepare(self):
         self.schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(self.parameters(), 0.1), 1)
@@ -977,7 +969,6 @@ REFUSED = [
         Moves,
         Reentrant,
         Itself,
-        Recurrent,
         Rate,
         Sorted,
     ),
