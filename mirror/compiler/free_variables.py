@@ -17,6 +17,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, repeat
@@ -288,7 +289,9 @@ class FreeVariables:
         if not isinstance(fields, dict):  # a class: see below
             fields = {}
         is_whole = self._is_strict and not isinstance(value, (type, ModuleType))
-        if is_whole and not is_users(_file_of(kind)):  # methods of a library read other names
+        if isinstance(value, logging.Logger):  # it also knows all others, and has a cache
+            keys = [key for key in ("level", "disabled", "parent") if key in fields]
+        elif is_whole and not is_users(_file_of(kind)):  # methods of a library read other names
             self.sizes.append((name, fields))
             self.read_as[id(fields)] = read_as
             keys = [key for key in fields if isinstance(key, str)]
