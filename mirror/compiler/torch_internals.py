@@ -47,11 +47,8 @@ Program = Callable[[list[Any]], Sequence[Any]]
 
 is_fake = FakeTensor
 DispatchMode = TorchDispatchMode
+is_onednn_on = torch._C._get_mkldnn_enabled
 IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
-MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS_OF_ALL_MODULES: list[dict[int, Any]] = [
-    vars(torch.nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS
-]
 
 # The tracer need not count calls of torch's functions: only torch.export reads the counts.
 _OPTIONS: dict[str, Any] = {
@@ -282,7 +279,7 @@ def has_mkldnn() -> bool:
 
 @contextlib.contextmanager
 def _disabling_mkldnn() -> Iterator[None]:
-    before = torch._C._get_mkldnn_enabled()
+    before = is_onednn_on()
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
@@ -301,23 +298,20 @@ def _silencing_errors() -> Iterator[None]:
         logger.disabled = before
 
 
-_NoTensor: Any = type("_NoTensor", (), {})
 _hiding: set[int] = set()  # threads
+_Nothing = type("_Nothing", (), {})
 _SUBCLASSES: Any = importlib.import_module("torch._subclasses")
 
 
 @contextlib.contextmanager
 def hiding_fakes() -> Iterator[None]:
-    """Within the block, ``torch._subclasses.FakeTensor`` is a class without instances.
-
-    Libraries ask by this name whether they are traced. Code of torch gets the class itself.
-    """
+    """Within the block, libraries find another class as ``torch._subclasses.FakeTensor``."""
 
     def find(name: str) -> Any:
         if name != FakeTensor.__name__:
-            raise AttributeError(f"module {_SUBCLASSES.__name__!r} has no attribute {name!r}")
+            raise AttributeError(name)
         is_asked = not is_torchs(sys._getframe(1).f_code.co_filename)
-        return _NoTensor if is_asked and threading.get_ident() in _hiding else FakeTensor
+        return _Nothing if is_asked and threading.get_ident() in _hiding else FakeTensor
 
     _hiding.add(threading.get_ident())
     _SUBCLASSES.__getattr__ = find

@@ -9,7 +9,8 @@ autograd, where autocast, decompositions and the kernels of a device do not show
 
     first call      noted
     its trace       finds the same values (see ``known_call.py``), and is compared with it
-    they differ     the module runs uncompiled, with one warning that names both lines
+    they differ     the call may have set what it reads itself: another one is noted, and traced
+    still differ    the module runs uncompiled, with one warning that names both lines
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class CallRecord(TorchFunctionMode):
         self._noted: list[tuple[Any, ...]] = []
         self._places: list[Place | None] = []
         self._objects = OutputObjects(None)
+        # The placeholders of a trace answer these by themselves.
+        device: Any = Tensor.device
+        readers = device.__get__, getattr(device, "fget", None)
+        self._unlike = (*readers, torch.ops.prim.device.default)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -48,7 +53,7 @@ class CallRecord(TorchFunctionMode):
         if torch.compiler.is_compiling():  # Dynamo, which follows this code
             return func(*args, **kwargs)
         caller = sys._getframe(1)
-        if func not in _UNLIKE and not is_mirrors(caller.f_code.co_filename):
+        if func not in self._unlike and not is_mirrors(caller.f_code.co_filename):
             self._noted.append((func, *_describe((args, kwargs))))
             self._places.append(_place_of(caller))
         return func(*args, **kwargs)
@@ -78,11 +83,6 @@ class CallRecord(TorchFunctionMode):
                     "whether it is traced"
                 )
         return None
-
-
-_DEVICE: Any = Tensor.device
-# The placeholders of a trace answer these by themselves.
-_UNLIKE = (_DEVICE.__get__, torch.ops.prim.device.default)
 
 
 def _nth(places: Sequence[Place | None], i: int) -> Place | None:

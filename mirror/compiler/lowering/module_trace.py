@@ -45,9 +45,11 @@ class CallPattern:
         is_training: the mode of the module.
         grad_enabled: the caller's grad mode.
         autocast: by kind of device, the dtype of autocast if it is enabled.
+        caches: whether autocast keeps casts of parameters.
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
         passes_through: whether ``tangents`` has outputs whose gradient came from another one.
+        hooked: the outputs with a hook of the caller, or whose gradient it retains.
         has_double_backward: whether its gradients were differentiated again.
         observed: the code that the call has run, and that of the traced backward pass.
         record: the functions of torch that the last uncompiled call has made.
@@ -60,8 +62,10 @@ class CallPattern:
     is_training: bool
     grad_enabled: bool
     autocast: dict[str, torch.dtype]
+    caches: bool
     tangents: dict[int, Strides] | None = None
     passes_through: bool = True
+    hooked: set[int] = field(default_factory=set)
     has_double_backward: bool = False
     observed: ObservedCall | None = None
     record: CallRecord | None = None
@@ -70,7 +74,10 @@ class CallPattern:
     @contextmanager
     def in_its_modes(self) -> Iterator[None]:
         """Within the block, grad mode and autocast are those of the call."""
+        caches = torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
+            stack.callback(torch.set_autocast_cache_enabled, caches)
+            torch.set_autocast_cache_enabled(self.caches)
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for kind in ("cpu", "cuda"):
                 dtype = self.autocast.get(kind)
@@ -163,8 +170,16 @@ class _Joint:
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
         self.parts = _parts_of(outputs)
         seen = self.pattern.tangents
+        inner = _used_by_others(outputs)
+        if not inner.isdisjoint(self.pattern.hooked):
+            raise CompileError(
+                "an output that another one is computed from has a hook, or retains its gradient: "
+                "in a program no gradient passes through it"
+            )
         if seen is not None and self.pattern.passes_through:
-            seen = _of_outside(seen, outputs)
+            # A model that returns a loss and its logits is followed by loss.backward(). If the
+            # logits have got another gradient, too, the call is traced again.
+            seen = {i: strides for i, strides in seen.items() if i not in inner}
         self.tangents = {
             i: outputs[i].stride() if seen is None else seen[i]
             for i in self.differentiable
@@ -177,8 +192,11 @@ class _Joint:
         places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
         leaves = [*wanted, *[leaf_of[place] for place in places]]
         tangents = [self._tangent(placeholders, i, outputs[i]) for i in self.tangents]
-        with self.pattern.observed or nullcontext():
-            grads = torch.autograd.grad(
+        observed = self.pattern.observed
+        if observed is not None:
+            observed.is_later = True
+        with observed or nullcontext():
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
                 [outputs[i] for i in self.tangents],
                 leaves,
                 tangents,
@@ -240,14 +258,11 @@ def _parts_of(outputs: Sequence[Tensor]) -> list[int]:
     return parts
 
 
-def _of_outside(seen: dict[int, Strides], outputs: Sequence[Tensor]) -> dict[int, Strides]:
-    """Leaves out outputs that others are computed from: they get gradients from these.
-
-    A model that returns a loss and its logits is followed by ``loss.backward()``. If the logits
-    have got another gradient, too, the call is traced again.
-    """
-    below = set[Any]().union(*[_nodes_below(outputs[i]) for i in seen])
-    return {i: strides for i, strides in seen.items() if outputs[i].grad_fn not in below}
+def _used_by_others(outputs: Sequence[Tensor]) -> set[int]:
+    """Returns the outputs from which others are computed, by number."""
+    nodes = {node for output in outputs for node in (output.grad_fn, *_nodes_below(output))}
+    edges = {edge for node in nodes if node is not None for edge in node.next_functions}
+    return {i for i, tensor in enumerate(outputs) if (tensor.grad_fn, tensor.output_nr) in edges}
 
 
 def trace_module(

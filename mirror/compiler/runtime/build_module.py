@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from mirror.compiler.capture.write_rewriting import UNDECLARED
 from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
@@ -58,6 +59,7 @@ class ModuleProgramBuilder:
             is_training,
             torch.is_grad_enabled(),
             autocast,
+            torch.is_autocast_cache_enabled(),
         )
 
     def can_observe(self) -> bool:
@@ -132,6 +134,7 @@ class ModuleProgramBuilder:
         trace = trace_module(module, pattern, leaves, replicas, places, around)
         if len(pattern.observed.codes) > num_codes:  # the backward pass has run other functions
             return self._build(module, pattern, redo)
+        later = pattern.observed.of_backward(functions, layers)
         step = trace.step
         pure = functional(
             step.graph, step.inputs, step.mode, for_inductor=False, keeps_kernels=True
@@ -159,6 +162,7 @@ class ModuleProgramBuilder:
             make_graphs if has_graphs(device) else None,
             redo,
             self._gradients if replicas.mirrors else None,
+            None if later is None else BackwardValues(later),
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
@@ -167,6 +171,7 @@ class ModuleProgramBuilder:
                     *guard_code(step.modules, around),
                     guard_layouts(used),
                     _guard_own_attributes(layers),
+                    _guard_modes(pattern.observed.modes()),
                 ]
             )
         return guards, program
@@ -192,6 +197,12 @@ def _guard_kinds(parameters: Sequence[Tensor]) -> GuardedValue:
     read_kind, strides = operator.attrgetter("requires_grad", "dtype", "shape"), Tensor.stride
     names = ["requires_grad, dtype, shape or strides of a parameter"] * (2 * len(parameters))
     return GuardedValue(names, lambda: [*map(read_kind, parameters), *map(strides, parameters)])
+
+
+def _guard_modes(modes: dict[Callable[[], Any], Any]) -> GuardedValue:
+    """Guards the modes of torch that the code has asked for."""
+    names = [f"torch's {getter.__name__}()" for getter in modes]
+    return GuardedValue(names, lambda: [getter() for getter in modes])
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -32,6 +32,8 @@ from mirror.base.torch_private import (
     DisableAutocast,
     current_graph_task_id,
     functions_interpreter,
+    has_modes,
+    hooks_of,
     is_jit_tracing,
     num_dispatch_modes,
     num_function_modes,
@@ -136,8 +138,8 @@ class CompiledCalls:
         """Traces the calls that wait for it; called in the cross-replica context."""
         if self.runner.running is not None or current.replica is not None:
             return
-        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None:
-            return  # activation checkpointing would see the tensors of the trace
+        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None or has_modes():
+            return  # activation checkpointing, or a mode, would see the tensors of the trace
         pending = self.pending.copy()
         self.pending.clear()
         for compiled, call in pending:
@@ -334,6 +336,7 @@ class CompiledModule(ReplayedCalls):
             current_graph_task_id() != -1
             or top_saved_tensors_hooks() is not None
             or torch.is_inference_mode_enabled()
+            or has_modes()
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
@@ -352,7 +355,7 @@ class CompiledModule(ReplayedCalls):
             self._wait(call)
             return None
         now = self._calls.builder.pattern(tree, module.training)
-        if now.autocast != call.pattern.autocast:
+        if (now.autocast, now.caches) != (call.pattern.autocast, call.pattern.caches):
             now.tangents = call.pattern.tangents
             now.passes_through = call.pattern.passes_through
             call.pattern = now
@@ -386,18 +389,21 @@ class CompiledModule(ReplayedCalls):
         if replica is not None and self._replicas.are_simulated:
             pattern.is_separate = is_separate(self._calls.runner, replica.replica_id, outputs)
 
-        def note(number: int) -> Callable[[Tensor], None]:
+        def note(number: int, output: weakref.ref[Tensor]) -> Callable[[Tensor], None]:
             def hook(grad: Tensor | None) -> None:
                 if grad is None:  # of one of several outputs that one node makes
                     return
                 pattern.has_double_backward |= torch.is_grad_enabled()
                 pattern.tangents = {**(pattern.tangents or {}), number: grad.stride()}
+                tensor = None if self._replicas.mirrors else output()
+                if tensor is not None and (tensor.retains_grad or len(hooks_of(tensor) or ()) > 1):
+                    pattern.hooked.add(number)
 
             return hook
 
         for number, tensor in enumerate(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(note(number))
+                tensor.register_hook(note(number, weakref.ref(tensor)))
         return result
 
     def _observe(self, module: nn.Module, call: KnownCall, args: Any, kwargs: Any) -> Any:
@@ -455,13 +461,17 @@ class CompiledModule(ReplayedCalls):
             why = f"in each call it finds other values: {call.find_change()}"
         elif pattern.record is not None:
             why = pattern.record.find_difference(program.record)
+            if why is not None and not call.has_differed:  # it may have set what it reads itself
+                call.observe_again()
+                self._wait(call)
+                return
         if why is not None:
             self._refuse(mode, why)
             return
         call.programs.insert(0, (guards, program))
         del call.programs[MAX_SHAPES:]
         self.num_traces += 1
-        call.num_misses = 0
+        call.num_misses, call.has_differed = 0, False
 
     def _num_shapes(self, mode: tuple[bool, bool]) -> int:
         return sum(1 for key, call in self._known.items() if key[0] == mode and call.programs)
@@ -502,11 +512,14 @@ class CompiledModule(ReplayedCalls):
         at_once = self._calls.runner.parallel_pass
         if at_once is not None:
             at_once.go_alone()
+        change = None if program.later is None else program.later.find_change()
         if has_graph or call.is_freed:
             self._refuse(mode, _DOUBLE if has_graph else _IN_PARTS)
+        elif change is not None:
+            self._refuse(mode, f"{change}, since the call; its backward pass reads it")
         elif call.is_there():
             self._trace_again(program, grads)
-        program.check_redo()
+        program.check_redo(call)
         given = iter(call.leaves)
         leaves = [
             next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(pattern.tree)
@@ -515,7 +528,7 @@ class CompiledModule(ReplayedCalls):
         arguments, parameters = program.inputs_of(call)
         before = save_context()
         with ExitStack() as stack:
-            stack.enter_context(program.keeping_buffers(replica_id))
+            stack.enter_context(program.as_then(call))
             stack.enter_context(self._restoring(replica_id, call.state))
             stack.enter_context(pattern.in_its_modes())
             try:

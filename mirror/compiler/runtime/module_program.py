@@ -14,15 +14,15 @@ backward pass that reaches nothing else leaves the gradients where they are redu
 ``packed_grads.py``.
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
-then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
-call has overwritten what the graph has saved.
+then: where other outputs have gradients, with ``create_graph=True``, where a hook reads a value
+that has changed since, and on a GPU where a later call has overwritten what the graph has saved.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -36,6 +36,7 @@ from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
 from mirror.compiler.lowering.step_plan import ProgramPiece
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
@@ -63,6 +64,7 @@ class ModuleProgram:
             that stay; ``None``: torch's kernels are launched one by one.
         redo: computes the gradients of a call by another call of ``forward``.
         gradients: those of the strategy's parameters; ``None`` with one replica.
+        later: the values that code of the backward pass reads.
 
     Attributes:
         pattern: the traced call.
@@ -82,9 +84,10 @@ class ModuleProgram:
         make_graphs: Callable[[Sequence[int]], CapturedPieces] | None,
         redo: Redo,
         gradients: GradReducer | None,
+        later: BackwardValues | None = None,
     ) -> None:
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
-        self.pattern, self.record = trace.pattern, trace.record
+        self.pattern, self.record, self.later = trace.pattern, trace.record, later
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
         read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
@@ -144,6 +147,8 @@ class ModuleProgram:
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
         self._has_parts = len({*trace.parts}) > 1
         self.draws = trace.step.draws > 0
+        # Until a backward pass is the traced one, forward can be called again.
+        self._is_proven = backward is None or not passes.reads_written
         self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._graphs: dict[int, _ReplicaGraphs] = {}
         stay = [
@@ -208,6 +213,8 @@ class ModuleProgram:
         values: list[Any] = [None] * self.passes.num_slots
         for slot, place in self._state:
             values[slot] = place.owner if place.record is None else place.record.copies[r]
+        if not self._is_proven:
+            call.buffers = [tensor.clone() for tensor in self._written(r)]
         for slot in self.passes.statistics:
             values[slot] = self._without_version(slot, r, values[slot])
         for slot, number in self._arguments:
@@ -281,6 +288,7 @@ class ModuleProgram:
             and call.is_there()
             and [grad is not None for grad in grads] == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
+            and (self.later is None or self.later.hold())
         )
         if not is_traced:
             call.check_leaves()
@@ -290,7 +298,7 @@ class ModuleProgram:
             found = list(found)
             for i in self._gaps:
                 found.insert(i, None)
-        call.has_ended = True  # the next call may overwrite what was saved
+        self._is_proven = call.has_ended = True  # the next call may overwrite what was saved
         return found
 
     def _take_saved(self, ctx: Any, call: ModuleCall, grads: Sequence[Any]) -> Any:
@@ -312,9 +320,9 @@ class ModuleProgram:
         finally:
             call.passed |= parts
 
-    def check_redo(self) -> None:
+    def check_redo(self, call: ModuleCall) -> None:
         """Raises CompileError if another call of ``forward`` would find other buffers."""
-        if self.passes.reads_written:
+        if self.passes.reads_written and call.buffers is None:
             raise CompileError(
                 "a backward pass is not the traced one, and forward, which would be called again, "
                 "reads a buffer that it has changed; call strategy.compile after the first such "
@@ -322,17 +330,29 @@ class ModuleProgram:
             )
 
     @contextmanager
-    def keeping_buffers(self, replica_id: int) -> Iterator[None]:
-        """Within the block, forward may write buffers, which then have their values again."""
-        inputs = self._trace.step.inputs
-        places = [inputs[slot].of for slot in self.passes.written]
-        tensors = [_leaf_of(place, replica_id).data for place in places]  # without a new version
-        before = [tensor.clone() for tensor in tensors]
+    def as_then(self, call: ModuleCall) -> Iterator[None]:
+        """Within the block, forward finds what the call has found, and may write buffers.
+
+        These then have their values again.
+        """
+        tensors = self._written(call.replica_id)
+        after = [tensor.clone() for tensor in tensors]
+        self._fill(tensors, call.buffers or ())
         try:
-            yield
+            with nullcontext() if self.later is None else self.later.of_then():
+                yield
         finally:
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
+            self._fill(tensors, after)
+
+    def _written(self, replica_id: int) -> list[Tensor]:
+        """Returns a replica's buffers that forward writes, of which no new version is made."""
+        places = [self._trace.step.inputs[slot].of for slot in self.passes.written]
+        return [_leaf_of(place, replica_id).data for place in places]
+
+    @staticmethod
+    def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(tensors, values, strict=False):
+            tensor.copy_(value)
 
     def packs(self, replica_id: int) -> tuple[int, PackedGrads | None]:
         """Returns the replica, and where a pass may leave its gradients packed."""
@@ -353,8 +373,8 @@ class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
     __slots__ = (
-        *("__weakref__", "has_ended", "is_freed", "leaves", "leaves_node", "passed", "program"),
-        *("replica_id", "state", "token", "versions", "watched"),
+        *("__weakref__", "buffers", "has_ended", "is_freed", "leaves", "leaves_node", "passed"),
+        *("program", "replica_id", "state", "token", "versions", "watched"),
     )
 
     def __init__(
@@ -369,6 +389,7 @@ class ModuleCall:
         self.leaves, self.state = leaves, state
         self.token: _ReplicaGraphs | None = None
         self.leaves_node: Any = None
+        self.buffers: list[Tensor] | None = None  # as forward has found them
         self.watched = (*leaves, *parameters)
         self.versions = [*map(_version_of, self.watched)]
         self.has_ended = self.is_freed = False

@@ -28,13 +28,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.base.torch_private import hooks_of
+from mirror.base.torch_private import (
+    MODULE_HOOKS,
+    hooks_of,
+    hooks_of_all_modules,
+    num_function_modes,
+)
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, make_comparable
 from mirror.compiler.step_inputs import StateTensor
-from mirror.compiler.torch_internals import HOOKS_OF_ALL_MODULES, MODULE_HOOKS
-from mirror.replica.modules.module_owner import ReplicaDict
 from mirror.replica.optimizers.param_groups import step_hooks
 
 _SCALER = [
@@ -193,6 +196,7 @@ def _guard_thread() -> GuardedValue:
         return [
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
+            torch.get_default_device() if num_function_modes() else None,
             torch.are_deterministic_algorithms_enabled(),
             *[
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -200,7 +204,12 @@ def _guard_thread() -> GuardedValue:
             ],
         ]
 
-    names = ["the grad mode", "the default dtype", "deterministic algorithms"]
+    names = [
+        "the grad mode",
+        "the default dtype",
+        "the default device",
+        "deterministic algorithms",
+    ]
     return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], read)
 
 
@@ -214,7 +223,7 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     of_values: list[str] = []
     children: list[Any] = []
     owners: list[str] = []
-    hooks: list[dict[Any, Any]] = [*HOOKS_OF_ALL_MODULES]
+    hooks = hooks_of_all_modules()
     held: list[tuple[dict[str, Any], str]] = []
     for key, module in modules.items():
         attributes = module.__dict__
@@ -234,8 +243,7 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         if module._parameters:
             children.append(module._parameters)
             owners.append(f"the parameters of {paths[key]!r}")
-        buffers = attributes["_buffers"]  # copies are inputs; those of one replica are replaced
-        for kept in (attributes, *([] if isinstance(buffers, ReplicaDict) else [buffers])):
+        for kept in (attributes, attributes["_buffers"]):
             held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
 
     dicts = [attributes for _, attributes in getters]
@@ -264,7 +272,7 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         return all(map(operator.is_, held, objects))
 
     def read_tensors() -> list[Any]:
-        return [SameObject(kept.get(name)) for kept, name in held]
+        return [SameObject(dict.get(kept, name)) for kept, name in held]  # no replica's copy
 
     def read_hooks() -> list[Any]:
         return [*map(tuple, hooks)]  # ids of handles: one in another's place is another

@@ -104,13 +104,42 @@ class Scaled(Net):
         return h * self.factor * (3.0 if "b" in self.names else 1.0) + len(self.names)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_value_that_changes_between_the_first_call_and_its_trace_refuses_nothing(n):
-    def step(loop, x, y):
-        loop.model.factor = 2.0 if loop.found else 1.0
-        loop.step(x, y)
+def change_before_the_call(loop, x, y):
+    loop.model.factor = 2.0 if loop.found else 1.0
+    loop.step(x, y)
 
-    assert compare(Scaled, n, step, sizes=SIZES) == n  # with several, the trace is made before
+
+def change_before_the_trace(loop, x, y):
+    loop.optimizer.zero_grad()
+    loss = F.mse_loss(loop(x), y)
+    loop.model.factor = 2.0
+    loss.backward()
+    loop.optimizer.step()
+    loop.keep(loss)
+
+
+# With several replicas, the trace is made before the second call.
+@pytest.mark.parametrize(
+    ("step", "traces"), [(change_before_the_call, (1, 2)), (change_before_the_trace, (1, 1))]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_value_that_changes_between_a_call_and_its_trace_refuses_nothing(step, traces, n):
+    assert compare(Scaled, n, step, sizes=SIZES) == traces[n - 1]
+
+
+class Decides(Net):
+    def prepare(self):
+        self.options = OwnOptions()
+        self.options.kind = None
+
+    def compute(self, h):
+        if self.options.kind is None:
+            self.options.kind = "double" if h.dtype is torch.float32 else "single"
+        return h * 2 if self.options.kind == "double" else h
+
+
+def test_a_first_call_that_decides_something_refuses_nothing():
+    assert compare(Decides, 1, sizes=SIZES) == 1
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -193,16 +222,17 @@ class Positions(Net):
         return h
 
 
-class BatchPositions(Net):
+class ChangedPositions(Net):
     def compute(self, h):
         positions = torch.arange(h.shape[1])
         positions[0] = 1
         return h if (positions.diff() == 1).all() else h * 2
 
 
-@pytest.mark.parametrize(("kind", "traces"), [(Positions, 1), (BatchPositions, 0)])
-def test_a_value_that_no_input_leads_to_may_be_asked(kind, traces):
+@pytest.mark.parametrize(("kind", "traces"), [(Positions, 1), (ChangedPositions, 0)])
+def test_a_value_that_no_input_leads_to_may_be_asked(kind, traces, caplog):
     assert compare(kind, 2, sizes=SIZES, fallback="eager") == traces
+    assert sum("asked of a tensor" in r.getMessage() for r in caplog.records) == 1 - traces
 
 
 class Layer:
@@ -254,17 +284,45 @@ def test_objects_in_outputs_are_new_in_each_call(kind, traces, n):
     assert compare(kind, n, with_a_cache, sizes=SIZES, fallback="eager") == traces
 
 
-def test_a_loss_and_the_values_it_is_made_of_need_one_trace():
-    class Losses(Net):
-        def forward(self, x):
-            y = self.last(self.first(x).relu())
-            return {"loss": y.square().mean(), "y": y}
+class Losses(Net):
+    """A loss and the values that it is made of, by a buffer that each call changes."""
 
+    def prepare(self):
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.last(self.first(x).relu()) * self.calls
+        return {"loss": y.square().mean(), "y": y}
+
+
+@pytest.mark.parametrize(("uses_both", "traces"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_and_the_values_it_is_made_of_get_the_gradients_of_a_call(uses_both, traces, n):
     def step(loop, x, y):
         loop.optimizer.zero_grad()
-        loss = loop.model(x)["loss"]
+        found = loop.model(x)
+        loss = found["loss"] + F.mse_loss(found["y"], y) if uses_both else found["loss"]
         loss.backward()
         loop.optimizer.step()
         loop.keep(loss)
 
-    assert compare(Losses, 2, step, sizes=SIZES) == 1
+    assert compare(Losses, n, step, sizes=SIZES) == traces
+
+
+@pytest.mark.parametrize("way", ["hook", "retain"])
+def test_a_gradient_that_passes_through_an_output_is_told(way, caplog):
+    def step(loop, x, y):
+        loop.optimizer.zero_grad()
+        found = loop.model(x)
+        if way == "hook":
+            found["y"].register_hook(loop.keep)
+        else:
+            found["y"].retain_grad()
+        found["loss"].backward()
+        loop.optimizer.step()
+        if way == "retain":
+            loop.keep(found["y"].grad)
+
+    assert compare(Losses, 1, step, sizes=SIZES, fallback="eager") == 0
+    assert [r.getMessage().count("retains its gradient") for r in caplog.records] == [1]
