@@ -236,6 +236,8 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     held: list[tuple[dict[str, Any], str]] = []
     for key, module in modules.items():
         attributes = module.__dict__
+        if "training" not in attributes:  # of torch.compile: it has those of its module
+            continue
         names = [
             name
             for name, value in attributes.items()
