@@ -50,6 +50,8 @@ class CallRecord(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # Dynamo, which follows this code
+            return func(*args, **kwargs)
         caller = sys._getframe(1)
         if func not in self._unlike and not is_mirrors(caller.f_code.co_filename):
             self._noted.append((func, *_describe((args, kwargs))))
