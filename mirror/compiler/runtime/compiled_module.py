@@ -43,6 +43,7 @@ from mirror.compiler.call_outputs import distinct_tensors
 from mirror.compiler.runtime.call_signature import find_opaque, sign_call
 from mirror.compiler.runtime.known_call import KnownCall
 from mirror.compiler.step_errors import describe_failure, words_of_forward
+from mirror.device.cuda_graph import has_graphs, is_capturing
 from mirror.devices import generators_of
 from mirror.errors import CompileError, StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -238,6 +239,7 @@ class CompiledModule(ReplayedCalls):
         self._module = weakref.ref(module)
         self._calls, self._falls_back = calls, fallback == "eager"
         self._replicas = calls.replicas
+        self._has_graphs = any(map(has_graphs, self._replicas.devices))
         self._known: dict[Any, KnownCall] = {}
         self._uncompiled: set[tuple[bool, bool]] = set()  # modes: of training, and grad mode
         self._warned: set[str] = set()  # the reasons
@@ -340,6 +342,7 @@ class CompiledModule(ReplayedCalls):
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
+            or (self._has_graphs and is_capturing())  # by the caller
             or (self._calls.recording and threading.get_ident() in self._calls.recording)
         )
 

@@ -1224,6 +1224,31 @@ def test_a_clock_is_refused_with_its_line(n):
         Loop(Clock, n, compiles=True, verify="off").train()
 
 
+FLAGS = {
+    "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False, allow_tf32=True),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_that_choose_kernels_are_compared(flag):
+    """A graph, or a trace, has the kernels of its flags."""
+    with mirror.MirroredStrategy(["cpu"]) as strategy:
+        with strategy.scope():
+            model = strategy.compile(nn.Linear(6, 4), fallback="error")
+        compiled = interceptor_of(model).compiled
+        x = torch.ones(3, 6)
+        traces = []
+        for changes in (False, False, True, True, False, True):
+            if changes:
+                with FLAGS[flag]():
+                    model(x).mean().backward()
+            else:
+                model(x).mean().backward()
+            traces.append(compiled.num_traces)
+    assert traces == [0, 1, 2, 2, 2, 2]
+
+
 def test_more_than_four_shapes_run_uncompiled_with_one_warning(caplog):
     sizes = [size for size in range(6, 18, 2) for _ in range(2)]
     assert compare(Net, 2, sizes=sizes, fallback="eager") == 4
