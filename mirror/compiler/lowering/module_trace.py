@@ -331,6 +331,8 @@ def trace_module(
             )
     if step.rates_read:
         raise CompileError("it reads a learning rate")
+    if step.entering:
+        raise CompileError("it reads the gradient of a parameter")
     return ModuleTrace(
         step,
         pattern,

@@ -83,7 +83,7 @@ class ModuleProgramBuilder:
 
         If they hold, the trace runs the code that the call has run.
         """
-        layers = list(module.modules())
+        layers = observed.layers_of(module)
         functions = [module.forward, *observed.functions_of(layers)]
         around = observed.surroundings(functions, layers)
         own, parameters = _guard_own_attributes(layers), _guard_kinds(list(module.parameters()))
@@ -118,7 +118,7 @@ class ModuleProgramBuilder:
         for parameter in module.parameters():
             if not (isinstance(parameter, nn.Parameter) and self._registry.owns(parameter)):
                 raise CompileError("a parameter is none of the strategy's, as in functional_call")
-        layers = list(module.modules())
+        layers = pattern.observed.layers_of(module)
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
         around = pattern.observed.surroundings(functions, layers)
