@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mirror.base.torch_private import hooks_of, post_accumulate_hooks_of
 from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
@@ -18,7 +20,7 @@ from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
 from mirror.compiler.runtime.backward_values import BackwardValues
-from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.runtime.module_graphs import PackedMemory, ReplicaPool
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
@@ -26,8 +28,8 @@ from mirror.compiler.runtime.trace_guards import (
     guard_code,
     guard_layouts,
 )
-from mirror.compiler.step_inputs import InputKind, state_tensors
-from mirror.device.cuda_graph import CudaGraph, has_graphs
+from mirror.compiler.step_inputs import InputKind, StateTensor, state_tensors
+from mirror.device.cuda_graph import has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.grad_reducer import GradReducer
@@ -48,6 +50,12 @@ class ModuleProgramBuilder:
     ) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._devices = tuple(dict.fromkeys(replicas.devices))
+        self._pools: dict[int, list[ReplicaPool]] = {
+            r: [] for r, device in enumerate(replicas.devices) if has_graphs(device)
+        }
+        self._packed: weakref.WeakKeyDictionary[nn.Module, dict[Any, PackedMemory | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def pattern(self, tree: Any, is_training: bool) -> CallPattern:
         """Returns the pattern of a call, in the calling thread's modes."""
@@ -149,22 +157,20 @@ class ModuleProgramBuilder:
             for piece in (passes.forward, passes.backward)
         ]
         assert forward is not None
-
-        def make_graphs(stay: Sequence[int]) -> CapturedPieces:
-            return CapturedPieces(replicas.devices, stay, CudaGraph)
-
         program = ModuleProgram(
             replicas,
             trace,
             passes,
             forward,
             backward,
-            make_graphs if has_graphs(device) else None,
+            self._pools,
             redo,
             self._gradients if replicas.mirrors else None,
+            self._packed.setdefault(module, {}),
             None if later is None else BackwardValues(later),
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
+        partial = [] if replicas.mirrors else trace.of_some_outputs
         with pattern.in_its_modes():
             guards = TraceGuards(
                 [
@@ -172,6 +178,7 @@ class ModuleProgramBuilder:
                     guard_layouts(used),
                     _guard_own_attributes(layers),
                     _guard_modes(pattern.observed.modes()),
+                    *([_guard_hooks(partial)] if partial else []),
                 ]
             )
         return guards, program
@@ -191,6 +198,25 @@ def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
     known = [own_attributes(module) for module in modules]
     names = ["an attribute that replicas have set"]
     return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
+
+
+def _guard_hooks(parameters: Sequence[StateTensor]) -> GuardedValue:
+    """Returns the guard of hooks that autograd would call in passes through other outputs.
+
+    Raises:
+        CompileError: there are some.
+    """
+    owners = [parameter.owner for parameter in parameters]
+
+    def have_none() -> bool:
+        return not (any(map(hooks_of, owners)) or any(map(post_accumulate_hooks_of, owners)))
+
+    if not have_none():
+        hooks = zip(map(hooks_of, owners), map(post_accumulate_hooks_of, owners), strict=True)
+        name = next(p.name for p, found in zip(parameters, hooks, strict=True) if any(found))
+        raise CompileError(f"parameter {name!r} has a hook, and only some outputs depend on it")
+    names = ["whether a parameter has no hook on which only some outputs depend"]
+    return GuardedValue(names, lambda: [have_none()], have_none)
 
 
 def _guard_kinds(parameters: Sequence[Tensor]) -> GuardedValue:
