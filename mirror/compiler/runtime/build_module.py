@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +38,21 @@ _STATE = InputKind.PARAMETER, InputKind.BUFFER
 
 
 class ModuleProgramBuilder:
-    """Builds the programs of one strategy's modules."""
+    """Builds the programs of one strategy's modules.
+
+    Args:
+        get_moves: returns the ``moves`` of CapturedPieces.
+    """
 
     def __init__(
-        self, replicas: Replicas, registry: MirroredTensors, gradients: GradReducer
+        self,
+        replicas: Replicas,
+        registry: MirroredTensors,
+        gradients: GradReducer,
+        get_moves: Callable[[], object],
     ) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
+        self._get_moves = get_moves
         self._devices = tuple(dict.fromkeys(replicas.devices))
 
     def pattern(self, tree: Any, is_training: bool) -> CallPattern:
@@ -131,7 +140,7 @@ class ModuleProgramBuilder:
         assert forward is not None
 
         def make_graphs(stay: Sequence[int]) -> CapturedPieces:
-            return CapturedPieces(replicas.devices, stay, CudaGraph)
+            return CapturedPieces(replicas.devices, stay, CudaGraph, has_fixed_sizes=True)
 
         program = ModuleProgram(
             replicas,
@@ -140,6 +149,7 @@ class ModuleProgramBuilder:
             forward,
             backward,
             make_graphs if has_graphs(device) else None,
+            self._get_moves,
             redo,
             self._gradients if replicas.mirrors else None,
         )

@@ -44,7 +44,7 @@ from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.params.torch_function import make_common
-from mirror.values import leaves_of
+from mirror.values import are_identical, leaves_of
 
 _FIRST = 2**62  # as a number of a node: it runs as soon as it has its gradient
 _version_of, _data_of = attrgetter("_version"), attrgetter("data")
@@ -61,6 +61,7 @@ class ModuleProgram:
         forward, backward: the same, ready to be called.
         make_graphs: makes the launcher of one replica's CUDA graphs, given the slots of inputs
             that stay; ``None``: torch's kernels are launched one by one.
+        get_moves: returns the ``moves`` of CapturedPieces.
         redo: computes the gradients of a call by another call of ``forward``.
         gradients: those of the strategy's parameters; ``None`` with one replica.
 
@@ -80,10 +81,12 @@ class ModuleProgram:
         forward: CallableProgram,
         backward: CallableProgram | None,
         make_graphs: Callable[[Sequence[int]], CapturedPieces] | None,
+        get_moves: Callable[[], object],
         redo: Redo,
         gradients: GradReducer | None,
     ) -> None:
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
+        self._get_moves = get_moves
         self.pattern, self.record = trace.pattern, trace.record
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
@@ -100,11 +103,19 @@ class ModuleProgram:
                     if kind is InputKind.PARAMETER
                     else "it writes an argument, or a tensor that is no buffer"
                 )
-        self._state = [
-            (slot, inputs[slot].of)
+        state = [
+            (slot, inputs[slot].of, inputs[slot].kind)
             for slot in sorted(read)
             if inputs[slot].kind in (InputKind.PARAMETER, InputKind.BUFFER)
         ]
+        self._buffers = [(slot, of) for slot, of, kind in state if kind is InputKind.BUFFER]
+        # By replica, the values of all calls: parameters.
+        self._values: list[list[Any]] = []
+        for r in range(replicas.num_replicas):
+            self._values.append([None] * passes.num_slots)
+            for slot, of, kind in state:
+                if kind is InputKind.PARAMETER:
+                    self._values[r][slot] = _leaf_of(of, r)
         leaves = leaves_of(trace.pattern.tree)
         tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._arguments = [
@@ -123,6 +134,7 @@ class ModuleProgram:
         self._get_tangents = slot_getter([*self.tangents])
         self._strides = [*self.tangents.values()]
         self._num_arguments = len(trace.arguments)
+        self._num_inputs = self._num_arguments + len(trace.parameters)
         self._outputs = slot_getter(passes.outputs)
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
@@ -139,7 +151,9 @@ class ModuleProgram:
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
         self.draws = trace.step.draws > 0
-        self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._statistics = sorted(passes.statistics)
+        self._get_statistics = slot_getter(self._statistics)
+        self._aliases: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}
         self._graphs: dict[int, _ReplicaGraphs] = {}
         stay = [
             slot
@@ -149,7 +163,12 @@ class ModuleProgram:
         if make_graphs is not None:
             packed = self._make_packed(gradients)
             self._graphs = {
-                r: _ReplicaGraphs(make_graphs(stay), self._leaves_of(r), packed)
+                r: _ReplicaGraphs(
+                    make_graphs(stay),
+                    self._leaves_of(r),
+                    [place.tensor_of(r) for place in trace.parameters],
+                    packed,
+                )
                 for r in range(replicas.num_replicas)
             }
 
@@ -159,12 +178,15 @@ class ModuleProgram:
         variables = [place.record for place in self._trace.parameters]
         if gradients is None or self._backward is None or not slots or None in variables:
             return None
-        if not set(slots).issubset(self._backward.gives):
+        of_arguments = self.passes.gradients[: self._num_arguments]
+        if not set(slots).issubset(self._backward.gives) or not set(slots).isdisjoint(
+            of_arguments
+        ):
             return None
         packed = gradients.pack(variables)
         if packed is None:
             return None
-        others = [s for s in self.passes.gradients[: self._num_arguments] if s not in slots]
+        others = [slot for slot in of_arguments if slot in self._backward.gives]
         return _PackedBackward(self._backward, gradients.tracker, packed, variables, slots, others)
 
     def call(self, replica_id: int, leaves: Sequence[Any], state: Any) -> Any:
@@ -177,7 +199,7 @@ class ModuleProgram:
         call = ModuleCall(self, replica_id, leaves, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
-            graphs = self._graphs.get(replica_id)
+            graphs = self._graphs[replica_id] if self._graphs else None
             if graphs is not None and graphs.parameters and graphs.are_free():
                 call.leaves_node = graphs.join_leaves(call)
                 outputs = _apply(call, *wanted, graphs.joined)
@@ -198,18 +220,20 @@ class ModuleProgram:
         """Returns the outputs, and what backward reads."""
         r = call.replica_id
         device = self._replicas.devices[r]
-        values: list[Any] = [None] * self.passes.num_slots
-        for slot, place in self._state:
+        values = self._values[r][:]
+        for slot, place in self._buffers:
             values[slot] = place.owner if place.record is None else place.record.copies[r]
-        for slot in self.passes.statistics:
-            values[slot] = self._without_version(slot, r, values[slot])
+        if self._statistics:
+            found = self._without_versions(r, self._get_statistics(values))
+            for slot, alias in zip(self._statistics, found, strict=True):
+                values[slot] = alias
         for slot, number in self._arguments:
             values[slot] = call.leaves[number]
-        for slot, found in self._found:
-            values[slot] = found.to(device)
-        graphs = self._graphs.get(r)
+        for slot, value in self._found:
+            values[slot] = value.to(device)
+        graphs = self._graphs[r] if self._graphs else None
         if graphs is not None and graphs.are_free():
-            graphs.pieces.moves = object()  # any tensor may have got other memory
+            graphs.pieces.moves = self._get_moves()
             graphs.pieces.run(self._forward, {r: values})
             graphs.begin(call)
             outputs = graphs.pieces.keep(self._outputs(values))
@@ -218,11 +242,13 @@ class ModuleProgram:
             outputs = list(self._outputs(values))
         return _without_sharing(outputs), self._saved(values)
 
-    def _without_version(self, slot: int, replica_id: int, buffer: Tensor) -> Tensor:
-        """Returns a tensor of a buffer's memory, whose writes are no new version of the buffer."""
-        known = self._aliases.get((slot, replica_id))
-        if known is None or known[0] is not buffer or known[1].data_ptr() != buffer.data_ptr():
-            known = self._aliases[slot, replica_id] = buffer, buffer.data
+    def _without_versions(self, replica_id: int, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors of buffers' memory, whose writes are no new versions of the buffers."""
+        known = self._aliases.get(replica_id)
+        if known is not None and are_identical(known[0], buffers):
+            if [*map(Tensor.data_ptr, known[1])] == [*map(Tensor.data_ptr, buffers)]:
+                return known[1]
+        known = self._aliases[replica_id] = buffers, [buffer.data for buffer in buffers]
         return known[1]
 
     def run_backward(
@@ -236,11 +262,11 @@ class ModuleProgram:
             values[slot] = value
         for slot, grad in zip(self._tangent_slots, grads, strict=True):
             values[slot] = grad
-        graphs = self._graphs.get(r)
+        graphs = self._graphs[r] if self._graphs else None
         if self._backward is None:
             return self._gradients(values)
         if graphs is not None and graphs.is_of(call):
-            graphs.pieces.moves = object()
+            graphs.pieces.moves = self._get_moves()
             if graphs.packed is not None:
                 return graphs.packed.run(graphs.pieces, self._gradients, values, r, device)
             graphs.pieces.run(self._backward, {r: values})
@@ -250,16 +276,6 @@ class ModuleProgram:
 
     def backward(self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients for ``_Replayed``: of the traced pass, or of another one."""
-        found = self._find_gradients(ctx, call, grads)
-        node = call.leaves_node
-        if node is None:
-            return found
-        node.gradients = found[self._num_arguments :] or None
-        return *found[: self._num_arguments], self._graphs[call.replica_id].grad_of_joined
-
-    def _find_gradients(
-        self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
-    ) -> Sequence[Any]:
         saved = ctx.saved_tensors
         given = self._get_tangents(grads)
         is_traced = (
@@ -268,12 +284,18 @@ class ModuleProgram:
             and [grad is not None for grad in grads] == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
         )
-        if not is_traced:
+        node = call.leaves_node
+        if is_traced:
+            num_inputs = self._num_inputs if node is None else self._num_arguments + 1
+            found = self.run_backward(call, saved[num_inputs:], given)
+            call.has_ended = True  # the next call may overwrite what was saved
+        else:
             call.check_leaves()
-            return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
-        found = self.run_backward(call, saved[call.num_inputs :], given)
-        call.has_ended = True  # the next call may overwrite what was saved
-        return found
+            found = self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
+        if node is None:
+            return found
+        node.gradients = found[self._num_arguments :] or None
+        return *found[: self._num_arguments], self._graphs[call.replica_id].grad_of_joined
 
     def check_redo(self) -> None:
         """Raises CompileError if another call of ``forward`` would find other buffers."""
@@ -316,8 +338,8 @@ class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
     __slots__ = (
-        *("__weakref__", "has_ended", "leaves", "leaves_node", "num_inputs", "program"),
-        *("replica_id", "state", "token", "versions"),
+        *("__weakref__", "has_ended", "leaves", "leaves_node", "program", "replica_id"),
+        *("state", "token", "versions"),
     )
 
     def __init__(
@@ -328,7 +350,7 @@ class ModuleCall:
         self.token: _ReplicaGraphs | None = None
         self.leaves_node: Any = None
         self.versions: list[int] = []
-        self.has_ended, self.num_inputs = False, 0
+        self.has_ended = False
 
     def is_there(self) -> bool:
         """Whether what forward has saved is not overwritten."""
@@ -338,7 +360,7 @@ class ModuleCall:
         """Raises RuntimeError, as autograd does, if a parameter was changed since the call."""
         graphs = self.token
         if self.leaves_node is not None and graphs is not None:
-            if [*map(_version_of, graphs.parameters)] != self.versions:
+            if [*map(_version_of, graphs.targets)] != self.versions:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     "inplace operation: a parameter, between the call of a compiled module and a "
@@ -351,6 +373,7 @@ class _ReplicaGraphs:
 
     Args:
         parameters: the replica's leaves that get gradients.
+        targets: the ordinary parameters, whose versions are the leaves', and are read faster.
         packed: leaves these where they are reduced; ``None`` if that cannot be.
 
     Attributes:
@@ -365,9 +388,11 @@ class _ReplicaGraphs:
         self,
         pieces: CapturedPieces,
         parameters: list[Tensor],
+        targets: list[Tensor],
         packed: _PackedBackward | None,
     ) -> None:
         self.pieces, self.parameters, self.packed = pieces, parameters, packed
+        self.targets = targets
         self._leaves_node: Any = None
         self._holder: weakref.ref[ModuleCall] | None = None
 
@@ -378,7 +403,7 @@ class _ReplicaGraphs:
             self.grad_of_joined = self.joined.detach()
             self._leaves_node = self.joined.grad_fn
             set_sequence_number(self._leaves_node, _FIRST)
-        call.versions = [*map(_version_of, self.parameters)]
+        call.versions = [*map(_version_of, self.targets)]
         return self._leaves_node
 
     def are_free(self) -> bool:
@@ -492,7 +517,7 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, call: ModuleCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
-        ctx.call, call.num_inputs = call, len(inputs)
+        ctx.call = call
         if call.leaves_node is not None:
             ctx.mirror_packs = partial(call.program.packs, call.replica_id)
         ctx.mirror_is_separate = call.program.pattern.is_separate

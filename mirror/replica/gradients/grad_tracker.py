@@ -302,7 +302,8 @@ class GradTracker:
 
     def drop_local(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
         """Empties the slots of a variable's copies, for these replicas."""
-        self.packed.unpack()
+        if self.packed.unreduced:
+            self.packed.unpack()
         self.mutex.call(_empty_slots, [variable.copies[r] for r in replica_ids])
 
     def record_arrival_order(self) -> tuple[ReadyGrads, bool]:
