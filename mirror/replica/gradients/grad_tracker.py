@@ -57,7 +57,7 @@ from mirror.execution.run import Run, Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.non_finite import NonFiniteCheck
-from mirror.replica.gradients.packed_grads import PackedPasses
+from mirror.replica.gradients.packed_grads import PackedPasses, node_hooks
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.pass_arguments import (
     clone_gradients,
@@ -464,6 +464,7 @@ def watch_backward() -> None:
     """Wraps the start of backward passes; does nothing where torch lacks the function."""
     if hasattr(torch.autograd, PASS):
         wrap_once(torch.autograd, PASS, _wrap_backward)
+        node_hooks.watch()
 
 
 def register_listener(tracker: GradTracker) -> bool:

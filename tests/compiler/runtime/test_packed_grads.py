@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.replica.gradients.packed_grads import PackedPasses
+from mirror.comm.host_backends import NaiveCommunicator
+from mirror.replica.gradients.packed_grads import PackedPasses, node_hooks
 from tests.gpu.compiling import compiling_gpus
 from tests.gpu.graphs import graphs_on
 
@@ -163,9 +164,23 @@ class Loop:
         self.optimizer.step()
 
     def hooks(self):
-        handle = self.model.first.weight.register_hook(lambda grad: 2 * grad)
-        self.plain()
+        calls = []
+        handle = self.model.first.weight.register_hook(lambda grad: calls.append(grad) or 2 * grad)
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.keep(*calls)  # at the end of the pass
         handle.remove()
+        self.optimizer.step()
+
+    def hooks_of_a_node(self):
+        calls = []
+        node = self.model.last.weight.view(-1).grad_fn.next_functions[0][0]
+        handle = node.register_prehook(lambda grads: calls.append(1))
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.keep(torch.tensor(len(calls)))
+        handle.remove()
+        self.optimizer.step()
 
     def runs(self):
         def step(x, y):
@@ -304,6 +319,17 @@ def test_gradients_have_the_values_of_an_uncompiled_loop(kinds):
     assert packed[-1]
 
 
+def test_a_hook_of_a_parameters_node_is_called():
+    values = []
+    for compiles in (False, True):
+        with mock.patch.object(node_hooks, "may_exist", False):
+            found, packed = train(["hooks_of_a_node", "plain"], compiles=compiles)
+            values.append(found)
+            assert node_hooks.may_exist
+    assert all(map(torch.equal, *values))
+    assert packed == [False, True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -343,3 +369,45 @@ def test_a_pass_of_one_strategy_is_not_that_of_another_one():
         for loop in loops:
             loop.strategy.close()
         assert not gpus.violations
+
+
+@contextlib.contextmanager
+def recording_reductions():
+    """Gives a list of what the replicas reduce together: copies of the buffers, before."""
+    found, reduce = [], NaiveCommunicator.all_reduce
+
+    def record(communicator, tensors, op="sum", scale=1.0):
+        found.append([tensor.detach().cpu().flatten() for tensor in tensors])
+        return reduce(communicator, tensors, op, scale)
+
+    with mock.patch.object(NaiveCommunicator, "all_reduce", record):
+        yield found
+
+
+@pytest.mark.parametrize("bytes_per_pack", [25 * 2**20, 200, 0])
+def test_what_is_reduced_together_is_that_of_an_uncompiled_pass(bytes_per_pack):
+    """A ring adds in an order that depends on where an element lies in the buffer."""
+    reduced = []
+    for compiles in (False, True):
+        with compiling_gpus(2) as gpus, graphs_on(gpus):
+            torch.manual_seed(0)
+            options = mirror.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+            strategy = mirror.MirroredStrategy(
+                ["cuda:0", "cuda:1"],
+                "naive",
+                schedule="lockstep",
+                communication_options=options,
+            )
+            loop = Loop(strategy)
+            if compiles:
+                strategy.compile(loop.model, fallback="error")
+            for _ in range(5):
+                loop.plain()
+            with recording_reductions() as found:
+                loop.plain()
+            reduced.append(found)
+            strategy.close()
+    uncompiled, packed = reduced
+    assert len(uncompiled) == len(packed) > 0
+    for before, now in zip(uncompiled, packed, strict=True):
+        assert all(map(torch.equal, before, now))
