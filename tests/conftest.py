@@ -15,6 +15,7 @@ import mirror
 from mirror.base.torch_private import num_dispatch_modes, num_function_modes
 from mirror.replica.modules.replica_attributes import ReplicaAttribute
 from mirror.threads import lockstep, schedule
+from tests.pairs import leave_products_to_exhaustive
 
 # So that `from tests.oracle import ...` works however pytest is started.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -64,6 +65,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    leave_products_to_exhaustive(items)
     if config.getoption("--optimizer-state") == "sharded":
         skip = pytest.mark.skip(reason="tests how replicated state is kept")
         for item in items:
@@ -97,13 +99,16 @@ def pytest_collection_finish():
 def freeze():
     gc.collect()
     gc.freeze()
-    freeze.num_modules = len(sys.modules)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def frozen_imports():
-    """Freezes what tests import later: the rest of the compiler adds 0.2 s to a collection."""
-    if len(sys.modules) > freeze.num_modules + 50:
+def frozen_caches():
+    """Freezes what earlier tests have imported, and what they have left in caches.
+
+    Torch's compiler keeps some 2,000 objects of each trace. A trace looks for closures among all
+    objects that are not frozen, so that it took five times as long after a hundred traces.
+    """
+    if len(gc.get_objects(generation=2)) > 20_000:
         freeze()
 
 

@@ -9,6 +9,10 @@ Most faults need one value, or two together. So only those cases of the full pro
 every two values of two parameters come together; the rest is left to ``make exhaustive-test``, or
 has the marks that come first. A value may be a ``pytest.param`` with marks, for all of its cases.
 An axis of two parameters has both names: ``**{"model,change": PAIRS}``.
+
+Of a test with several parametrized marks or fixtures, whose cases are a product, the cases run in
+which every value comes up: ``leave_products_to_exhaustive``, which conftest.py calls. A test for
+which the product matters, such as that of backends and dtypes, has the mark ``full_product``.
 """
 
 import itertools
@@ -41,6 +45,47 @@ def every(step, values):
     return [
         v if i % step == 0 else pytest.param(v, marks=EXHAUSTIVE) for i, v in enumerate(values)
     ]
+
+
+def leave_products_to_exhaustive(items):
+    """Marks cases of products as exhaustive, but those in which every value comes up.
+
+    The axes of a product are the parametrized marks and fixtures of a test. The quick cases of a
+    test, and its slow ones, are chosen each by themselves. A case that would skip itself may be
+    the only one of its value: parametrize such a test by a list of the cases that can be.
+    """
+    products = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if getattr(item, "callspec", None) and not marks & {"exhaustive", "full_product"}:
+            test = item.nodeid.partition("[")[0]
+            case = tuple(enumerate(item.callspec._idlist))
+            products.setdefault((test, "slow" in marks), {}).setdefault(case, item)
+    for cases in products.values():
+        num_axes = sum(len(set(values)) > 1 for values in zip(*cases, strict=True))
+        for case in cases.keys() - spread(list(cases)) if num_axes > 1 else ():
+            for mark in EXHAUSTIVE:
+                cases[case].add_marker(mark)
+
+
+def spread(cases):
+    """Returns few of the cases, tuples of values, with every value, each about equally often.
+
+    A value is a pair of axis and name.
+    """
+    times = dict.fromkeys((value for case in cases for value in case), 0)
+    chosen = set()
+    while 0 in times.values():
+        best = min(cases, key=lambda case: _novelty(case, times))
+        chosen.add(best)
+        for value in best:
+            times[value] += 1
+    return chosen
+
+
+def _novelty(case, times):
+    """Sorts first the case with the most values that are new, then that with the rarest."""
+    return -sum(not times[value] for value in case), sum(times[value] for value in case)
 
 
 def covering(lengths, strength):

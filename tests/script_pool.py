@@ -99,6 +99,7 @@ def _serve():
     import mirror  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports what most programs would
+    importlib.import_module("torch._functorch.aot_autograd")  # what a compiled step needs
     for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.freeze()  # so that a collection does not write to, and copy, shared pages

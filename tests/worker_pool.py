@@ -250,6 +250,7 @@ def main() -> None:
     import mirror  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    importlib.import_module("torch._functorch.aot_autograd")  # what a compiled step needs
     gc.freeze()  # so that a collection does not write to, and copy, shared pages
     serve_forks(socket.socket(fileno=int(sys.argv[1])))
 

@@ -254,6 +254,25 @@ _is_differentiated: Callable[[Tensor], bool] = _find("torch._C._functorch.is_gra
 _jit: Any = torch.jit  # untyped
 is_jit_tracing: Callable[[], bool] = _jit.is_tracing
 compile_context: Callable[[], object] = _find("torch._guards.CompileContext.try_get")
+_function_modes: Callable[[], list[Any]] = _find(
+    "torch.overrides._get_current_function_mode_stack"
+)
+_dispatch_modes: Callable[[], list[Any]] = _find(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
+)
+_DefaultDevice: Any = _find("torch.utils._device.DeviceContext")
+
+
+def has_modes() -> bool:
+    """Whether this thread's operations are seen by a mode, or by the detection of anomalies.
+
+    A default device is no such mode, nor is one that torch's own tools work by.
+    """
+    if torch.is_anomaly_enabled():
+        return True
+    if num_function_modes() and not all(isinstance(m, _DefaultDevice) for m in _function_modes()):
+        return True
+    return num_dispatch_modes() > 0 and not all(m.is_infra_mode() for m in _dispatch_modes())
 
 
 class _HookStack(threading.local):
@@ -375,6 +394,15 @@ def has_post_accumulate_hooks(parameter: Any) -> bool:
 
 SPLIT_CALL = "_compiled_call_impl"  # in a module's __dict__: the function that a call runs
 WHOLE_CALL = "_call_impl"
+BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
+MODULE_HOOKS = "_forward_hooks", "_forward_pre_hooks", *BACKWARD_HOOKS
+
+
+def hooks_of_all_modules() -> list[dict[Any, Any]]:
+    """Returns the dicts of the hooks that run in calls of every module."""
+    return [getattr(nn.modules.module, f"_global{name}", {}) for name in MODULE_HOOKS]
+
+
 CONVERT = "_apply"
 INFER = "_infer_parameters"
 INITIALIZING = "_initialize_hook"  # in a lazy module's __dict__ before its first call

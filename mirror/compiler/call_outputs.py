@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mirror.base.containers import assign, contents_of, empty_like, is_object, is_shared
+from mirror.base.torch_private import storage_key
 from mirror.compiler.free_variables import PLAIN
 from mirror.values import map_structure
 
@@ -32,6 +35,38 @@ def rebuild_outputs(outputs: Any, leaves: Iterable[Any]) -> Any:
     """Returns outputs with other leaves, in the order of ``output_leaves``; objects are new."""
     remaining = iter(leaves)
     return _map(lambda _: next(remaining), outputs, {})
+
+
+def distinct_tensors(outputs: Any) -> tuple[list[Tensor], list[int | None]]:
+    """Returns the tensors in outputs, and for each leaf the number of its tensor there."""
+    found: dict[int, tuple[int, Tensor]] = {}
+    numbers: list[int | None] = []
+    for leaf in output_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            numbers.append(found.setdefault(id(leaf), (len(found), leaf))[0])
+        else:
+            numbers.append(None)
+    return [tensor for _, tensor in found.values()], numbers
+
+
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether two of the tensors have an element in common; also of tensors without memory."""
+    marks: dict[int, tuple[torch.dtype, np.ndarray[Any, Any]]] = {}
+    keys = [*map(storage_key, tensors)]
+    for key, tensor in zip(keys, tensors, strict=True):
+        if keys.count(key) < 2 or not tensor.numel():
+            continue
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        dtype, marked = marks.setdefault(key, (tensor.dtype, np.zeros(size, bool)))
+        if dtype != tensor.dtype:
+            return True
+        own = np.lib.stride_tricks.as_strided(
+            marked[tensor.storage_offset() :], tensor.shape, tensor.stride()
+        )
+        if own.any():
+            return True
+        own[...] = True
+    return False
 
 
 class OutputObjects:

@@ -103,6 +103,11 @@ def is_torchs(path: str) -> bool:
     return path.startswith(_OURS_AND_TORCHS[1])
 
 
+def is_librarys(path: str) -> bool:
+    """Whether a file is of an installed library, and not of torch, mirror or Python."""
+    return path.startswith(_LIBRARIES[3:]) and not path.startswith(_OURS_AND_TORCHS)
+
+
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mirror.base.safe_files import private_folder
+from mirror.compiler.step_errors import is_torchs
 
 _log = logging.getLogger("mirror")
 
@@ -45,8 +47,8 @@ Program = Callable[[list[Any]], Sequence[Any]]
 
 is_fake = FakeTensor
 DispatchMode = TorchDispatchMode
+is_onednn_on = torch._C._get_mkldnn_enabled
 IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
-MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # The tracer need not count calls of torch's functions: only torch.export reads the counts.
 _OPTIONS: dict[str, Any] = {
@@ -57,6 +59,9 @@ _OPTIONS: dict[str, Any] = {
 _PLACE = "mirror_place"  # in the ``meta`` of a node
 GENERATED = "<eval_with_key>"  # how the names of fx's generated code begin
 _FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+# Within the block, batch norms become operations whose schemas say that they write statistics.
+declaring_writes = enable_python_dispatcher
 
 _aten = torch.ops.aten
 ITEM = _aten._local_scalar_dense.default
@@ -191,17 +196,24 @@ def trace_graph(
     mode: Any,
     inputs: Sequence[Any],
     decompositions: Mapping[Any, Any] | None = None,
+    *,
+    keeps_kernels: bool = False,
 ) -> fx.GraphModule:
-    """Returns the graph of the operations in ``function(*inputs)``, backward passes too."""
-    # Without mkldnn: its fused layers, such as LSTM, need static sizes, and keep state for the
-    # backward pass that a trace does not see.
-    with (
-        mode,
-        enable_python_dispatcher(),
-        _disabling_mkldnn(),
-        _silencing_errors(),
-        _use_lazy_graph_module(True),
-    ):
+    """Returns the graph of the operations in ``function(*inputs)``, backward passes too.
+
+    Args:
+        keeps_kernels: whether these are the operations that torch calls without a trace, which
+            needs fixed sizes. If not, they are those of torch's compositions in Python, which
+            round differently: ``F.interpolate``, recurrent layers, some losses.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        if not keeps_kernels:
+            stack.enter_context(enable_python_dispatcher())
+            # Its fused layers, such as LSTM, need fixed sizes.
+            stack.enter_context(_disabling_mkldnn())
+        stack.enter_context(_silencing_errors())
+        stack.enter_context(_use_lazy_graph_module(True))
         options: dict[str, Any] = {"decomposition_table": decompositions, **_OPTIONS}
         return make_fx(function, tracing_mode="real", **options)(*inputs)
 
@@ -260,9 +272,14 @@ def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
         return _make_graph_module(root, graph)
 
 
+def has_mkldnn() -> bool:
+    """Whether torch calls the kernels of oneDNN for float32 on the CPU."""
+    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+
+
 @contextlib.contextmanager
 def _disabling_mkldnn() -> Iterator[None]:
-    before = torch._C._get_mkldnn_enabled()
+    before = is_onednn_on()
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
@@ -281,32 +298,30 @@ def _silencing_errors() -> Iterator[None]:
         logger.disabled = before
 
 
-class _NoTensor:
-    """No tensor is an instance of this class."""
+_hiding: set[int] = set()  # threads
+_Nothing = type("_Nothing", (), {})
+_SUBCLASSES: Any = importlib.import_module("torch._subclasses")
 
 
 @contextlib.contextmanager
-def hiding_fakes(is_traced: Callable[[], bool]) -> Iterator[None]:
-    """Within the block, ``torch._subclasses.FakeTensor`` is a class without instances.
-
-    Libraries ask by this name whether they are traced. Code of torch gets the class itself.
-    """
-    place: Any = importlib.import_module("torch._subclasses")
-    folder = os.path.join(os.path.dirname(torch.__file__), "")
+def hiding_fakes() -> Iterator[None]:
+    """Within the block, libraries find another class as ``torch._subclasses.FakeTensor``."""
 
     def find(name: str) -> Any:
         if name != FakeTensor.__name__:
-            raise AttributeError(f"module {place.__name__!r} has no attribute {name!r}")
-        is_torchs = sys._getframe(1).f_code.co_filename.startswith(folder)
-        return FakeTensor if is_torchs or not is_traced() else _NoTensor
+            raise AttributeError(name)
+        is_asked = not is_torchs(sys._getframe(1).f_code.co_filename)
+        return _Nothing if is_asked and threading.get_ident() in _hiding else FakeTensor
 
-    del place.FakeTensor
-    place.__getattr__ = find
+    _hiding.add(threading.get_ident())
+    _SUBCLASSES.__getattr__ = find
+    vars(_SUBCLASSES).pop(FakeTensor.__name__, None)
     try:
         yield
     finally:
-        del place.__getattr__
-        place.FakeTensor = FakeTensor
+        _hiding.discard(threading.get_ident())
+        if not _hiding:
+            _SUBCLASSES.FakeTensor = FakeTensor
 
 
 @contextlib.contextmanager
@@ -335,42 +350,6 @@ def inductor_decompositions() -> Mapping[Any, Any]:
 
     table: Mapping[Any, Any] = select_decomp_table()
     return {**table, **kernel_decompositions()}
-
-
-def in_place_overload(target: Any) -> Any:
-    """Returns the overload that writes its result to the first argument of ``target``, if any.
-
-    For operations that compute values: ``t_`` and the like change no value.
-    """
-    namespace, _, name = str(target).partition(".")
-    name, _, overload = name.partition(".")
-    if namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
-        return None
-    found = getattr(getattr(torch.ops.aten, f"{name}_", None), overload, None)
-    if found is None or len(found._schema.arguments) != len(target._schema.arguments):
-        return None
-    alias = found._schema.arguments[0].alias_info
-    return found if alias is not None and alias.is_write else None
-
-
-def functional_overload(target: Any) -> Any:
-    """Returns the overload that returns what ``target`` writes, after its results; or ``None``.
-
-    ``None``: there is none, it computes views, or it writes several arguments in another order.
-    """
-    namespace, _, name = str(target).partition(".")
-    name, _, overload = name.partition(".")
-    if namespace != "aten" or name in ("set_", "resize_", "resize_as_"):
-        return None
-    is_in_place = name.endswith("_")
-    packet = getattr(torch.ops.aten, name[:-1] if is_in_place else f"{name}_functional", None)
-    found = getattr(packet, overload, None)
-    if found is None or any(result.alias_info is not None for result in found._schema.returns):
-        return None
-    written = [a for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
-    if is_in_place and (len(written) != 1 or in_place_overload(found) is not target):
-        return None
-    return found
 
 
 def call_with_fakes(mode: Any, target: Any, args: Any, kwargs: Any) -> Any:

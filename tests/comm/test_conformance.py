@@ -82,6 +82,7 @@ def assert_all_equal(tensors, expected):
 
 
 # One test for all cases of a communicator and a type: to make and to close it takes longer.
+@pytest.mark.full_product  # each backend has kernels of its own for each dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_reduce_has_the_bits_of_the_model(communicator, dtype):
     for op, size in ops_and_sizes(dtype):
@@ -91,6 +92,7 @@ def test_all_reduce_has_the_bits_of_the_model(communicator, dtype):
         assert_all_equal(tensors, expected)
 
 
+@pytest.mark.full_product
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_scale_multiplies_before_the_one_rounding(communicator, dtype):
     tensors = random_tensors(communicator, 37, dtype)
@@ -146,6 +148,7 @@ def test_broadcast_copies_any_root(communicator, dtype):
         assert_all_equal(tensors, expected)
 
 
+@pytest.mark.full_product
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reduce_scatter_leaves_chunk_i_with_replica_i_for_all_gather(communicator, dtype):
     n = len(communicator.devices)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.execution.lifecycle import LifecycleHooks
 from mirror.execution.run import Run
-from tests.pairs import each_once
+from tests.pairs import EXHAUSTIVE, each_once
 from tests.profiled import profiled
 
 
@@ -29,7 +29,10 @@ def collected(reference):
     return reference() is None
 
 
-@each_once(**{"n,active": [(1, 1), (2, 1), (2, 2), (3, 2)]}, schedule=["lockstep", "staggered"])
+@each_once(
+    **{"n,active": [(1, 1), (3, 2), pytest.param(2, 1, marks=EXHAUSTIVE), (2, 2)]},
+    schedule=["lockstep", "staggered"],
+)
 def test_a_strategy_and_what_its_last_run_returned_go_with_their_owner(n, active, schedule):
     def use():
         strategy = mirror.MirroredStrategy(["cpu"] * n, schedule=schedule)

@@ -20,7 +20,7 @@ from mirror.replica.collectives.autograd_nodes import (
 from mirror.replica.collectives.over_workers import Participants
 from tests.gpu.fake import FakeGpus
 from tests.oracle import assert_same
-from tests.pairs import pairwise
+from tests.pairs import each_once
 from tests.toy_models import collect
 
 DEVICES = [["cuda:0", "cuda:1"], ["cuda:0", "cuda:1", "cuda:2"], ["cuda:0", "cuda:0"]]
@@ -233,7 +233,7 @@ def pair(make_model):
 
 # In the words of the run that takes turns because of it.
 @pytest.mark.filterwarnings("ignore:schedule=.*saved the state of the CPU's random generator")
-@pairwise(make_model=MODELS, go_backward=PASSES, way=[1, 2], devices=DEVICES)
+@each_once(make_model=MODELS, go_backward=PASSES, way=[1, 2], devices=DEVICES)
 def test_a_pass_through_collectives_is_that_of_one_device(make_model, go_backward, way, devices):
     if make_model is CheckpointedReentrant and go_backward is penalty:
         pytest.skip("torch: no torch.autograd.grad through reentrant checkpointing")

@@ -32,7 +32,7 @@ def run_suite(communicator, dtypes, packs):
     with mock.patch.object(test_conformance, "PACKS", packs):
         for name, test in vars(test_conformance).items():
             if name.startswith("test_") and "communicator" in inspect.signature(test).parameters:
-                marks = [mark.args for mark in getattr(test, "pytestmark", ())]
+                marks = [mark.args for mark in getattr(test, "pytestmark", ()) if mark.args]
                 for values in product(*(values for _, values in marks)):
                     parameters = dict(zip([name for name, _ in marks], values, strict=True))
                     if parameters.get("dtype") in (None, *dtypes):

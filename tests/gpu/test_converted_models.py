@@ -16,7 +16,7 @@ import mirror
 from mirror.errors import StrategyError
 from tests.gpu.fake import FakeGpus
 from tests.oracle import assert_same
-from tests.pairs import pairwise
+from tests.pairs import each_once
 from tests.toy_models import ConvertedNet
 
 GPUS = [torch.device("cuda", i) for i in range(3)]
@@ -85,7 +85,7 @@ def trained(model, between=None, device=None):
     return losses, model.state_dict(), [p.grad for p in model.parameters()]
 
 
-@pairwise(
+@each_once(
     name=CONVERSIONS,
     kind=STRATEGIES,
     when=["in the scope", "before", "between", "in run"],

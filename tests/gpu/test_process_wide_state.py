@@ -320,7 +320,7 @@ STEPS = {
 }
 
 
-@pairwise(step=STEPS, schedule=SCHEDULES, gpus=GPUS, n=N)
+@each_once(step=STEPS, schedule=SCHEDULES, gpus=GPUS, n=N)
 def test_a_step_has_the_bits_and_the_generator_of_simulated_devices(
     step, schedule, gpus, n, caplog
 ):
@@ -355,7 +355,7 @@ def test_after_checkpoints_that_draw_the_generator_is_where_one_device_leaves_it
     assert torch.equal(found[0][2], one[2])
 
 
-@pairwise(step=[plain_step, checkpointing(False), seeding], schedule=SCHEDULES, gpus=GPUS, n=N)
+@each_once(step=[plain_step, checkpointing(False), seeding], schedule=SCHEDULES, gpus=GPUS, n=N)
 @pytest.mark.filterwarnings("ignore:.*take turns")
 def test_dropout_on_gpus_is_reproducible_bit_for_bit(step, schedule, gpus, n):
     found = []

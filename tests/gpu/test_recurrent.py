@@ -16,7 +16,7 @@ from tests.gpu.fake import FakeGpus
 from tests.gpu.programs import split
 from tests.multi_worker import both
 from tests.oracle import assert_same
-from tests.pairs import each_once, pairwise
+from tests.pairs import each_once
 
 STEPS = 3
 
@@ -202,7 +202,7 @@ def test_layers_train_as_on_one_device_and_are_flattened_once(layers, devices, w
     check(layers, devices, way, optimizer)
 
 
-@pairwise(devices=DEVICES, way=WAYS, optimizer=OPTIMIZERS)
+@each_once(devices=DEVICES, way=WAYS, optimizer=OPTIMIZERS)
 def test_a_layer_that_forward_flattens_is_flattened_once(devices, way, optimizer):
     check("flat in forward", devices, way, optimizer)
 

@@ -32,7 +32,7 @@ def findings(how, which, times, seconds):
 
 def test_an_interrupt_at_some_points_ends_the_step_and_nothing_else():
     which = [str(i) for i in range(len(programs()))]
-    assert findings("points", which, 3, 400) == []
+    assert findings("points", which, 2, 400) == []
 
 
 @pytest.mark.exhaustive

@@ -12,6 +12,7 @@ import mirror
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.errors import StrategyError
 from tests.oracle import assert_same
+from tests.pairs import EXHAUSTIVE
 
 lightning = pytest.importorskip("lightning")
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -234,7 +235,8 @@ class Layers(Net):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_replicas"), [(Net, 3), (Manual, 2), (Layers, 1), (Layers, 3)]
+    ("kind", "num_replicas"),
+    [pytest.param(Net, 3, marks=EXHAUSTIVE), (Manual, 2), (Layers, 1)],
 )
 def test_compiled_layers_have_the_bits_of_uncompiled_ones(kind, num_replicas, replays, caplog):
     from mirror.lightning import MirroredStrategy

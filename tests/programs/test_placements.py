@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import mirror
 from tests.oracle import assert_same
-from tests.pairs import each_once, pairwise
+from tests.pairs import each_once
 
 SIZES = (8, 7, 5, 8)
 WAYS = (1, 2, 3, "compiled")
@@ -149,7 +149,7 @@ def trained(worker_pool, place, *case):
     return worker_pool(len(counts)).run(on_replicas, counts, state, *case)
 
 
-@pairwise(way=WAYS, place=PLACES, optimizer=OPTIMIZERS)
+@each_once(way=WAYS, place=PLACES, optimizer=OPTIMIZERS)
 def test_every_placement_trains_as_one_device(worker_pool, way, place, optimizer):
     for result in trained(worker_pool, place, way, optimizer):
         assert_same(result, on_one_device(optimizer))

@@ -27,7 +27,7 @@ from tests.programs.cases import (
 )
 
 
-@pairwise(case=CASES, n=[2, 3], way=WAYS)
+@each_once(case=CASES, n=[2, 3], way=WAYS)
 def test_replicas_equal_one_device(case, n, way, make_strategy):
     case = CASES[case]
     plain, model, batches = prepared(case)

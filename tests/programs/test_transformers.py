@@ -7,6 +7,7 @@ import torch
 
 import mirror
 from mirror.errors import StrategyError
+from mirror.replica.modules.module_owner import interceptor_of
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.pairs import each_once
 
@@ -267,6 +268,20 @@ def test_the_trainer_trains_a_language_model_as_on_one_device(
     plain, model = pair(llama, make_strategy(3))
     assert_same(train_by_trainer(model, **options), train_by_trainer(plain, **options))
     assert_same(model.state_dict(), plain.state_dict())
+
+
+def test_the_trainer_replays_a_compiled_model(make_strategy, train_by_trainer):
+    found = []
+    for compiles in (False, True):
+        strategy = make_strategy(2)
+        torch.manual_seed(0)
+        _, model = pair(llama, strategy)
+        if compiles:
+            strategy.compile(model, fallback="error")
+        losses = train_by_trainer(model)
+        found.append([torch.tensor(losses), *model.state_dict().values()])
+    assert interceptor_of(model).compiled.num_traces > 0
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("evaluated_only", [pytest.param(False, marks=pytest.mark.slow), True])

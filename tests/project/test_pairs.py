@@ -1,10 +1,19 @@
-"""tests/pairs.py: every two values of two parameters occur together."""
+"""tests/pairs.py: which cases of a product are quick."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
-from tests.pairs import covering, each_once, every, pairwise, quick_of
+from tests.pairs import (
+    covering,
+    each_once,
+    every,
+    leave_products_to_exhaustive,
+    pairwise,
+    quick_of,
+    spread,
+)
 
 
 @pytest.mark.parametrize("lengths", [(3, 3), (7, 2, 3, 4), (2, 1, 5), (4, 3, 2)])
@@ -57,3 +66,51 @@ def test_what_is_not_quick_is_exhaustive():
 def test_a_quick_value_that_is_none_of_the_values_is_an_error():
     with pytest.raises(AssertionError, match=r"\[4\] are not all among \[1, 2, 3\]"):
         quick_of([1, 2, 3], [4])
+
+
+@pytest.mark.parametrize("lengths", [(3, 2), (2, 7, 3), (4,), (5, 5)])
+def test_every_value_of_a_product_is_in_a_quick_case_about_equally_often(lengths):
+    cases = [tuple(enumerate(case)) for case in itertools.product(*map(range, lengths))]
+    chosen = spread(cases)
+    assert len(chosen) == max(lengths)
+    for axis, length in enumerate(lengths):
+        times = [sum(case[axis][1] == value for case in chosen) for value in range(length)]
+        assert set(times) <= {min(times), min(times) + 1} - {0}
+
+
+def test_a_product_with_holes_has_every_value():
+    holed = [((0, a), (1, b)) for a in range(4) for b in range(4) if a <= b]
+    assert {value for case in spread(holed) for value in case} == {
+        (axis, value) for axis in range(2) for value in range(4)
+    }
+
+
+def letters_and_numbers(item_marks):
+    """Returns the stand-ins of a test's six items, with those marks."""
+
+    class Item:
+        def __init__(self, letter, number):
+            self.nodeid = f"test_x.py::test_it[{letter}-{number}]"
+            self.callspec = SimpleNamespace(_idlist=[letter, number])
+            self.marks = [*item_marks]
+
+        def iter_markers(self):
+            return [mark.mark for mark in self.marks]
+
+        def add_marker(self, mark):
+            self.marks.append(mark)
+
+    return [Item(letter, number) for letter in "ab" for number in "123"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "num_left"), [([], 3), ([pytest.mark.slow], 3), ([pytest.mark.full_product], 6)]
+)
+def test_the_rest_of_stacked_marks_is_exhaustive_but_where_all_are_wanted(marks, num_left):
+    items = letters_and_numbers(marks)
+    leave_products_to_exhaustive(items)
+    left = [item for item in items if "exhaustive" not in {m.name for m in item.iter_markers()}]
+    assert len(left) == num_left
+    for axis in range(2):
+        values = {item.callspec._idlist[axis] for item in items}
+        assert {item.callspec._idlist[axis] for item in left} == values

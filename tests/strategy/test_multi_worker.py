@@ -174,7 +174,7 @@ def environ_of(rank, size, port):
     ("kept", "size", "options"),
     [
         pytest.param("module", 2, {}, marks=EXHAUSTIVE),
-        ("module", 2, {"compiled": True}),
+        pytest.param("module", 2, {"compiled": True}, marks=EXHAUSTIVE),
         ("module", 1, {"strategy": "mirror.MirroredStrategy(['cpu'] * 2)"}),
     ],
 )
@@ -202,6 +202,7 @@ def test_a_program_ends_without_a_message(tmp_path, kept, size, options, port):
     [
         ("nothing", {}),
         ("module", {"in_main": True}),
+        ("module", {"compiled": True}),
         *((kept, {"num_local": 2}) for kept in ("parameters", "scope", "iterator")),
         *(
             pytest.param(kept, {"in_main": True}, marks=EXHAUSTIVE)

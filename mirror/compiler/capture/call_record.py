@@ -7,10 +7,9 @@ uncompiled call. So the functions of torch that the code calls in the trace are 
 those of an uncompiled call: names, sizes, dtypes and plain arguments. They are noted above
 autograd, where autocast, decompositions and the kernels of a device do not show.
 
-    first call      noted; the trace that follows it is compared with it
-    they differ     a value may have changed between the two. The next call for which the guards
-                    of the trace hold runs uncompiled, and is noted again
-    still differ    the module runs uncompiled, with one warning that names both lines
+    first call      noted
+    its trace       finds the same values (see ``known_call.py``), and is compared with it
+    they differ     the module runs uncompiled, with one warning that names both lines
 """
 
 from __future__ import annotations
@@ -41,13 +40,17 @@ class CallRecord(TorchFunctionMode):
         self._noted: list[tuple[Any, ...]] = []
         self._places: list[Place | None] = []
         self._objects = OutputObjects(None)
+        # The placeholders of a trace answer these by themselves.
+        device: Any = Tensor.device
+        readers = device.__get__, getattr(device, "fget", None)
+        self._unlike = (*readers, torch.ops.prim.device.default)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         caller = sys._getframe(1)
-        if func not in _UNLIKE and not is_mirrors(caller.f_code.co_filename):
+        if func not in self._unlike and not is_mirrors(caller.f_code.co_filename):
             self._noted.append((func, *_describe((args, kwargs))))
             self._places.append(_place_of(caller))
         return func(*args, **kwargs)
@@ -77,11 +80,6 @@ class CallRecord(TorchFunctionMode):
                     "whether it is traced"
                 )
         return None
-
-
-_DEVICE: Any = Tensor.device
-# The placeholders of a trace answer these by themselves.
-_UNLIKE = (_DEVICE.__get__, torch.ops.prim.device.default)
 
 
 def _nth(places: Sequence[Place | None], i: int) -> Place | None:

@@ -49,18 +49,29 @@ class FunctionalGraph:
 
 
 def trace_functional(
-    call: Callable[[], Sequence[Tensor]], mode: Any, inputs: list[StepInput]
+    call: Callable[[], Sequence[Tensor]],
+    mode: Any,
+    inputs: list[StepInput],
+    *,
+    keeps_kernels: bool = False,
 ) -> tuple[fx.GraphModule, list[StepInput]]:
     """Traces ``call``, which uses the fakes of ``inputs``; returns the graph and all its inputs.
 
     Inputs may be added while it is traced. Other tensors that it uses become inputs, too.
+
+    Args:
+        keeps_kernels: see ``trace_graph``.
     """
-    known = list(inputs)
+    known, caches = list(inputs), torch.is_autocast_cache_enabled()
 
     def function(*_: Tensor) -> Sequence[Tensor]:
+        # make_fx turns the cache off. Then a parameter that is used twice has two casts, whose
+        # gradients add up in float32, not in the dtype of autocast.
+        torch.set_autocast_cache_enabled(caches)
         return list(call())
 
-    graph = trace_graph(function, mode, [one.fake for one in known])
+    fakes = [one.fake for one in known]
+    graph = trace_graph(function, mode, fakes, keeps_kernels=keeps_kernels)
     by_fake = {id(one.fake): one for one in inputs}
     found: list[StepInput] = []
     holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -106,11 +117,17 @@ def written_inputs(graph: fx.GraphModule, inputs: list[StepInput]) -> list[StepI
 
 
 def functional(
-    graph: fx.GraphModule, inputs: list[StepInput], mode: Any, *, for_inductor: bool
+    graph: fx.GraphModule,
+    inputs: list[StepInput],
+    mode: Any,
+    *,
+    for_inductor: bool,
+    keeps_kernels: bool = False,
 ) -> FunctionalGraph:
     """Returns a traced graph without writes but at its end.
 
     Args:
+        keeps_kernels: see ``trace_graph``.
         for_inductor: whether operations are decomposed as inductor needs it. Torch's kernels are
             faster whole: a batch norm, say, would become twenty passes over its input.
     """
@@ -121,7 +138,9 @@ def functional(
     last = None if for_inductor else rewrite_writes(graph.graph, mode)
     pure, writes = graph, last
     if writes is None:
-        pure, writes = _retrace(graph, inputs, mode, for_inductor=for_inductor)
+        pure, writes = _retrace(
+            graph, inputs, mode, for_inductor=for_inductor, keeps_kernels=keeps_kernels
+        )
     holders = [node for node in pure.graph.nodes if node.op == "placeholder"]
     by_holder = dict(zip(holders, inputs, strict=True))
     (output,) = (node for node in pure.graph.nodes if node.op == "output")
@@ -142,7 +161,12 @@ def _detached(holder: fx.Node) -> fx.Node:
 
 
 def _retrace(
-    graph: fx.GraphModule, inputs: list[StepInput], mode: Any, *, for_inductor: bool
+    graph: fx.GraphModule,
+    inputs: list[StepInput],
+    mode: Any,
+    *,
+    for_inductor: bool,
+    keeps_kernels: bool,
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """Traces a graph without its writes; returns, by input that it writes, its last value."""
     call = graph if for_inductor else KeepingPlaces(graph).run
@@ -154,7 +178,7 @@ def _retrace(
     fakes = [one.fake for one in inputs]
     without_writes = torch.func.functionalize(function, remove="mutations")
     decompositions = inductor_decompositions() if for_inductor else kernel_decompositions()
-    pure = trace_graph(without_writes, mode, fakes, decompositions)
+    pure = trace_graph(without_writes, mode, fakes, decompositions, keeps_kernels=keeps_kernels)
     writes: dict[fx.Node, fx.Node] = {}
     for node in list(pure.graph.nodes):
         is_copy = node.target is torch.ops.aten.copy_.default

@@ -1,8 +1,9 @@
 """Recurrent networks in a trace: a call for each layer, with the dropout between them.
 
-A trace sees ``torch.lstm``, ``torch.gru`` and the like as torch's decomposition in Python, which
-leaves out the dropout between layers. The LSTMs of the CPU call their kernel instead. On GPUs no
-trace calls cuDNN, so the weights need not lie in one buffer.
+The trace of a step sees ``torch.lstm``, ``torch.gru`` and the like as torch's decomposition in
+Python, which leaves out the dropout between layers. The LSTMs of the CPU call their kernel
+instead. On GPUs no trace calls cuDNN, so the weights need not lie in one buffer. The trace of a
+module keeps the kernels of an uncompiled call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import wrapping
 from mirror.compiler.fused_lstm import call_lstm, can_fuse
+from mirror.compiler.torch_internals import has_mkldnn
 
 RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _NAMES = (
@@ -44,9 +46,26 @@ def keeping_weights(is_traced: Callable[[], bool]) -> AbstractContextManager[Non
     return wrapping(nn.RNNBase, "flatten_parameters", wrap)
 
 
+def call_own_kernels(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Returns the result of ``func`` by the kernels of an untraced call; ``None`` if it cannot.
+
+    On the CPU that is the fused LSTM, or torch's own composition, which the trace sees.
+    """
+    options = _options_of(args, kwargs)
+    values, states, params = options["input"], options["hx"], options["params"]
+    if values.device.type != "cpu" or not isinstance(options.get("has_biases"), bool):
+        return None
+    is_pair = isinstance(states, (tuple, list))
+    if not is_pair or values.dtype == torch.float64 or not has_mkldnn():
+        return func(*args, **kwargs)
+    if not can_fuse(values, states, params, options["has_biases"]):
+        return None  # another kernel of oneDNN
+    return call_layers(func, args, kwargs)
+
+
 def call_layers(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Returns the result of ``func``, one of ``RECURRENT``: the output, and the last states."""
-    options = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    options = _options_of(args, kwargs)
     if not isinstance(options.get("has_biases"), bool):
         return func(*args, **kwargs)  # of a packed sequence, which cannot be traced
     probability, num_layers = options["dropout"], options["num_layers"]
@@ -74,6 +93,10 @@ def call_layers(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if is_fused and options["batch_first"]:
         values = values.transpose(0, 1)
     return values, *map(torch.cat, zip(*last, strict=True))
+
+
+def _options_of(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
 def _call_layer(func: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:

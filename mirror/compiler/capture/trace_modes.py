@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mirror.base.torch_private import PASS, current_autograd_node, wrapping
 from mirror.compiler.capture.constant_values import known_value
 from mirror.compiler.capture.functional_rng import FunctionalRng
-from mirror.compiler.capture.recurrent_layers import RECURRENT, call_layers
+from mirror.compiler.capture.recurrent_layers import RECURRENT, call_layers, call_own_kernels
 from mirror.compiler.capture.seeded_attention import ATTENTION, call_attention
 from mirror.compiler.capture.traced_numbers import TracedNumbers, has_traced
 from mirror.compiler.step_errors import (
@@ -35,6 +36,7 @@ from mirror.compiler.torch_internals import (
     DispatchMode,
     call_noting_place,
     constant_of,
+    declaring_writes,
     is_fake,
     run_untraced,
     schema_of,
@@ -73,6 +75,10 @@ _SIZES = {
     aten.unique_consecutive.default,
     aten.bincount.default,
     aten.repeat_interleave.Tensor,
+}
+_BATCH_NORMS = {
+    *(F.batch_norm, F.instance_norm),
+    *(torch.batch_norm, torch.instance_norm, torch.native_batch_norm),
 }
 _BY_INDEX = {aten.index.Tensor}
 # Why the sparse gradient of something is refused, and what to do.
@@ -226,11 +232,17 @@ class Functions(TorchFunctionMode):
                 self._write(args[0], args[1] if len(args) > 1 else None)
                 return None
         if func in RECURRENT:
-            if self._keeps_kernels:
+            if not self._keeps_kernels:
+                return call_layers(func, args, kwargs)
+            found = call_own_kernels(func, args, kwargs)
+            if found is None:
                 raise refusal(f"{func.__name__}()", "has other kernels in a trace", _EAGERLY)
-            return call_layers(func, args, kwargs)
+            return found
         if func in ATTENTION and not self._keeps_kernels:
             return call_attention(func, args, kwargs)
+        if func in _BATCH_NORMS and self._keeps_kernels:
+            with declaring_writes():
+                return func(*args, **kwargs)
         if self._numbers.sources and has_traced((args, kwargs)):
             return self._numbers.call(func, args, kwargs)
         return func(*args, **kwargs)

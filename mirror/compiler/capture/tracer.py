@@ -142,7 +142,7 @@ class Tracer:
         self.gradients: TracedGradients | None = None
         seed = placeholders.get_only(InputKind.SEED)
         self.draws = NativeDraws(refusal) if is_of_module else FunctionalRng(seed, refusal)
-        self._is_of_module = is_of_module
+        self.is_of_module = is_of_module
         self.failed_in_optimizer = False
         self.weight: Tensor | None = None
         self._share: Tensor | None = None
@@ -163,7 +163,7 @@ class Tracer:
             self.placeholders.add_entering,
             self._reduce,
             refusal,
-            takes_hooks=not self._is_of_module,
+            takes_hooks=not self.is_of_module,
         )
         self._by_id = self.placeholders.index_by_id()
         functions = Functions(
@@ -171,7 +171,7 @@ class Tracer:
             self.gradients.read_leaf,
             self.gradients.write_leaf,
             self.numbers,
-            keeps_kernels=self._is_of_module,
+            keeps_kernels=self.is_of_module,
         )
         replica = self._replica = TracedRun(self._replicas, NullLockstep(), (0,)).members[0]
         replica.tracing = self
@@ -182,9 +182,7 @@ class Tracer:
             stack.enter_context(self.placeholders.substituting(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             # Code of a module that asks whether it is traced goes the way of an uncompiled call.
-            stack.enter_context(
-                hiding_fakes(self.is_followed) if self._is_of_module else compiling()
-            )
+            stack.enter_context(hiding_fakes() if self.is_of_module else compiling())
             stack.enter_context(zero_grad_unconditionally(self.is_followed, self._clear))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_step),

@@ -7,11 +7,13 @@
     aten.detach(x)                           x
     aten.t(x), and later a write of x        the view again, of the new value, where it is used
     aten.relu_(z.view(...))                  aten.relu of the view, if nothing else uses z later
+    aten.relu_(w), where w has gaps          aten.copy(w, aten.relu(w)), which has gaps, too
 
 That is what torch's functionalization computes, which calls every operation again to find it out,
 and takes as long as the trace. Some graphs are left to it: those that write through a view to a
-tensor that is used as a whole later (``weight[0].zero_()``), change a tensor's dtype or layout by
-the way, or have operations whose functional form is not known.
+tensor that is used as a whole later (``weight[0].zero_()``), change a tensor's dtype by the way,
+or have operations whose functional form is not known. The layout stays, since kernels round by it:
+an exponential of 16 numbers in a row may have other bits than one of two rows of 8.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mirror.compiler.overloads import functional_overload
 from mirror.compiler.torch_internals import (
     call_with_fakes,
-    functional_overload,
     is_operation,
     schema_of,
     without_guards,
@@ -34,7 +36,13 @@ from mirror.compiler.torch_internals import (
 aten = torch.ops.aten
 _ALIASES = (aten.detach.default, aten.alias.default)
 # They write statistics, and their schemas do not say so.
-_UNDECLARED = ("aten.native_batch_norm.", "aten.cudnn_batch_norm.", "aten.miopen_batch_norm.")
+UNDECLARED = ("aten.native_batch_norm.", "aten.cudnn_batch_norm.", "aten.miopen_batch_norm.")
+_IN_PLACE_VIEWS = {
+    aten.transpose_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -43,12 +51,15 @@ def rewrite_writes(graph: fx.Graph, mode: Any) -> dict[fx.Node, fx.Node] | None:
 
     Returns:
         By input that the graph writes, its last value. ``None``: the graph cannot be rewritten,
-        and is as it was.
+        and computes what it did.
     """
     positions = {node: i for i, node in enumerate(graph.nodes)}
     memory = _Memory(positions)
     plans: dict[fx.Node, _Write] = {}
     for node in graph.nodes:
+        view = _IN_PLACE_VIEWS.get(node.target)
+        if view is not None and len(node.args[0].users) == 1:
+            node.target = view
         if not memory.add(node):
             return None
         if is_operation(node.target) and schema_of(node.target).is_mutable:
@@ -114,7 +125,7 @@ class _Memory:
         """Records the next node; returns False if it cannot be told what its memory is."""
         if node.op in ("placeholder", "output"):
             return True
-        if node.op != "call_function" or str(node.target).startswith(_UNDECLARED):
+        if node.op != "call_function" or str(node.target).startswith(UNDECLARED):
             return False
         if node.target is operator.getitem:
             (source,) = node.all_input_nodes
@@ -151,12 +162,19 @@ class _Write:
         roots: the nodes whose memory is written.
         value: the fake of what ``target`` returns.
         first: the position of the first new value among the results; ``None``: there is only one.
+        layouts: for each root, its fake if the new value has other strides.
     """
 
     def __init__(
-        self, target: Any, roots: Sequence[fx.Node], value: Any, first: int | None
+        self,
+        target: Any,
+        roots: Sequence[fx.Node],
+        value: Any,
+        first: int | None,
+        layouts: Sequence[Tensor | None],
     ) -> None:
         self.target, self.roots, self.value, self.first = target, roots, value, first
+        self.layouts = layouts
 
 
 def _plan(node: fx.Node, memory: _Memory, mode: Any) -> _Write | None:
@@ -166,17 +184,22 @@ def _plan(node: fx.Node, memory: _Memory, mode: Any) -> _Write | None:
     roots = [memory.root(one) for one in written]
     if target is None or not written or len(set(roots)) != len(roots):
         return None
+    if target is aten.bernoulli.p and len(node.args) == 1:
+        node.args = (*node.args, 0.5)  # which only the operation in place takes by default
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     value = call_with_fakes(mode, target, args, kwargs)
     several = isinstance(value, (list, tuple))
     first = len(value) - len(written) if several else None
     values = list(value)[first:] if several else [value]
     before = [one.meta["val"] for one in written]
-    if not all(map(_have_one_layout, before, values)):
+    if not all(map(_have_one_shape, before, values)):
         return None
     if not all(memory.write(root, node) for root in roots):
         return None
-    return _Write(target, roots, value, first)
+    layouts = [
+        None if _have_one_layout(*pair) else pair[0] for pair in zip(before, values, strict=True)
+    ]
+    return _Write(target, roots, value, first, layouts)
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
@@ -190,13 +213,16 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _have_one_layout(one: Tensor, two: Tensor) -> bool:
+def _have_one_shape(one: Tensor, two: Tensor) -> bool:
     return (
         one.dtype == two.dtype
         and one.layout is two.layout is torch.strided
         and without_guards(one.shape) == without_guards(two.shape)
-        and without_guards(one.stride()) == without_guards(two.stride())
     )
+
+
+def _have_one_layout(one: Tensor, two: Tensor) -> bool:
+    return without_guards(one.stride()) == without_guards(two.stride())
 
 
 class _Rewriting:
@@ -257,11 +283,21 @@ class _Rewriting:
                 if plan.first is not None:
                     value = self._graph.call_function(operator.getitem, (made, plan.first + i))
                     value.meta = {**node.meta, "val": plan.value[plan.first + i]}
+                like = plan.layouts[i]
+                if like is not None:
+                    value = self._graph.call_function(
+                        aten.copy.default, (self._value(root), value)
+                    )
+                    value.meta = {**node.meta, "val": like}
                 self._now[root] = value
                 self._num_writes[root] = self._num_writes.get(root, 0) + 1
         if node in self._memory.whole:
             self._erase(node)
         else:  # its other results come first in the functional form, too
+            if plan.first == 1 and isinstance(node.meta["val"], Tensor):
+                with self._graph.inserting_before(node):
+                    made = self._graph.call_function(operator.getitem, (made, 0))
+                made.meta = dict(node.meta)
             node.replace_all_uses_with(made)
             self._graph.erase_node(node)
 

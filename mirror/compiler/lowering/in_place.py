@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, fx
 
 from mirror.compiler.capture.functional_graph import is_view
-from mirror.compiler.torch_internals import in_place_overload, without_guards
+from mirror.compiler.overloads import in_place_overload
+from mirror.compiler.torch_internals import without_guards
 
 _AT_THE_END = 1 << 60  # the position of the output and of the copies
 _VIEWS_WITHOUT_ALIAS = ("aten._unsafe_view.default",)  # views, but not by their schema

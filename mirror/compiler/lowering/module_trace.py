@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import WHOLE_CALL, storage_key
-from mirror.compiler.call_outputs import LEAVES, output_leaves
+from mirror.compiler.call_outputs import LEAVES, distinct_tensors, output_leaves, share_memory
 from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.free_variables import FreeVariables
@@ -45,9 +45,11 @@ class CallPattern:
         is_training: the mode of the module.
         grad_enabled: the caller's grad mode.
         autocast: by kind of device, the dtype of autocast if it is enabled.
+        caches: whether autocast keeps casts of parameters.
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
         passes_through: whether ``tangents`` has outputs whose gradient came from another one.
+        hooked: the outputs with a hook of the caller, or whose gradient it retains.
         has_double_backward: whether its gradients were differentiated again.
         observed: the code that the call has run, and that of the traced backward pass.
         record: the functions of torch that the last uncompiled call has made.
@@ -60,8 +62,10 @@ class CallPattern:
     is_training: bool
     grad_enabled: bool
     autocast: dict[str, torch.dtype]
+    caches: bool
     tangents: dict[int, Strides] | None = None
     passes_through: bool = True
+    hooked: set[int] = field(default_factory=set)
     has_double_backward: bool = False
     observed: ObservedCall | None = None
     record: CallRecord | None = None
@@ -70,7 +74,10 @@ class CallPattern:
     @contextmanager
     def in_its_modes(self) -> Iterator[None]:
         """Within the block, grad mode and autocast are those of the call."""
+        caches = torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
+            stack.callback(torch.set_autocast_cache_enabled, caches)
+            torch.set_autocast_cache_enabled(self.caches)
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for kind in ("cpu", "cuda"):
                 dtype = self.autocast.get(kind)
@@ -90,9 +97,12 @@ class ModuleTrace:
         pattern: the call.
         outputs: what the call returns, with placeholders of tensors.
         differentiable: the tensors among them that require gradients, by number.
+        parts: of each tensor, a number that is the same for those whose graphs have a node in
+            common.
         tangents: of these, the ones with gradients; by number, the strides of the gradient.
-        arguments: the numbers of the arguments' tensors that get gradients.
-        parameters: the parameters that get gradients.
+        arguments: the numbers of the arguments' tensors on which such outputs depend.
+        parameters: the parameters on which they depend.
+        gradients: the numbers of those of both that get gradients from ``tangents``.
         record: the functions of torch that the traced call has made.
     """
 
@@ -100,9 +110,11 @@ class ModuleTrace:
     pattern: CallPattern
     outputs: Any
     differentiable: list[int]
+    parts: list[int]
     tangents: dict[int, Strides]
     arguments: list[int]
     parameters: list[StateTensor]
+    gradients: list[int]
     record: CallRecord
 
 
@@ -116,9 +128,11 @@ class _Joint:
     record: CallRecord
     outputs: Any = None
     differentiable: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
     tangents: dict[int, Strides] = field(default_factory=dict)
     arguments: list[int] = field(default_factory=list)
     parameters: list[StateTensor] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         tracer: Any = current.replica.tracing  # type: ignore[union-attr]
@@ -141,7 +155,7 @@ class _Joint:
         kept = None if self.pattern.record is None else self.pattern.record.find_kept(result)
         if kept is not None:
             raise CompileError(f"each call returns one {type(kept).__name__}, which it may change")
-        outputs = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        outputs, _ = distinct_tensors(result)
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         leaf_of = {place: placeholders.placeholder_of(place) for place in self.places}
         inputs = {storage_key(t) for t in (*tensors, *leaf_of.values())}
@@ -150,37 +164,59 @@ class _Joint:
                 "an output is one of its arguments, parameters or buffers, or a view of one; "
                 "return a copy (x.clone())"
             )
+        if share_memory(outputs):
+            raise CompileError("two of its outputs share memory; return a copy of one (x.clone())")
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
+        self.parts = _parts_of(outputs)
         seen = self.pattern.tangents
+        inner = _used_by_others(outputs)
+        if not inner.isdisjoint(self.pattern.hooked):
+            raise CompileError(
+                "an output that another one is computed from has a hook, or retains its gradient: "
+                "in a program no gradient passes through it"
+            )
         if seen is not None and self.pattern.passes_through:
-            seen = _of_outside(seen, outputs)
+            # A model that returns a loss and its logits is followed by loss.backward(). If the
+            # logits have got another gradient, too, the call is traced again.
+            seen = {i: strides for i, strides in seen.items() if i not in inner}
         self.tangents = {
             i: outputs[i].stride() if seen is None else seen[i]
             for i in self.differentiable
             if seen is None or i in seen
         }
         if not self.pattern.grad_enabled or not self.tangents:
-            return found
+            return outputs
         # 2. The gradients, by arguments and parameters.
         wanted = [t for t in tensors if t.requires_grad]
         places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
+        leaves = [*wanted, *[leaf_of[place] for place in places]]
         tangents = [self._tangent(placeholders, i, outputs[i]) for i in self.tangents]
-        with self.pattern.observed or nullcontext():
-            grads = torch.autograd.grad(
+        observed = self.pattern.observed
+        if observed is not None:
+            observed.is_later = True
+        with observed or nullcontext():
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
                 [outputs[i] for i in self.tangents],
-                [*wanted, *[leaf_of[place] for place in places]],
+                leaves,
                 tangents,
                 allow_unused=True,
             )
-        positions = [i for i, t in enumerate(tensors) if t.requires_grad]
-        pairs = zip([*positions, *places], grads, strict=True)
-        used = [(which, grad) for which, grad in pairs if grad is not None]
-        if any(grad.is_sparse for _, grad in used):
+        if any(grad is not None and grad.is_sparse for grad in grads):
             raise CompileError("a gradient is sparse; use sparse=False")
+        # 3. Those that only other outputs depend on are inputs of the call's node, too.
+        reached = set[Any]().union(*[_nodes_below(outputs[i]) for i in self.differentiable])
+        variables = {id(getattr(node, "variable", None)) for node in reached}
+        positions = [i for i, t in enumerate(tensors) if t.requires_grad]
+        used = [
+            (which, grad)
+            for which, leaf, grad in zip([*positions, *places], leaves, grads, strict=True)
+            if grad is not None or id(leaf) in variables
+        ]
         self.arguments = [which for which, _ in used if isinstance(which, int)]
         self.parameters = [which for which, _ in used if isinstance(which, StateTensor)]
-        return [found, [grad for _, grad in used]]
+        self.gradients = [i for i, (_, grad) in enumerate(used) if grad is not None]
+        return [outputs, [grad for _, grad in used if grad is not None]]
 
     def _tangent(self, placeholders: Any, number: int, output: Tensor) -> Tensor:
         """Returns the placeholder of an output's gradient."""
@@ -193,21 +229,40 @@ class _Joint:
         return found
 
 
-def _of_outside(seen: dict[int, Strides], outputs: Sequence[Tensor]) -> dict[int, Strides]:
-    """Leaves out outputs that others are computed from: they get gradients from these.
-
-    A model that returns a loss and its logits is followed by ``loss.backward()``. If the logits
-    have got another gradient, too, the call is traced again.
-    """
+def _nodes_below(output: Tensor) -> set[Any]:
+    """Returns the nodes of autograd that an output is computed from, except its own."""
     below: set[Any] = set()
-    for i in seen:
-        pending: list[Any] = [] if outputs[i].grad_fn is None else [outputs[i].grad_fn]
-        while pending:
-            for node, _ in pending.pop().next_functions:
-                if node is not None and node not in below:
-                    below.add(node)
-                    pending.append(node)
-    return {i: strides for i, strides in seen.items() if outputs[i].grad_fn not in below}
+    pending: list[Any] = [] if output.grad_fn is None else [output.grad_fn]
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in below:
+                below.add(node)
+                pending.append(node)
+    return below
+
+
+def _parts_of(outputs: Sequence[Tensor]) -> list[int]:
+    """Returns by output the number of the first one whose graph has a node in common with it.
+
+    Leaves do not count: a pass frees nothing of theirs.
+    """
+    part_of: dict[Any, int] = {}
+    parts = list(range(len(outputs)))
+    for i, output in enumerate(outputs):
+        own = [n for n in (output.grad_fn, *_nodes_below(output)) if n is not None]
+        own = [node for node in own if not hasattr(node, "variable")]
+        met = {parts[part_of[node]] for node in own if node in part_of}
+        parts[i] = min(met, default=i)
+        parts = [parts[i] if part in met else part for part in parts]
+        part_of.update(dict.fromkeys(own, i))
+    return parts
+
+
+def _used_by_others(outputs: Sequence[Tensor]) -> set[int]:
+    """Returns the outputs from which others are computed, by number."""
+    nodes = {node for output in outputs for node in (output.grad_fn, *_nodes_below(output))}
+    edges = {edge for node in nodes if node is not None for edge in node.next_functions}
+    return {i for i, tensor in enumerate(outputs) if (tensor.grad_fn, tensor.output_nr) in edges}
 
 
 def trace_module(
@@ -262,8 +317,10 @@ def trace_module(
         pattern,
         joint.outputs,
         joint.differentiable,
+        joint.parts,
         joint.tangents if joint.arguments or joint.parameters else {},
         joint.arguments,
         joint.parameters,
+        joint.gradients,
         joint.record,
     )

@@ -190,7 +190,10 @@ class _Try:
         ]
         wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         graph, inputs = trace_functional(
-            lambda: self._call_step(args, wanted), placeholders.mode, placeholders.inputs
+            lambda: self._call_step(args, wanted),
+            placeholders.mode,
+            placeholders.inputs,
+            keeps_kernels=tracer.is_of_module,
         )
         self._refuse_overlaps(inputs, written_inputs(graph, inputs))
         returned = leaves_of(self._result)

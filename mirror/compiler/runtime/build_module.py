@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,15 +13,17 @@ from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
-from mirror.compiler.free_variables import FreeVariables
+from mirror.compiler.capture.write_rewriting import UNDECLARED
 from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
     TraceGuards,
+    guard_code,
     guard_layouts,
 )
 from mirror.compiler.step_inputs import InputKind, state_tensors
@@ -65,6 +68,7 @@ class ModuleProgramBuilder:
             is_training,
             torch.is_grad_enabled(),
             autocast,
+            torch.is_autocast_cache_enabled(),
         )
 
     def can_observe(self) -> bool:
@@ -74,6 +78,17 @@ class ModuleProgramBuilder:
     def observe(self) -> ObservedCall:
         """Returns what observes the first call, for the pattern."""
         return ObservedCall()
+
+    def values_of(self, module: nn.Module, observed: ObservedCall) -> TraceGuards:
+        """Returns guards of the values that an observed call has left, for its trace.
+
+        If they hold, the trace runs the code that the call has run.
+        """
+        layers = list(module.modules())
+        functions = [module.forward, *observed.functions_of(layers)]
+        around = observed.surroundings(functions, layers)
+        own, parameters = _guard_own_attributes(layers), _guard_kinds(list(module.parameters()))
+        return TraceGuards([*guard_code(layers, around), own, parameters])
 
     def record(self, module: nn.Module) -> CallRecord | None:
         """Returns what notes the functions that a call makes; see [Note: The same way].
@@ -107,7 +122,7 @@ class ModuleProgramBuilder:
         layers = list(module.modules())
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
-        around = FreeVariables(functions, layers, is_strict=True)
+        around = pattern.observed.surroundings(functions, layers)
         names = {name for code in around.codes for name in (*code.co_names, *code.co_consts)}
         for path, parameter in module.named_parameters():
             if type(parameter) not in (nn.Parameter, MirroredParameter):
@@ -128,11 +143,16 @@ class ModuleProgramBuilder:
         trace = trace_module(module, pattern, leaves, replicas, places, around)
         if len(pattern.observed.codes) > num_codes:  # the backward pass has run other functions
             return self._build(module, pattern, redo)
+        later = pattern.observed.of_backward(functions, layers)
         step = trace.step
-        pure = functional(step.graph, step.inputs, step.mode, for_inductor=False)
+        pure = functional(
+            step.graph, step.inputs, step.mode, for_inductor=False, keeps_kernels=True
+        )
+        for node in pure.module.graph.nodes:
+            if str(node.target).startswith(UNDECLARED):
+                raise CompileError(f"{node.target} writes statistics that no trace sees")
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
-        num_gradients = len(trace.arguments) + len(trace.parameters)
-        passes = cut_passes(pure, pure.num_results - num_gradients, tangents)
+        passes = cut_passes(pure, pure.num_results - len(trace.gradients), tangents)
         forward, backward = [
             None if piece is None else interpret_piece(piece, step.device, self._devices)
             for piece in (passes.forward, passes.backward)
@@ -152,19 +172,17 @@ class ModuleProgramBuilder:
             self._get_moves,
             redo,
             self._gradients if replicas.mirrors else None,
+            None if later is None else BackwardValues(later),
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
         with pattern.in_its_modes():
             guards = TraceGuards(
-                module.forward,
-                step.modules,
-                (),
-                (),
-                (),
-                (),
-                step.numbers,
-                around=around,
-                others=[guard_layouts(used), _guard_own_attributes(layers)],
+                [
+                    *guard_code(step.modules, around),
+                    guard_layouts(used),
+                    _guard_own_attributes(layers),
+                    _guard_modes(pattern.observed.modes()),
+                ]
             )
         return guards, program
 
@@ -183,6 +201,18 @@ def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
     known = [own_attributes(module) for module in modules]
     names = ["an attribute that replicas have set"]
     return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
+
+
+def _guard_kinds(parameters: Sequence[Tensor]) -> GuardedValue:
+    read_kind, strides = operator.attrgetter("requires_grad", "dtype", "shape"), Tensor.stride
+    names = ["requires_grad, dtype, shape or strides of a parameter"] * (2 * len(parameters))
+    return GuardedValue(names, lambda: [*map(read_kind, parameters), *map(strides, parameters)])
+
+
+def _guard_modes(modes: dict[Callable[[], Any], Any]) -> GuardedValue:
+    """Guards the modes of torch that the code has asked for."""
+    names = [f"torch's {getter.__name__}()" for getter in modes]
+    return GuardedValue(names, lambda: [getter() for getter in modes])
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -27,7 +27,7 @@ from mirror.compiler.runtime.param_sync import ParamSync
 from mirror.compiler.runtime.step_arguments import StepArguments
 from mirror.compiler.runtime.step_program import StepProgram
 from mirror.compiler.runtime.step_reductions import StepReductions
-from mirror.compiler.runtime.trace_guards import TraceGuards
+from mirror.compiler.runtime.trace_guards import TraceGuards, guard_step
 from mirror.compiler.step_inputs import InputKind, state_tensors
 from mirror.compiler.torch_internals import Sizes, sizes_of
 from mirror.compiler.varying_inputs import VaryingInputs
@@ -109,7 +109,7 @@ class ProgramBuilder:
         for collective, packing in zip(traced.collectives, plan.packings, strict=True):
             collective.packing = packing
         used = [one.of for one in traced.inputs if one.kind is InputKind.PARAMETER]
-        assumptions = TraceGuards(
+        assumptions = guard_step(
             step,
             traced.modules,
             used,

@@ -4,13 +4,13 @@ It is the ``compiled`` of the module's CallInterceptor, in the place of a call t
 ``module.compile()`` has compiled: every replica calls it, inside ``run``, in a split call, and
 where there is one replica only. ``replay`` makes a split call of replicas that all have programs.
 
-    first call with a signature    runs uncompiled; its arguments and gradients are noted
-    before the next run            one trace for all replicas, in the cross-replica context
+    first call with a signature    runs uncompiled; its code, arguments and gradients are noted
+    before the next run            one trace for all replicas, in the cross-replica context, if
+                                   nothing that the code reads has changed: see ``known_call.py``
     from then on                   guards, and the programs: see ``module_program.py``
+    a call whose guards fail       as the first one
 
-A signature is all that a trace takes for granted of the arguments: their structure, sizes,
-strides, dtypes and plain values. What else it takes for granted is guarded. See
-[Note: Assumptions]. What cannot be traced runs uncompiled, and is reported once.
+What cannot be traced runs uncompiled, and is reported once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from mirror.base.torch_private import (
     DisableAutocast,
     current_graph_task_id,
     functions_interpreter,
+    has_modes,
+    hooks_of,
     is_jit_tracing,
     num_dispatch_modes,
     num_function_modes,
     top_saved_tensors_hooks,
 )
-from mirror.compiler.call_outputs import output_leaves
+from mirror.compiler.call_outputs import distinct_tensors
 from mirror.compiler.runtime.call_signature import sign_call
+from mirror.compiler.runtime.known_call import KnownCall
 from mirror.devices import generators_of
 from mirror.errors import CompileError, StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -56,8 +59,10 @@ logger = logging.getLogger(__name__)
 UPDATES = ("captured", "eager")
 MAX_SHAPES = 4  # in one mode: of training, or of evaluation
 MAX_TRACES = 8
+MAX_MISSES = 2  # of an observed call with the values that a trace would find, in a row
 _MAX_KNOWN = 1000
 _DOUBLE = "a backward pass has create_graph=True, and a program's gradients have no graph"
+_IN_PARTS = "its outputs get their gradients in several backward passes"
 _PREFIX = "the step cannot be compiled: "
 
 
@@ -71,7 +76,10 @@ class ModuleBuilder(Protocol):
         """Whether calls can be observed now."""
 
     def observe(self) -> Any:
-        """Returns what observes the first call, for the pattern."""
+        """Returns what observes a call."""
+
+    def values_of(self, module: nn.Module, observed: Any) -> Any:
+        """Returns guards of the values that an observed call has left."""
 
     def record(self, module: nn.Module) -> Any:
         """Returns what notes the functions that a call makes; see [Note: The same way]."""
@@ -98,7 +106,7 @@ class CompiledCalls:
         self.replicas, self.runner, self._make = replicas, runner, make_builder
         self._make_capturer = make_capturer
         self._capturer: Any = None
-        self.pending: list[tuple[CompiledModule, _KnownCall]] = []
+        self.pending: list[tuple[CompiledModule, KnownCall]] = []
         self.recording: set[int] = set()
         self._builder: ModuleBuilder | None = None
 
@@ -129,31 +137,12 @@ class CompiledCalls:
         """Traces the calls that wait for it; called in the cross-replica context."""
         if self.runner.running is not None or current.replica is not None:
             return
-        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None:
-            return  # activation checkpointing would see the tensors of the trace
+        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None or has_modes():
+            return  # activation checkpointing, or a mode, would see the tensors of the trace
         pending = self.pending.copy()
         self.pending.clear()
         for compiled, call in pending:
             compiled.trace(call)
-
-
-class _KnownCall:
-    """A call by its signature.
-
-    Attributes:
-        pattern: the arguments and the gradients of the first call.
-        programs: the guards and programs of its traces, the last one that was valid first.
-        unchecked: guards and the program of a trace that may have taken another way than a call.
-        is_pending: whether it waits for a trace.
-    """
-
-    __slots__ = ("is_pending", "pattern", "programs", "unchecked")
-
-    def __init__(self, pattern: Any) -> None:
-        self.pattern = pattern
-        self.programs: list[tuple[Any, Any]] = []
-        self.unchecked: tuple[Any, Any] | None = None
-        self.is_pending = False
 
 
 def compile_module(
@@ -246,7 +235,7 @@ class CompiledModule(ReplayedCalls):
         self._module = weakref.ref(module)
         self._calls, self._falls_back = calls, fallback == "eager"
         self._replicas = calls.replicas
-        self._known: dict[Any, _KnownCall] = {}
+        self._known: dict[Any, KnownCall] = {}
         self._uncompiled: set[tuple[bool, bool]] = set()  # modes: of training, and grad mode
         self._has_warned = False
         self.num_traces = 0
@@ -266,7 +255,7 @@ class CompiledModule(ReplayedCalls):
         if signature is None:
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
         call = self._known.get(signature)
-        program = None if call is None else _find_valid(call)
+        program = None if call is None else call.find_valid()
         if program is None:
             program = self._note(module, signature, call, (args, kwargs))
             if program is None:
@@ -300,7 +289,7 @@ class CompiledModule(ReplayedCalls):
                 call = None if signature is None else self._known.get(signature)
                 try:
                     push_context(self._replicas.strategy, first)
-                    valid[signature] = None if call is None else _find_valid(call)
+                    valid[signature] = None if call is None else call.find_valid()
                 finally:
                     current.replica, current.strategy, current.below = before
             program = valid[signature]
@@ -342,6 +331,7 @@ class CompiledModule(ReplayedCalls):
             current_graph_task_id() != -1
             or top_saved_tensors_hooks() is not None
             or torch.is_inference_mode_enabled()
+            or has_modes()
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
@@ -350,90 +340,83 @@ class CompiledModule(ReplayedCalls):
 
     # Calls without a program
 
-    def _note(self, module: nn.Module, signature: Any, call: _KnownCall | None, tree: Any) -> Any:
+    def _note(self, module: nn.Module, signature: Any, call: KnownCall | None, tree: Any) -> Any:
         """Notes a call to be traced, or traces it; returns its program, if it has one now."""
         if call is None:
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
             pattern = self._calls.builder.pattern(tree, module.training)
-            self._known[signature] = call = _KnownCall(pattern)
-            if self._replicas.mirrors:
-                self._await_trace(call)
-            return None
-        if call.unchecked is not None and call.unchecked[0].hold():
+            self._known[signature] = call = KnownCall(pattern)
+            self._wait(call)
             return None
         now = self._calls.builder.pattern(tree, module.training)
-        if now.autocast != call.pattern.autocast:
-            now.observed, now.tangents = call.pattern.observed, call.pattern.tangents
+        if (now.autocast, now.caches) != (call.pattern.autocast, call.pattern.caches):
+            now.tangents = call.pattern.tangents
             now.passes_through = call.pattern.passes_through
             call.pattern = now
         if self._replicas.mirrors:
-            self._await_trace(call)
+            if not call.is_pending:
+                call.is_unseen = call.find_observation() is None
+                self._wait(call)
             return None
         self.trace(call)
-        return _find_valid(call)
+        return call.find_valid()
 
-    def _await_trace(self, call: _KnownCall) -> None:
-        if not call.is_pending:
+    def _wait(self, call: KnownCall) -> None:
+        """Has a call traced before the next run; the only replica traces in its next call."""
+        if self._replicas.mirrors and not call.is_pending:
             call.is_pending = True
             self._calls.pending.append((self, call))
 
     def _call_noting(
-        self, module: nn.Module, call: _KnownCall | None, args: Any, kwargs: Any
+        self, module: nn.Module, call: KnownCall | None, args: Any, kwargs: Any
     ) -> Any:
         """Makes an uncompiled call; notes its code, and which of its outputs get gradients."""
         assert call is not None
-        builder, observed = self._calls.builder, call.pattern.observed
-        record = builder.record(module)
-        with ExitStack() as stack:
-            if observed is None and builder.can_observe():
-                stack.enter_context(observed := builder.observe())
-            stack.enter_context(record or nullcontext())
-            self._calls.recording.add(thread := threading.get_ident())
-            stack.callback(self._calls.recording.discard, thread)
+        if call.is_unseen and self._calls.builder.can_observe():
+            result = self._observe(module, call, args, kwargs)
+        else:
             result = getattr(module, WHOLE_CALL)(*args, **kwargs)
-        if record is not None:
-            record.note_result(result)
-        call.pattern.observed, call.pattern.record = observed, record  # if it has not raised
-        self._check(call)
         if not torch.is_grad_enabled():
             return result
-        outputs = [leaf for leaf in output_leaves(result) if isinstance(leaf, Tensor)]
+        outputs, _ = distinct_tensors(result)
         pattern, replica = call.pattern, current.replica
         if replica is not None and self._replicas.are_simulated:
             pattern.is_separate = is_separate(self._calls.runner, replica.replica_id, outputs)
 
-        def note(number: int) -> Callable[[Tensor], None]:
+        def note(number: int, output: weakref.ref[Tensor]) -> Callable[[Tensor], None]:
             def hook(grad: Tensor | None) -> None:
                 if grad is None:  # of one of several outputs that one node makes
                     return
                 pattern.has_double_backward |= torch.is_grad_enabled()
                 pattern.tangents = {**(pattern.tangents or {}), number: grad.stride()}
+                tensor = None if self._replicas.mirrors else output()
+                if tensor is not None and (tensor.retains_grad or len(hooks_of(tensor) or ()) > 1):
+                    pattern.hooked.add(number)
 
             return hook
 
         for number, tensor in enumerate(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(note(number))
+                tensor.register_hook(note(number, weakref.ref(tensor)))
         return result
 
-    def _check(self, call: _KnownCall) -> None:
-        """Compares a call with the trace that is valid for it. See [Note: The same way]."""
-        if call.unchecked is None or not call.unchecked[0].hold():
-            return
-        (guards, program), call.unchecked = call.unchecked, None
-        why = _find_difference(call, program)
-        if why is None:
-            self._keep(call, guards, program)
-        else:
-            self._refuse((call.pattern.is_training, call.pattern.grad_enabled), why)
+    def _observe(self, module: nn.Module, call: KnownCall, args: Any, kwargs: Any) -> Any:
+        """Makes an uncompiled call, and notes its code; one that raises is not traced."""
+        builder, recording = self._calls.builder, self._calls.recording
+        observed, record = builder.observe(), builder.record(module)
+        recording.add(thread := threading.get_ident())
+        try:
+            with observed, record or nullcontext():
+                result = getattr(module, WHOLE_CALL)(*args, **kwargs)
+        finally:
+            recording.discard(thread)
+        if record is not None:
+            record.note_result(result)
+        call.add_observation(builder.values_of(module, observed), observed, record)
+        return result
 
-    @staticmethod
-    def _keep(call: _KnownCall, guards: Any, program: Any) -> None:
-        call.programs.insert(0, (guards, program))
-        del call.programs[MAX_SHAPES:]
-
-    def trace(self, call: _KnownCall) -> None:
+    def trace(self, call: KnownCall) -> None:
         """Traces a call, if its module is in the mode of that call."""
         module, call.is_pending = self._module(), False
         pattern = call.pattern
@@ -443,14 +426,17 @@ class CompiledModule(ReplayedCalls):
         if pattern.has_double_backward:
             self._refuse(mode, _DOUBLE)
             return
-        if (
-            module.training != mode[0]
-            or pattern.observed is None
-            or not self._calls.builder.can_observe()
-        ):
-            if self._replicas.mirrors:
-                self._await_trace(call)
+        builder = self._calls.builder
+        if module.training != mode[0] or call.is_unseen or not builder.can_observe():
+            self._wait(call)
             return
+        seen = call.find_observation()
+        if seen is None:
+            call.is_unseen, call.num_misses = True, call.num_misses + 1
+            if call.num_misses <= MAX_MISSES:
+                self._wait(call)
+                return
+        pattern.observed, pattern.record = seen or call.last_observation()
         if not call.programs and self._num_shapes(mode) >= MAX_SHAPES:
             self._refuse(mode, f"it was called with more than {MAX_SHAPES} shapes or values")
             return
@@ -458,24 +444,31 @@ class CompiledModule(ReplayedCalls):
             self._refuse(mode, f"it was traced {self.num_traces} times, as {self._change(call)}")
             return
         try:
-            guards, program = self._calls.builder.build(module, pattern, self._redo)
+            guards, program = builder.build(module, pattern, self._redo)
         except CompileError as error:
             self._refuse(mode, str(error).removeprefix(_PREFIX), error)
+            return
         except Exception as error:
             self._refuse(mode, f"{type(error).__name__}: {error}", error)
-        else:
-            self.num_traces += 1
-            if _find_difference(call, program) is None:
-                self._keep(call, guards, program)
-            else:  # a value may have changed since the call
-                call.unchecked = guards, program
+            return
+        why: str | None = None
+        if seen is None:
+            why = f"in each call it finds other values: {call.find_change()}"
+        elif pattern.record is not None:
+            why = pattern.record.find_difference(program.record)
+        if why is not None:
+            self._refuse(mode, why)
+            return
+        call.programs.insert(0, (guards, program))
+        del call.programs[MAX_SHAPES:]
+        self.num_traces += 1
+        call.num_misses = 0
 
     def _num_shapes(self, mode: tuple[bool, bool]) -> int:
         return sum(1 for key, call in self._known.items() if key[0] == mode and call.programs)
 
-    def _change(self, call: _KnownCall) -> str:
-        traced = [*call.programs, *([call.unchecked] if call.unchecked is not None else [])]
-        changes = [guards.find_change() for guards, _ in traced]
+    def _change(self, call: KnownCall) -> str:
+        changes = [guards.find_change() for guards, _ in call.programs]
         return next(filter(None, changes), "other outputs get gradients")
 
     def _refuse(
@@ -505,11 +498,14 @@ class CompiledModule(ReplayedCalls):
         at_once = self._calls.runner.parallel_pass
         if at_once is not None:
             at_once.go_alone()
-        if has_graph:
-            self._refuse(mode, _DOUBLE)
+        change = None if program.later is None else program.later.find_change()
+        if has_graph or call.is_freed:
+            self._refuse(mode, _DOUBLE if has_graph else _IN_PARTS)
+        elif change is not None:
+            self._refuse(mode, f"{change}, since the call; its backward pass reads it")
         elif call.is_there():
             self._trace_again(program, grads)
-        program.check_redo()
+        program.check_redo(call)
         given = iter(call.leaves)
         leaves = [
             next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(pattern.tree)
@@ -518,7 +514,7 @@ class CompiledModule(ReplayedCalls):
         arguments, parameters = program.inputs_of(call)
         before = save_context()
         with ExitStack() as stack:
-            stack.enter_context(program.keeping_buffers(replica_id))
+            stack.enter_context(program.as_then(call))
             stack.enter_context(self._restoring(replica_id, call.state))
             stack.enter_context(pattern.in_its_modes())
             try:
@@ -527,7 +523,7 @@ class CompiledModule(ReplayedCalls):
                 result = getattr(module, WHOLE_CALL)(*args, **kwargs)
             finally:
                 current.replica, current.strategy, current.below = before
-        outputs = [leaf for leaf in output_leaves(result) if isinstance(leaf, Tensor)]
+        outputs, _ = distinct_tensors(result)
         defined = [i for i, grad in enumerate(grads) if grad is not None]
         return torch.autograd.grad(
             [outputs[i] for i in defined],
@@ -576,20 +572,3 @@ class _Restoring:
     def _set(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-
-
-def _find_difference(call: _KnownCall, program: Any) -> str | None:
-    """Returns where a program's trace took another way than the last uncompiled call, if so."""
-    record = call.pattern.record
-    found: str | None = None if record is None else record.find_difference(program.record)
-    return found
-
-
-def _find_valid(call: _KnownCall) -> Any:
-    """Returns the program whose guards hold, if there is one."""
-    for i, (guards, program) in enumerate(call.programs):
-        if guards.hold():
-            if i:
-                call.programs.insert(0, call.programs.pop(i))
-            return program
-    return None

@@ -14,15 +14,15 @@ backward pass that reaches nothing else leaves the gradients where they are redu
 ``packed_grads.py``.
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
-then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
-call has overwritten what the graph has saved.
+then: where other outputs have gradients, with ``create_graph=True``, where a hook reads a value
+that has changed since, and on a GPU where a later call has overwritten what the graph has saved.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -30,24 +30,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.base.torch_private import set_sequence_number
-from mirror.compiler.call_outputs import output_leaves, rebuild_outputs
+from mirror.base.torch_private import set_sequence_number, storage_key
+from mirror.compiler.call_outputs import distinct_tensors, output_leaves, rebuild_outputs
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
-from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
-from mirror.compiler.lowering.step_plan import ProgramPiece
+from mirror.compiler.lowering.programs import CallableProgram, slot_getter
+from mirror.compiler.runtime.backward_values import BackwardValues
 from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.runtime.packed_backward import PackedBackward
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.params.torch_function import make_common
 from mirror.values import are_identical, leaves_of
 
 _FIRST = 2**62  # as a number of a node: it runs as soon as it has its gradient
-_version_of, _data_of = attrgetter("_version"), attrgetter("data")
+_version_of = attrgetter("_version")
 _FILLED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.SHARED, InputKind.PART)
 Redo = Callable[[int, "ModuleCall", Sequence[Any], bool], Sequence[Any]]
 
@@ -64,6 +64,7 @@ class ModuleProgram:
         get_moves: returns the ``moves`` of CapturedPieces.
         redo: computes the gradients of a call by another call of ``forward``.
         gradients: those of the strategy's parameters; ``None`` with one replica.
+        later: the values that code of the backward pass reads.
 
     Attributes:
         pattern: the traced call.
@@ -84,10 +85,11 @@ class ModuleProgram:
         get_moves: Callable[[], object],
         redo: Redo,
         gradients: GradReducer | None,
+        later: BackwardValues | None = None,
     ) -> None:
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
         self._get_moves = get_moves
-        self.pattern, self.record = trace.pattern, trace.record
+        self.pattern, self.record, self.later = trace.pattern, trace.record, later
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
         read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
@@ -108,6 +110,12 @@ class ModuleProgram:
             for slot in sorted(read)
             if inputs[slot].kind in (InputKind.PARAMETER, InputKind.BUFFER)
         ]
+        # By replica, the leaves of autograd that get gradients, and the ordinary parameters, whose
+        # versions are theirs, and are read faster.
+        self._parameters, self._targets = (
+            [[find(place, r) for place in trace.parameters] for r in range(replicas.num_replicas)]
+            for find in (_leaf_of, StateTensor.tensor_of)
+        )
         self._buffers = [(slot, of) for slot, of, kind in state if kind is InputKind.BUFFER]
         # By replica, the values of all calls: parameters.
         self._values: list[list[Any]] = []
@@ -134,23 +142,29 @@ class ModuleProgram:
         self._get_tangents = slot_getter([*self.tangents])
         self._strides = [*self.tangents.values()]
         self._num_arguments = len(trace.arguments)
-        self._num_inputs = self._num_arguments + len(trace.parameters)
         self._outputs = slot_getter(passes.outputs)
         self._saved = slot_getter(passes.saved)
         self._gradients = slot_getter(passes.gradients)
+        num_leaves = len(trace.arguments) + len(trace.parameters)
+        self._gaps: list[int] = []  # leaves on which only outputs without gradients depend
+        if len(trace.gradients) < num_leaves:
+            self._gaps = [i for i in range(num_leaves) if i not in trace.gradients]
         self._is_single = isinstance(trace.outputs, Tensor)
         found = output_leaves(trace.outputs)
         leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
-        self._are_tensors = [isinstance(leaf, Tensor) for leaf in found]
         self._structure = rebuild_outputs(trace.outputs, leaves)
         self._leaves = [
             [device if leaf == trace.step.device else leaf for leaf in leaves]
             for device in replicas.devices
         ]
-        num_outputs = sum(self._are_tensors)
+        distinct, self._numbers = distinct_tensors(trace.outputs)
+        num_outputs = len(distinct)
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
+        self._has_parts = len({*trace.parts}) > 1
         self.draws = trace.step.draws > 0
+        # Until a backward pass is the traced one, forward can be called again.
+        self._is_proven = backward is None or not passes.reads_written
         self._statistics = sorted(passes.statistics)
         self._get_statistics = slot_getter(self._statistics)
         self._aliases: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}
@@ -163,17 +177,14 @@ class ModuleProgram:
         if make_graphs is not None:
             packed = self._make_packed(gradients)
             self._graphs = {
-                r: _ReplicaGraphs(
-                    make_graphs(stay),
-                    self._leaves_of(r),
-                    [place.tensor_of(r) for place in trace.parameters],
-                    packed,
-                )
+                r: _ReplicaGraphs(make_graphs(stay), self._parameters[r], packed)
                 for r in range(replicas.num_replicas)
             }
 
-    def _make_packed(self, gradients: GradReducer | None) -> _PackedBackward | None:
+    def _make_packed(self, gradients: GradReducer | None) -> PackedBackward | None:
         """Returns what leaves gradients where they are reduced; ``None`` if that cannot be."""
+        if self._gaps:
+            return None
         slots = self.passes.gradients[self._num_arguments :]
         variables = [place.record for place in self._trace.parameters]
         if gradients is None or self._backward is None or not slots or None in variables:
@@ -187,7 +198,7 @@ class ModuleProgram:
         if packed is None:
             return None
         others = [slot for slot in of_arguments if slot in self._backward.gives]
-        return _PackedBackward(self._backward, gradients.tracker, packed, variables, slots, others)
+        return PackedBackward(self._backward, gradients.tracker, packed, variables, slots, others)
 
     def call(self, replica_id: int, leaves: Sequence[Any], state: Any) -> Any:
         """Makes the call on a replica; returns what the module returns.
@@ -196,24 +207,23 @@ class ModuleProgram:
             leaves: the tensors among the arguments.
             state: what ``redo`` needs to make the call again.
         """
-        call = ModuleCall(self, replica_id, leaves, state)
+        call = ModuleCall(self, replica_id, leaves, self._targets[replica_id], state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
             graphs = self._graphs[replica_id] if self._graphs else None
             if graphs is not None and graphs.parameters and graphs.are_free():
-                call.leaves_node = graphs.join_leaves(call)
+                call.leaves_node = graphs.join_leaves()
                 outputs = _apply(call, *wanted, graphs.joined)
             else:
-                outputs = _apply(call, *wanted, *self._leaves_of(replica_id))
+                outputs = _apply(call, *wanted, *self._parameters[replica_id])
         else:
             with torch.no_grad():
                 outputs, _ = self.run_forward(call)
         if self._is_single:
             return outputs[0]
-        remaining = iter(outputs)
-        known = zip(self._are_tensors, self._leaves[replica_id], strict=True)
+        known = zip(self._numbers, self._leaves[replica_id], strict=True)
         return rebuild_outputs(
-            self._structure, [next(remaining) if is_tensor else leaf for is_tensor, leaf in known]
+            self._structure, [leaf if i is None else outputs[i] for i, leaf in known]
         )
 
     def run_forward(self, call: ModuleCall) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -223,6 +233,8 @@ class ModuleProgram:
         values = self._values[r][:]
         for slot, place in self._buffers:
             values[slot] = place.owner if place.record is None else place.record.copies[r]
+        if not self._is_proven:
+            call.buffers = [tensor.clone() for tensor in self._written(r)]
         if self._statistics:
             found = self._without_versions(r, self._get_statistics(values))
             for slot, alias in zip(self._statistics, found, strict=True):
@@ -240,7 +252,13 @@ class ModuleProgram:
         else:
             self._forward.run(values, device)
             outputs = list(self._outputs(values))
-        return _without_sharing(outputs), self._saved(values)
+        saved = self._saved(values)
+        # Autograd refuses writes to a view that a Function returns. It need not where the
+        # backward pass does not read the memory.
+        for i, output in enumerate(outputs):
+            if output._base is not None and storage_key(output) not in map(storage_key, saved):
+                outputs[i] = output.data
+        return outputs, saved
 
     def _without_versions(self, replica_id: int, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors of buffers' memory, whose writes are no new versions of the buffers."""
@@ -276,30 +294,59 @@ class ModuleProgram:
 
     def backward(self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients for ``_Replayed``: of the traced pass, or of another one."""
-        saved = ctx.saved_tensors
-        given = self._get_tangents(grads)
-        is_traced = (
-            not torch.is_grad_enabled()
-            and call.is_there()
-            and [grad is not None for grad in grads] == self._are_tangents
-            and [*map(Tensor.stride, given)] == self._strides
-        )
+        found = self._find_gradients(ctx, call, grads)
         node = call.leaves_node
-        if is_traced:
-            num_inputs = self._num_inputs if node is None else self._num_arguments + 1
-            found = self.run_backward(call, saved[num_inputs:], given)
-            call.has_ended = True  # the next call may overwrite what was saved
-        else:
-            call.check_leaves()
-            found = self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
         if node is None:
             return found
         node.gradients = found[self._num_arguments :] or None
         return *found[: self._num_arguments], self._graphs[call.replica_id].grad_of_joined
 
-    def check_redo(self) -> None:
+    def _find_gradients(
+        self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
+    ) -> Sequence[Any]:
+        saved = self._take_saved(ctx, call, grads)
+        given = self._get_tangents(grads)
+        is_traced = (
+            saved is not None
+            and not torch.is_grad_enabled()
+            and call.is_there()
+            and [grad is not None for grad in grads] == self._are_tangents
+            and [*map(Tensor.stride, given)] == self._strides
+            and (self.later is None or self.later.hold())
+        )
+        if not is_traced:
+            call.check_leaves()
+            return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
+        found = self.run_backward(call, saved, given)
+        if self._gaps:
+            found = list(found)
+            for i in self._gaps:
+                found.insert(i, None)
+        self._is_proven = call.has_ended = True  # the next call may overwrite what was saved
+        return found
+
+    def _take_saved(self, ctx: Any, call: ModuleCall, grads: Sequence[Any]) -> Any:
+        """Returns what forward has saved.
+
+        ``None``: a pass through outputs with a graph of their own has freed it, which autograd
+        does not do to others.
+        """
+        if not self._has_parts:
+            return ctx.saved_tensors
+        parts = {self._trace.parts[i] for i, grad in enumerate(grads) if grad is not None}
+        try:
+            return ctx.saved_tensors
+        except RuntimeError:
+            if not call.passed.isdisjoint(parts):
+                raise
+            call.is_freed = True
+            return None
+        finally:
+            call.passed |= parts
+
+    def check_redo(self, call: ModuleCall) -> None:
         """Raises CompileError if another call of ``forward`` would find other buffers."""
-        if self.passes.reads_written:
+        if self.passes.reads_written and call.buffers is None:
             raise CompileError(
                 "a backward pass is not the traced one, and forward, which would be called again, "
                 "reads a buffer that it has changed; call strategy.compile after the first such "
@@ -307,17 +354,29 @@ class ModuleProgram:
             )
 
     @contextmanager
-    def keeping_buffers(self, replica_id: int) -> Iterator[None]:
-        """Within the block, forward may write buffers, which then have their values again."""
-        inputs = self._trace.step.inputs
-        places = [inputs[slot].of for slot in self.passes.written]
-        tensors = [_leaf_of(place, replica_id).data for place in places]  # without a new version
-        before = [tensor.clone() for tensor in tensors]
+    def as_then(self, call: ModuleCall) -> Iterator[None]:
+        """Within the block, forward finds what the call has found, and may write buffers.
+
+        These then have their values again.
+        """
+        tensors = self._written(call.replica_id)
+        after = [tensor.clone() for tensor in tensors]
+        self._fill(tensors, call.buffers or ())
         try:
-            yield
+            with nullcontext() if self.later is None else self.later.of_then():
+                yield
         finally:
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
+            self._fill(tensors, after)
+
+    def _written(self, replica_id: int) -> list[Tensor]:
+        """Returns a replica's buffers that forward writes, of which no new version is made."""
+        places = [self._trace.step.inputs[slot].of for slot in self.passes.written]
+        return [_leaf_of(place, replica_id).data for place in places]
+
+    @staticmethod
+    def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(tensors, values, strict=False):
+            tensor.copy_(value)
 
     def packs(self, replica_id: int) -> tuple[int, PackedGrads | None]:
         """Returns the replica, and where a pass may leave its gradients packed."""
@@ -326,46 +385,47 @@ class ModuleProgram:
 
     def inputs_of(self, call: ModuleCall) -> tuple[list[int], list[Tensor]]:
         """Returns the numbers of the arguments that get gradients, and the parameters that do."""
-        return self._trace.arguments, self._leaves_of(call.replica_id)
-
-    def _leaves_of(self, r: int) -> list[Tensor]:
-        """Returns the parameters that get gradients, as a replica's leaves of autograd."""
-        places = self._trace.parameters
-        return [p.owner if p.record is None else p.record.copies[r] for p in places]
+        return self._trace.arguments, self._parameters[call.replica_id]
 
 
 class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
     __slots__ = (
-        *("__weakref__", "has_ended", "leaves", "leaves_node", "program", "replica_id"),
-        *("state", "token", "versions"),
+        *("__weakref__", "buffers", "has_ended", "is_freed", "leaves", "leaves_node", "passed"),
+        *("program", "replica_id", "state", "token", "versions", "watched"),
     )
 
     def __init__(
-        self, program: ModuleProgram, replica_id: int, leaves: Sequence[Any], state: Any
+        self,
+        program: ModuleProgram,
+        replica_id: int,
+        leaves: Sequence[Any],
+        parameters: Sequence[Tensor],
+        state: Any,
     ) -> None:
         self.program, self.replica_id = program, replica_id
         self.leaves, self.state = leaves, state
         self.token: _ReplicaGraphs | None = None
         self.leaves_node: Any = None
-        self.versions: list[int] = []
-        self.has_ended = False
+        self.buffers: list[Tensor] | None = None  # as forward has found them
+        self.watched = (*leaves, *parameters)
+        self.versions = [*map(_version_of, self.watched)]
+        self.has_ended = self.is_freed = False
+        self.passed: set[int] = set()
 
     def is_there(self) -> bool:
         """Whether what forward has saved is not overwritten."""
         return self.token is None or self.token.is_of(self)
 
     def check_leaves(self) -> None:
-        """Raises RuntimeError, as autograd does, if a parameter was changed since the call."""
-        graphs = self.token
-        if self.leaves_node is not None and graphs is not None:
-            if [*map(_version_of, graphs.targets)] != self.versions:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    "inplace operation: a parameter, between the call of a compiled module and a "
-                    "backward pass that calls forward again"
-                )
+        """Raises RuntimeError, as autograd does, if forward would not find what it has found."""
+        if [*map(_version_of, self.watched)] != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: a parameter or an argument, between the call of a compiled "
+                "module and a backward pass that calls forward again"
+            )
 
 
 class _ReplicaGraphs:
@@ -373,7 +433,6 @@ class _ReplicaGraphs:
 
     Args:
         parameters: the replica's leaves that get gradients.
-        targets: the ordinary parameters, whose versions are the leaves', and are read faster.
         packed: leaves these where they are reduced; ``None`` if that cannot be.
 
     Attributes:
@@ -388,22 +447,19 @@ class _ReplicaGraphs:
         self,
         pieces: CapturedPieces,
         parameters: list[Tensor],
-        targets: list[Tensor],
-        packed: _PackedBackward | None,
+        packed: PackedBackward | None,
     ) -> None:
         self.pieces, self.parameters, self.packed = pieces, parameters, packed
-        self.targets = targets
         self._leaves_node: Any = None
         self._holder: weakref.ref[ModuleCall] | None = None
 
-    def join_leaves(self, call: ModuleCall) -> Any:
+    def join_leaves(self) -> Any:
         """Returns the node of ``_Leaves``, through which a call's gradients go."""
         if self._leaves_node is None:
             self.joined = _join(*self.parameters)
             self.grad_of_joined = self.joined.detach()
             self._leaves_node = self.joined.grad_fn
             set_sequence_number(self._leaves_node, _FIRST)
-        call.versions = [*map(_version_of, self.targets)]
         return self._leaves_node
 
     def are_free(self) -> bool:
@@ -417,76 +473,6 @@ class _ReplicaGraphs:
     def is_of(self, call: ModuleCall) -> bool:
         """Whether the graphs' memory holds what this call has saved."""
         return self._holder is not None and self._holder() is call
-
-
-class _PackedBackward:
-    """A backward program that writes the gradients of parameters where they are reduced.
-
-    Args:
-        program: it returns the gradients.
-        variables: whose, in its order.
-        slots: where it leaves these; ``others``: those of arguments.
-    """
-
-    def __init__(
-        self,
-        program: CallableProgram,
-        tracker: GradTracker,
-        grads: PackedGrads,
-        variables: Sequence[Any],
-        slots: Sequence[int],
-        others: Sequence[int],
-    ) -> None:
-        self._program, self._tracker, self.grads = program, tracker, grads
-        number_of = {variable: i for i, variable in enumerate(grads.variables)}
-        self._numbers = [number_of[variable] for variable in variables]
-        self._get_made = slot_getter([program.gives.index(slot) for slot in slots])
-        self._others, self._slots = list(dict.fromkeys(others)), slots
-        self._get_others = slot_getter([program.gives.index(slot) for slot in self._others])
-        self._of_replica: dict[int, tuple[CallableProgram, list[Tensor]]] = {}
-
-    def _make(self, replica_id: int, device: torch.device) -> tuple[CallableProgram, list[Tensor]]:
-        """Returns the program of a replica, and the memory that it writes."""
-        made = self.grads.make(replica_id)
-        memory = [made[number] for number in self._numbers]
-        call, get_made, get_others = (
-            self._program.programs[device],
-            self._get_made,
-            self._get_others,
-        )
-
-        def call_packing(inputs: list[Any]) -> Sequence[Any]:
-            found = call(inputs)
-            torch._foreach_copy_(memory, list(get_made(found)))
-            return get_others(found)
-
-        piece = ProgramPiece(True, None, self._program.reads, self._others, [])
-        return CallableProgram(piece, {device: call_packing}, is_raw=False), memory
-
-    def run(
-        self,
-        pieces: CapturedPieces,
-        get_gradients: SlotGetter,
-        values: list[Any],
-        replica_id: int,
-        device: torch.device,
-    ) -> Sequence[Any]:
-        """Returns the gradients of arguments, and of parameters unless the pass is packed."""
-        known = self._of_replica.get(replica_id)
-        if known is None:
-            known = self._of_replica[replica_id] = self._make(replica_id, device)
-        program, memory = known
-        pieces.run(program, {replica_id: values})
-        if self.grads.is_under_way:
-            self._tracker.packed.arrive(self.grads, replica_id, device)
-            found = get_gradients(values)
-            return pieces.keep(found[: len(found) - len(memory)])
-        for slot, grad in zip(self._slots, memory, strict=True):
-            values[slot] = grad
-        found = get_gradients(values)
-        num_arguments = len(found) - len(memory)
-        copies = torch._foreach_mul(memory, 1.0)
-        return *pieces.keep(found[:num_arguments]), *copies
 
 
 class _Leaves(torch.autograd.Function):
@@ -522,7 +508,7 @@ class _Replayed(torch.autograd.Function):
             ctx.mirror_packs = partial(call.program.packs, call.replica_id)
         ctx.mirror_is_separate = call.program.pattern.is_separate
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *saved)
+        ctx.save_for_backward(*saved)
         constant = call.program.not_differentiable
         if constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in constant])
@@ -541,16 +527,3 @@ _join: Any = super(torch.autograd.Function, _Leaves).apply
 def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:
     found: Tensor = place.owner if place.record is None else place.record.copies[replica_id]
     return found
-
-
-def _without_sharing(outputs: list[Tensor]) -> list[Tensor]:
-    """Returns tensors, copied if they share memory with an earlier one."""
-    if not outputs[1:]:
-        return outputs
-    seen: set[int] = set()
-    for i, tensor in enumerate(outputs):
-        address = tensor.untyped_storage().data_ptr()
-        if address in seen and address:
-            outputs[i] = tensor.clone()
-        seen.add(address)
-    return outputs

@@ -28,13 +28,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.base.torch_private import hooks_of
+from mirror.base.torch_private import (
+    MODULE_HOOKS,
+    hooks_of,
+    hooks_of_all_modules,
+    num_function_modes,
+)
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, make_comparable
 from mirror.compiler.step_inputs import StateTensor
-from mirror.compiler.torch_internals import MODULE_HOOKS
-from mirror.replica.modules.module_owner import ReplicaDict
 from mirror.replica.optimizers.param_groups import step_hooks
 
 _SCALER = [
@@ -66,21 +69,32 @@ class GuardedValue:
 
     def holds(self) -> bool:
         """Whether all values are those of the trace."""
-        if self._is_untouched is not None and self._is_untouched():
-            return True
-        return self._read() == self._then
+        if self._is_untouched is None:
+            return self._read() == self._then
+        return self._is_untouched() or _are_exact(self._read(), self._then)
 
     def find_change(self) -> str | None:
         """Returns the first change in words; ``None`` if there is none."""
         now = self._read()
-        if now == self._then:
+        if _are_exact(now, self._then):
             return None
         for i, (before, after) in enumerate(zip(self._then, now, strict=False)):
-            if before != after and i < len(self._names):
+            if not _are_exact([before], [after]) and i < len(self._names):
                 return (
                     f"{self._names[i]} was {_format_value(before)} and is {_format_value(after)}"
                 )
         return f"{self._names[0] if self._names else 'something'} or a value beside it"
+
+
+def _are_exact(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    """Whether values are equal, and of the same types: 2 * x and 2.0 * x have other dtypes."""
+    return now == then and all(map(_is_exact, now, then))
+
+
+def _is_exact(now: Any, then: Any) -> bool:
+    if isinstance(now, (list, tuple)):
+        return all(map(_is_exact, now, then))
+    return type(now) is type(then) and (type(now) is not float or repr(now) == repr(then))
 
 
 def _format_value(value: Any) -> str:
@@ -107,45 +121,10 @@ class _NamedValue(Sequence[str]):
 
 
 class TraceGuards:
-    """The guards of a trace. See [Note: Assumptions].
+    """The guards of a trace. See [Note: Assumptions]."""
 
-    Args:
-        step: the user's function.
-        modules: the modules that it has called.
-        places: the parameters that it uses.
-        swaps: the optimizers that it steps.
-        stepped_apart: the optimizers that step between programs.
-        rates_read: the optimizers with learning rates that it has read as numbers.
-        numbers: the options that are inputs, which may change.
-        scalers: the gradient scalers that it uses.
-        around: the values that its code finds by their names, if they are known already.
-        others: further values.
-    """
-
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        modules: Sequence[nn.Module],
-        places: Sequence[StateTensor],
-        swaps: Sequence[TracedSwap],
-        stepped_apart: Sequence[Optimizer],
-        rates_read: Sequence[Optimizer],
-        numbers: TracedNumbers,
-        scalers: Sequence[Any] = (),
-        around: FreeVariables | None = None,
-        others: Sequence[GuardedValue] = (),
-    ) -> None:
-        self._watched = [
-            thread_state(),
-            *_guard_modules(modules),
-            *_guard_parameters(places),
-            *[_guard_optimizer(swap, numbers) for swap in swaps],
-            *[_guard_groups(optimizer) for optimizer in stepped_apart],
-            *[_guard_rates(optimizer) for optimizer in rates_read],
-            *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
-            _guard_surroundings(step, modules, around),
-            *others,
-        ]
+    def __init__(self, watched: Sequence[GuardedValue]) -> None:
+        self._watched = list(watched)
 
     def hold(self) -> bool:
         """Whether all values are those of the trace."""
@@ -159,7 +138,57 @@ class TraceGuards:
         return next(filter(None, (watched.find_change() for watched in self._watched)), None)
 
 
-def thread_state() -> GuardedValue:
+def guard_step(
+    step: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    places: Sequence[StateTensor],
+    swaps: Sequence[TracedSwap],
+    stepped_apart: Sequence[Optimizer],
+    rates_read: Sequence[Optimizer],
+    numbers: TracedNumbers,
+    scalers: Sequence[Any] = (),
+) -> TraceGuards:
+    """Returns the guards of a traced step.
+
+    Args:
+        step: the user's function.
+        modules: the modules that it has called.
+        places: the parameters that it uses.
+        swaps: the optimizers that it steps.
+        stepped_apart: the optimizers that step between programs.
+        rates_read: the optimizers with learning rates that it has read as numbers.
+        numbers: the options that are inputs, which may change.
+        scalers: the gradient scalers that it uses.
+    """
+    layers = {id(sub): sub for module in modules for sub in module.modules()}
+    around = FreeVariables([step], layers.values())
+    return TraceGuards(
+        [
+            *guard_code(modules, around),
+            *_guard_parameters(places),
+            *[_guard_optimizer(swap, numbers) for swap in swaps],
+            *[_guard_groups(optimizer) for optimizer in stepped_apart],
+            *[_guard_rates(optimizer) for optimizer in rates_read],
+            *[GuardedValue(_SCALER, scaler.traced_settings) for scaler in scalers],
+        ]
+    )
+
+
+def guard_code(modules: Sequence[nn.Module], around: FreeVariables) -> list[GuardedValue]:
+    """Guards what decides which code of modules runs, and what it reads.
+
+    Args:
+        modules: the modules that are called.
+        around: the values that the code finds by their names.
+    """
+    return [
+        _guard_thread(),
+        *_guard_modules(modules),
+        GuardedValue(around.names, around.scan, around.watch()),
+    ]
+
+
+def _guard_thread() -> GuardedValue:
     """Guards the modes of torch in this thread."""
     kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
 
@@ -167,6 +196,7 @@ def thread_state() -> GuardedValue:
         return [
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
+            torch.get_default_device() if num_function_modes() else None,
             torch.are_deterministic_algorithms_enabled(),
             *[
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -174,7 +204,12 @@ def thread_state() -> GuardedValue:
             ],
         ]
 
-    names = ["the grad mode", "the default dtype", "deterministic algorithms"]
+    names = [
+        "the grad mode",
+        "the default dtype",
+        "the default device",
+        "deterministic algorithms",
+    ]
     return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], read)
 
 
@@ -185,10 +220,10 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         for name, sub in module.named_modules():
             paths.setdefault(id(sub), name or type(sub).__name__)
     getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
-    values: list[str] = []
+    of_values: list[str] = []
     children: list[Any] = []
     owners: list[str] = []
-    hooks: list[dict[Any, Any]] = []
+    hooks = hooks_of_all_modules()
     held: list[tuple[dict[str, Any], str]] = []
     for key, module in modules.items():
         attributes = module.__dict__
@@ -197,8 +232,8 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
             for name, value in attributes.items()
             if isinstance(value, PLAIN) and not name.startswith(("_is_", "_compiled", "_version"))
         ]
-        getters.append((operator.itemgetter(*names), attributes))
-        values.append(f"one of {', '.join(names)} of module {paths[key]!r}")
+        getters.append((operator.itemgetter("training", *names), attributes))  # a tuple
+        of_values.append(f"one of {', '.join(names)} of module {paths[key]!r}")
         if module._modules:
             children.append(module._modules)
             owners.append(f"the submodules of {paths[key]!r}")
@@ -206,21 +241,36 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         if module._parameters:
             children.append(module._parameters)
             owners.append(f"the parameters of {paths[key]!r}")
-        buffers = attributes["_buffers"]  # copies are inputs; those of one replica are replaced
-        for kept in (attributes, *([] if isinstance(buffers, ReplicaDict) else [buffers])):
+        for kept in (attributes, attributes["_buffers"]):
             held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
 
+    dicts = [attributes for _, attributes in getters]
+    counted = [*children, *dicts]
+
     def read() -> list[Any]:
+        ids = [[*map(id, entries.values())] for entries in children]
         try:
-            return [get(attributes) for get, attributes in getters]
+            values = [get(attributes) for get, attributes in getters]
+            return [*values, *ids, [*map(len, dicts)]]
         except KeyError as error:
             return [error.args[0]]
 
-    def read_children() -> list[Any]:
-        return [[*map(id, entries.values())] for entries in children]
+    then = [get(attributes) for get, attributes in getters]
+    objects = [*chain.from_iterable([*then, *map(dict.values, children)])]
+    sizes = [*map(len, counted)]
+
+    def are_untouched() -> bool:
+        if [*map(len, counted)] != sizes:
+            return False
+        try:
+            now = [get(attributes) for get, attributes in getters]
+        except KeyError:
+            return False
+        held = chain.from_iterable([*now, *map(dict.values, children)])
+        return all(map(operator.is_, held, objects))
 
     def read_tensors() -> list[Any]:
-        return [SameObject(kept.get(name)) for kept, name in held]
+        return [SameObject(dict.get(kept, name)) for kept, name in held]  # no replica's copy
 
     def read_hooks() -> list[Any]:
         return [*map(tuple, hooks)]  # ids of handles: one in another's place is another
@@ -228,23 +278,10 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     tensors = [f"tensor {n!r}" for _, n in held]
     have_none = None if any(hooks) else lambda: not any(hooks)
     return [
-        GuardedValue(values, read),
-        GuardedValue(owners, read_children, _watch_all(children)),
+        GuardedValue([*of_values, *owners, "an attribute of a module"], read, are_untouched),
         GuardedValue(["the hooks of modules"] * len(hooks), read_hooks, have_none),
         *([GuardedValue(tensors, read_tensors, _watch(held))] if held else []),
     ]
-
-
-def _watch_all(dicts: Sequence[dict[str, Any]]) -> Callable[[], bool]:
-    """Returns a function: whether the dicts have the values of now, and no others."""
-    then, sizes = [*chain.from_iterable(map(dict.values, dicts))], [*map(len, dicts)]
-
-    def are_untouched() -> bool:
-        if [*map(len, dicts)] != sizes:
-            return False
-        return all(map(operator.is_, chain.from_iterable(map(dict.values, dicts)), then))
-
-    return are_untouched
 
 
 def _watch(places: Sequence[tuple[dict[str, Any], str]]) -> Callable[[], bool]:
@@ -337,11 +374,3 @@ def _guard_rates(optimizer: Optimizer) -> GuardedValue:
 
     name = f"a learning rate of {type(optimizer).__name__}, which the step reads as a number,"
     return GuardedValue([name] * 8, read)
-
-
-def _guard_surroundings(
-    step: Callable[..., Any], called: Sequence[nn.Module], around: FreeVariables | None
-) -> GuardedValue:
-    modules = {id(sub): sub for module in called for sub in module.modules()}
-    around = around or FreeVariables([step], modules.values())
-    return GuardedValue(around.names, around.scan, around.watch())

@@ -49,8 +49,23 @@ def has_mode(h):
 
 def scale(h, asks):
     return h * 3 if asks(h) else h * 2
+
+
+FACTOR = 1.0
+
+
+class Options:
+    pass
+
+
+def scale_by_global(h, options):
+    return h * FACTOR
+
+
+def scale_by_option(h, options):
+    return h * getattr(options, "factor", 1.0)
 """
-LIB = SimpleNamespace()
+LIB = SimpleNamespace(__name__="asking")
 exec(compile(SOURCE, LIBRARY, "exec"), vars(LIB))
 # Questions that have the answer of an uncompiled call in a trace, and those that have not.
 ANSWERED = ["is_compiling", "is_jit_tracing", "is_fake"]
@@ -89,13 +104,27 @@ class Scaled(Net):
         return h * self.factor * (3.0 if "b" in self.names else 1.0) + len(self.names)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_value_that_changes_between_the_first_call_and_its_trace_refuses_nothing(n):
-    def step(loop, x, y):
-        loop.model.factor = 2.0 if loop.found else 1.0
-        loop.step(x, y)
+def change_before_the_call(loop, x, y):
+    loop.model.factor = 2.0 if loop.found else 1.0
+    loop.step(x, y)
 
-    assert compare(Scaled, n, step, sizes=SIZES) == n  # with several, the trace is made before
+
+def change_before_the_trace(loop, x, y):
+    loop.optimizer.zero_grad()
+    loss = F.mse_loss(loop(x), y)
+    loop.model.factor = 2.0
+    loss.backward()
+    loop.optimizer.step()
+    loop.keep(loss)
+
+
+# With several replicas, the trace is made before the second call.
+@pytest.mark.parametrize(
+    ("step", "traces"), [(change_before_the_call, (1, 2)), (change_before_the_trace, (1, 1))]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_value_that_changes_between_a_call_and_its_trace_refuses_nothing(step, traces, n):
+    assert compare(Scaled, n, step, sizes=SIZES) == traces[n - 1]
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -110,6 +139,64 @@ def test_sets_are_compared_by_their_entries(n):
         loop.step(x, y)
 
     assert compare(Scaled, n, step, sizes=(6,) * 8) == 3
+
+
+class OwnOptions:
+    pass
+
+
+@pytest.mark.parametrize("function", ["scale_by_global", "scale_by_option"])
+@pytest.mark.parametrize("kind", ["library", "own"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_functions_of_libraries_read_is_compared(function, kind, n):
+    class Reads(Net):
+        def prepare(self):
+            LIB.FACTOR = 1.0
+            self.options = LIB.Options() if kind == "library" else OwnOptions()
+
+        def compute(self, h):
+            return getattr(LIB, function)(h, self.options)
+
+    def step(loop, x, y):
+        if len(loop.found) == 3:
+            place = LIB if function == "scale_by_global" else loop.model.options
+            setattr(place, "FACTOR" if place is LIB else "factor", 2.0)
+        loop.step(x, y)
+
+    assert compare(Reads, n, step, sizes=(6,) * 5) == 2
+
+
+class Whole(Net):
+    def prepare(self):
+        self.factor, self.held = 2, {"factor": 2}
+
+    def compute(self, h):
+        whole = h.mul(4).long()
+        return h + whole * self.factor // 3 + whole * self.held["factor"] // 3
+
+
+def make_float(model):
+    model.factor = 2.0
+
+
+def make_entry_float(model):
+    model.held["factor"] = 2.0
+
+
+def make_negative_zero(model):
+    model.factor = -0.0 if model.factor == 0 else 0.0
+
+
+@pytest.mark.parametrize("change", [make_float, make_entry_float, make_negative_zero])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_equal_number_of_another_kind_is_another_value(change, n):
+    def step(loop, x, y):
+        if len(loop.found) in (3, 5):
+            change(loop.model)
+        loop.step(x, y)
+
+    traces = compare(Whole, n, step, sizes=(6,) * 8)
+    assert traces == (3 if change is make_negative_zero else 2)
 
 
 class Positions(Net):
@@ -181,17 +268,45 @@ def test_objects_in_outputs_are_new_in_each_call(kind, traces, n):
     assert compare(kind, n, with_a_cache, sizes=SIZES, fallback="eager") == traces
 
 
-def test_a_loss_and_the_values_it_is_made_of_need_one_trace():
-    class Losses(Net):
-        def forward(self, x):
-            y = self.last(self.first(x).relu())
-            return {"loss": y.square().mean(), "y": y}
+class Losses(Net):
+    """A loss and the values that it is made of, by a buffer that each call changes."""
 
+    def prepare(self):
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.last(self.first(x).relu()) * self.calls
+        return {"loss": y.square().mean(), "y": y}
+
+
+@pytest.mark.parametrize(("uses_both", "traces"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_and_the_values_it_is_made_of_get_the_gradients_of_a_call(uses_both, traces, n):
     def step(loop, x, y):
         loop.optimizer.zero_grad()
-        loss = loop.model(x)["loss"]
+        found = loop.model(x)
+        loss = found["loss"] + F.mse_loss(found["y"], y) if uses_both else found["loss"]
         loss.backward()
         loop.optimizer.step()
         loop.keep(loss)
 
-    assert compare(Losses, 2, step, sizes=SIZES) == 1
+    assert compare(Losses, n, step, sizes=SIZES) == traces
+
+
+@pytest.mark.parametrize("way", ["hook", "retain"])
+def test_a_gradient_that_passes_through_an_output_is_told(way, caplog):
+    def step(loop, x, y):
+        loop.optimizer.zero_grad()
+        found = loop.model(x)
+        if way == "hook":
+            found["y"].register_hook(loop.keep)
+        else:
+            found["y"].retain_grad()
+        found["loss"].backward()
+        loop.optimizer.step()
+        if way == "retain":
+            loop.keep(found["y"].grad)
+
+    assert compare(Losses, 1, step, sizes=SIZES, fallback="eager") == 0
+    assert [r.getMessage().count("retains its gradient") for r in caplog.records] == [1]

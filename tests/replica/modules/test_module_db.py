@@ -193,7 +193,13 @@ def matches(actual, expected):
 
 
 @MOST_INPUTS
-@each_once(info=[pytest.param(info, id=info.name) for info in module_db], mode=MODES)
+@each_once(
+    info=[
+        pytest.param(info, id=info.name, marks=EXHAUSTIVE if i % 2 else ())
+        for i, info in enumerate(module_db)
+    ],
+    mode=MODES,
+)
 def test_replicas_that_do_the_same_equal_one_device(info, mode, most, pair):
     """Every replica gets the whole input: the mean of equal gradients is the plain gradient."""
     compared = 0

@@ -179,9 +179,9 @@ WAYS = [
     "nothing", "load_state_dict", "assign", "copy_", "data", "data.copy_", "numpy", "init",
     "buffer", "one parameter", "own initialisation",
 ]  # fmt: skip
-# All of each, each other one with one; the rest is exhaustive.
+# Each early one with one way, and each way with one; the rest is exhaustive.
 SOME = [
-    pytest.param(early, way, marks=() if 0 in (i, j) or (j - i) % len(WAYS) < 1 else EXHAUSTIVE)
+    pytest.param(early, way, marks=() if (j - i) % len(WAYS) == 0 else EXHAUSTIVE)
     for i, early in enumerate(EARLY)
     for j, way in enumerate(WAYS)
 ]

@@ -9,7 +9,7 @@ from torch import nn
 import mirror
 from tests.multi_worker import both, strategy_of
 from tests.oracle import assert_same
-from tests.pairs import each_once
+from tests.pairs import each_once, quick_of
 
 SIZES = (11, 8, 5)
 
@@ -236,7 +236,7 @@ def trained_kinds(counts, schedule, state):
 
 @pytest.mark.filterwarnings("ignore")  # of torch: complex and sparse are experimental
 @each_once(
-    schedule=["auto", "staggered", "parallel"],
+    schedule=quick_of(["auto", "staggered", "parallel"], ["staggered", "parallel"]),
     counts=[pytest.param(value, id=str(value)) for value in [(2, 2), (1, 2)]],
 )
 def test_every_kind_of_parameter_is_gathered_and_changed_inside_run(worker_pool, schedule, counts):

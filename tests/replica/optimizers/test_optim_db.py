@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing._internal.common_optimizers import optim_db
 
 from tests.oracle import assert_same, assert_same_training, train, train_loop
-from tests.pairs import each_once
+from tests.pairs import EXHAUSTIVE, each_once
 
 # Some optimizers announce with a warning that they are experimental.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -69,8 +69,12 @@ def pair_of_optimizers(info, kwargs, plain, model):
         return None
 
 
+# Each keyword argument of every second one; test_sharded_state.py has all, without arguments.
 @each_once(
-    info=[pytest.param(info, id=info.name) for info in NO_CLOSURE],
+    info=[
+        pytest.param(info, id=info.name, marks=EXHAUSTIVE if i % 2 else ())
+        for i, info in enumerate(NO_CLOSURE)
+    ],
     way=[1, 2, 3],
 )
 def test_every_optimizer_equals_one_device(info, way, make_strategy):

@@ -11,7 +11,7 @@ from torch import nn
 
 from mirror.testing import compare_with_one_device
 from mirror.tools.check.check_result import DIFFERENT, EQUAL
-from tests.pairs import every
+from tests.pairs import EXHAUSTIVE, every
 from tests.programs.catalogue import Place, all_programs
 from tests.tools.check import different_programs, equal_programs
 
@@ -35,7 +35,10 @@ def programs_outside_run():
 
 @pytest.mark.parametrize(
     ("program", "replicas"),
-    [pytest.param(p, 2 + i % 2, id=p.__name__) for i, p in enumerate(equal_programs.EQUAL)],
+    [
+        pytest.param(p, 2 + i // 2 % 2, id=p.__name__, marks=EXHAUSTIVE if i % 2 else ())
+        for i, p in enumerate(equal_programs.EQUAL)
+    ],
 )
 def test_a_program_is_equal(program, replicas):
     result = compare_with_one_device(program, replicas)
@@ -43,7 +46,7 @@ def test_a_program_is_equal(program, replicas):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", every(3, programs_outside_run()), ids=lambda p: p.name)
+@pytest.mark.parametrize("program", every(5, programs_outside_run()), ids=lambda p: p.name)
 def test_a_program_of_the_catalogue_is_equal(program):
     result = compare_with_one_device(lambda: program(Place()), 2)
     assert result.exit_code == EQUAL, str(result)
