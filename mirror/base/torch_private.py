@@ -416,6 +416,18 @@ METADATA = "_metadata"  # of a state_dict: the versions of its modules
 default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store")
 put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
 
+# CUDA graphs
+
+_CAPTURE_ENDS = "_cuda_endAllocateToPool", "_cuda_releasePool"
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Has the allocator leave an invalid capture, which torch's own end of it does not do."""
+    with suppress(RuntimeError):  # it has left it
+        for name in _CAPTURE_ENDS:
+            getattr(torch._C, name)(device.index, pool)
+
+
 # Flags that torch has once per process. A torch that lacks one of these names has no such flag.
 
 _FLAGS = (
@@ -520,6 +532,38 @@ def read_flag(flag: ProcessFlag) -> tuple[Any, ...] | None:
         return flag.read()
     except (RuntimeError, TypeError):  # such a flag is set by a newer function, or is no flag
         return None
+
+
+_OF_KERNELS = (
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled"),
+    *("mkldnn_deterministic", "cublas_allow_fp16_accumulation", "blas_preferred_backend"),
+    *("linalg_preferred_backend", "cublas_allow_fp16_reduced_precision_reduction"),
+    *("cublas_allow_bf16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction"),
+    *("sdp_priority_order", "deterministic_fill_uninitialized_memory"),
+    *(f"{name}_sdp_enabled" for name in _ATTENTIONS),
+)
+
+
+@functools.cache
+def kernel_flags() -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
+    """Returns names and getters of the flags by which torch chooses kernels, and their rounding.
+
+    Getters are functions of C: what is read before every call costs no call of Python.
+    """
+    core = torch._C
+    found = {
+        name: getter
+        for name in _OF_KERNELS
+        if (getter := getattr(core, f"_get_{name}", None)) is not None
+    }
+    precision: Any = getattr(core, "_get_fp32_precision_getter", None)
+    if precision is None:  # before torch 2.9
+        names = ("cublas_allow_tf32", "cudnn_allow_tf32")
+        found |= {name: getattr(core, f"_get_{name}") for name in names}
+    else:
+        pairs = itertools.product(("cuda", "mkldnn"), ("matmul", "conv"))
+        found |= {f"fp32 precision of {b} {op}": partial(precision, b, op) for b, op in pairs}
+    return tuple(found), tuple(found.values())
 
 
 ContextProp: Any = getattr(torch.backends, "ContextProp", None)  # an assignment sets a flag

@@ -28,6 +28,7 @@ import dis
 import functools
 import importlib.util
 import inspect
+import logging
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -372,6 +373,10 @@ class FreeVariables:
         is_object = isinstance(fields, dict)  # neither a class, nor one with slots
         if not isinstance(fields, dict):
             fields = {}
+        if isinstance(value, logging.Logger):  # it also knows all others, and has a cache
+            for key in ("disabled", "level", "parent"):
+                self._add(Entry(f"{name}.{key}", key, fields), depth)
+            return
         users = [base for base in kind.__mro__ if is_users(_file_of(base))]
         names = self._names | _IMPLICIT
         if self._is_strict and is_object and len(users) < len(kind.__mro__) - 1:

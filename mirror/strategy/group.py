@@ -189,9 +189,7 @@ class Group:
             def make() -> Any:
                 from mirror.compiler.runtime.build_module import ModuleProgramBuilder
 
-                return ModuleProgramBuilder(
-                    self.replicas, self.registry, self.gradients, get_moves
-                )
+                return ModuleProgramBuilder(self.replicas, self.registry, self.gradients)
 
             def make_capturer() -> Any:
                 from mirror.compiler.runtime.captured_update import UpdateCapturer

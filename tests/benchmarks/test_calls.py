@@ -552,9 +552,9 @@ def loop_calls(n, num_layers, *, set_to_none=True, make=torch.optim.SGD, **optio
 
 
 LOOPS = {
-    "SGD": ({"momentum": 0.9}, 193, 244, 9),
-    "SGD, zeros": ({"momentum": 0.9, "set_to_none": False}, 197, 247, 12),
-    "AdamW": ({"make": torch.optim.AdamW}, 256, 278, 19),
+    "SGD": ({"momentum": 0.9}, 199, 233, 9),
+    "SGD, zeros": ({"momentum": 0.9, "set_to_none": False}, 203, 236, 12),
+    "AdamW": ({"make": torch.optim.AdamW}, 262, 266, 19),
 }
 
 

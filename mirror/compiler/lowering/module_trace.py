@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import WHOLE_CALL, storage_key
-from mirror.compiler.call_outputs import LEAVES, distinct_tensors, output_leaves, share_memory
+from mirror.compiler.call_outputs import (
+    LEAVES,
+    distinct_tensors,
+    have_common_elements,
+    output_leaves,
+)
 from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.free_variables import FreeVariables
@@ -164,7 +169,7 @@ class _Joint:
                 "an output is one of its arguments, parameters or buffers, or a view of one; "
                 "return a copy (x.clone())"
             )
-        if share_memory(outputs):
+        if have_common_elements(outputs):
             raise CompileError("two of its outputs share memory; return a copy of one (x.clone())")
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
 from mirror.compiler.runtime.backward_values import BackwardValues
-from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.runtime.module_graphs import PackedMemory, ReplicaPool
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
@@ -27,7 +28,7 @@ from mirror.compiler.runtime.trace_guards import (
     guard_layouts,
 )
 from mirror.compiler.step_inputs import InputKind, state_tensors
-from mirror.device.cuda_graph import CudaGraph, has_graphs
+from mirror.device.cuda_graph import has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.grad_reducer import GradReducer
@@ -41,22 +42,19 @@ _STATE = InputKind.PARAMETER, InputKind.BUFFER
 
 
 class ModuleProgramBuilder:
-    """Builds the programs of one strategy's modules.
-
-    Args:
-        get_moves: returns the ``moves`` of CapturedPieces.
-    """
+    """Builds the programs of one strategy's modules."""
 
     def __init__(
-        self,
-        replicas: Replicas,
-        registry: MirroredTensors,
-        gradients: GradReducer,
-        get_moves: Callable[[], object],
+        self, replicas: Replicas, registry: MirroredTensors, gradients: GradReducer
     ) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
-        self._get_moves = get_moves
         self._devices = tuple(dict.fromkeys(replicas.devices))
+        self._pools: dict[int, list[ReplicaPool]] = {
+            r: [] for r, device in enumerate(replicas.devices) if has_graphs(device)
+        }
+        self._packed: weakref.WeakKeyDictionary[nn.Module, dict[Any, PackedMemory | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def pattern(self, tree: Any, is_training: bool) -> CallPattern:
         """Returns the pattern of a call, in the calling thread's modes."""
@@ -158,20 +156,16 @@ class ModuleProgramBuilder:
             for piece in (passes.forward, passes.backward)
         ]
         assert forward is not None
-
-        def make_graphs(stay: Sequence[int]) -> CapturedPieces:
-            return CapturedPieces(replicas.devices, stay, CudaGraph, has_fixed_sizes=True)
-
         program = ModuleProgram(
             replicas,
             trace,
             passes,
             forward,
             backward,
-            make_graphs if has_graphs(device) else None,
-            self._get_moves,
+            self._pools,
             redo,
             self._gradients if replicas.mirrors else None,
+            self._packed.setdefault(module, {}),
             None if later is None else BackwardValues(later),
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]

@@ -15,13 +15,14 @@ backward pass that reaches nothing else leaves the gradients where they are redu
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
 then: where other outputs have gradients, with ``create_graph=True``, where a hook reads a value
-that has changed since, and on a GPU where a later call has overwritten what the graph has saved.
+that has changed since, and on a GPU where a later call has overwritten what the graph has saved:
+see ``module_graphs.py``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -36,8 +37,8 @@ from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
 from mirror.compiler.lowering.programs import CallableProgram, slot_getter
 from mirror.compiler.runtime.backward_values import BackwardValues
-from mirror.compiler.runtime.cuda_graphs import CapturedPieces
-from mirror.compiler.runtime.packed_backward import PackedBackward
+from mirror.compiler.runtime.cuda_graphs import copies_of
+from mirror.compiler.runtime.module_graphs import ModuleGraphs, PackedMemory, ReplicaPool
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
@@ -47,7 +48,7 @@ from mirror.replica.params.torch_function import make_common
 from mirror.values import are_identical, leaves_of
 
 _FIRST = 2**62  # as a number of a node: it runs as soon as it has its gradient
-_version_of = attrgetter("_version")
+_version_of, _data_of = attrgetter("_version"), attrgetter("data")
 _FILLED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.SHARED, InputKind.PART)
 Redo = Callable[[int, "ModuleCall", Sequence[Any], bool], Sequence[Any]]
 
@@ -59,11 +60,10 @@ class ModuleProgram:
         trace: the trace.
         passes: its programs as pieces.
         forward, backward: the same, ready to be called.
-        make_graphs: makes the launcher of one replica's CUDA graphs, given the slots of inputs
-            that stay; ``None``: torch's kernels are launched one by one.
-        get_moves: returns the ``moves`` of CapturedPieces.
+        pools: the memory of each replica's CUDA graphs; empty: there are none.
         redo: computes the gradients of a call by another call of ``forward``.
         gradients: those of the strategy's parameters; ``None`` with one replica.
+        packed: where the module's programs leave gradients, by their parameters.
         later: the values that code of the backward pass reads.
 
     Attributes:
@@ -81,14 +81,14 @@ class ModuleProgram:
         passes: PassPrograms,
         forward: CallableProgram,
         backward: CallableProgram | None,
-        make_graphs: Callable[[Sequence[int]], CapturedPieces] | None,
-        get_moves: Callable[[], object],
+        pools: Mapping[int, list[ReplicaPool]],
         redo: Redo,
         gradients: GradReducer | None,
+        packed: dict[Any, PackedMemory | None],
         later: BackwardValues | None = None,
     ) -> None:
+        self._known_packed = packed
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
-        self._get_moves = get_moves
         self.pattern, self.record, self.later = trace.pattern, trace.record, later
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
@@ -105,25 +105,11 @@ class ModuleProgram:
                     if kind is InputKind.PARAMETER
                     else "it writes an argument, or a tensor that is no buffer"
                 )
-        state = [
-            (slot, inputs[slot].of, inputs[slot].kind)
+        self._state = [
+            (slot, inputs[slot].of)
             for slot in sorted(read)
             if inputs[slot].kind in (InputKind.PARAMETER, InputKind.BUFFER)
         ]
-        # By replica, the leaves of autograd that get gradients, and the ordinary parameters, whose
-        # versions are theirs, and are read faster.
-        self._parameters, self._targets = (
-            [[find(place, r) for place in trace.parameters] for r in range(replicas.num_replicas)]
-            for find in (_leaf_of, StateTensor.tensor_of)
-        )
-        self._buffers = [(slot, of) for slot, of, kind in state if kind is InputKind.BUFFER]
-        # By replica, the values of all calls: parameters.
-        self._values: list[list[Any]] = []
-        for r in range(replicas.num_replicas):
-            self._values.append([None] * passes.num_slots)
-            for slot, of, kind in state:
-                if kind is InputKind.PARAMETER:
-                    self._values[r][slot] = _leaf_of(of, r)
         leaves = leaves_of(trace.pattern.tree)
         tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._arguments = [
@@ -133,6 +119,10 @@ class ModuleProgram:
         ]
         others = [(slot, inputs[slot].value) for slot in sorted(read)]
         self._found = [(slot, value) for slot, value in others if value is not None]
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        if pools:
+            for slot, value in self._found:
+                _check_host_value(slot, value, passes)
         by_tangent = {
             one.of[1]: slot for slot, one in enumerate(inputs) if one.kind is InputKind.PART
         }
@@ -168,37 +158,47 @@ class ModuleProgram:
         self._statistics = sorted(passes.statistics)
         self._get_statistics = slot_getter(self._statistics)
         self._aliases: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}
-        self._graphs: dict[int, _ReplicaGraphs] = {}
+        self._are_inputs = [slot < len(inputs) for slot in passes.saved]
         stay = [
             slot
             for slot, one in enumerate(inputs)
             if one.kind in (InputKind.PARAMETER, InputKind.BUFFER) or one.value is not None
         ]
-        if make_graphs is not None:
-            packed = self._make_packed(gradients)
-            self._graphs = {
-                r: _ReplicaGraphs(make_graphs(stay), self._parameters[r], packed)
-                for r in range(replicas.num_replicas)
-            }
+        self._packed = self._make_packed(gradients) if pools else None
+        self._graphs = {
+            r: ModuleGraphs(
+                (r, replicas.devices[r]),
+                passes,
+                forward,
+                backward,
+                stay,
+                self._num_arguments,
+                self._packed,
+                mine,
+            )
+            for r, mine in pools.items()
+        }
+        self._joined = {r: _JoinedLeaves(self._leaves_of(r)) for r in pools}
 
-    def _make_packed(self, gradients: GradReducer | None) -> PackedBackward | None:
-        """Returns what leaves gradients where they are reduced; ``None`` if that cannot be."""
+    def _make_packed(self, gradients: GradReducer | None) -> PackedMemory | None:
+        """Returns where gradients are reduced; ``None`` if they cannot be left there."""
         if self._gaps:
             return None
         slots = self.passes.gradients[self._num_arguments :]
         variables = [place.record for place in self._trace.parameters]
         if gradients is None or self._backward is None or not slots or None in variables:
             return None
-        of_arguments = self.passes.gradients[: self._num_arguments]
-        if not set(slots).issubset(self._backward.gives) or not set(slots).isdisjoint(
-            of_arguments
-        ):
+        if not set(slots).issubset(self._backward.gives):
             return None
-        packed = gradients.pack(variables)
-        if packed is None:
+        if not set(slots).isdisjoint(self.passes.gradients[: self._num_arguments]):
             return None
-        others = [slot for slot in of_arguments if slot in self._backward.gives]
-        return PackedBackward(self._backward, gradients.tracker, packed, variables, slots, others)
+        key = tuple(variables)
+        if key not in self._known_packed:
+            grads = gradients.pack(variables)
+            self._known_packed[key] = (
+                None if grads is None else PackedMemory(gradients.tracker, grads, variables)
+            )
+        return self._known_packed[key]
 
     def call(self, replica_id: int, leaves: Sequence[Any], state: Any) -> Any:
         """Makes the call on a replica; returns what the module returns.
@@ -207,15 +207,16 @@ class ModuleProgram:
             leaves: the tensors among the arguments.
             state: what ``redo`` needs to make the call again.
         """
-        call = ModuleCall(self, replica_id, leaves, self._targets[replica_id], state)
+        parameters = self._leaves_of(replica_id)
+        call = ModuleCall(self, replica_id, leaves, parameters, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
-            graphs = self._graphs[replica_id] if self._graphs else None
-            if graphs is not None and graphs.parameters and graphs.are_free():
-                call.leaves_node = graphs.join_leaves()
-                outputs = _apply(call, *wanted, graphs.joined)
+            joined = self._joined.get(replica_id)
+            if joined is not None and joined.parameters and joined.is_free():
+                joined.begin(call)
+                outputs = _apply(call, *wanted, joined.output)
             else:
-                outputs = _apply(call, *wanted, *self._parameters[replica_id])
+                outputs = _apply(call, *wanted, *parameters)
         else:
             with torch.no_grad():
                 outputs, _ = self.run_forward(call)
@@ -230,35 +231,49 @@ class ModuleProgram:
         """Returns the outputs, and what backward reads."""
         r = call.replica_id
         device = self._replicas.devices[r]
-        values = self._values[r][:]
-        for slot, place in self._buffers:
+        values: list[Any] = [None] * self.passes.num_slots
+        for slot, place in self._state:
             values[slot] = place.owner if place.record is None else place.record.copies[r]
         if not self._is_proven:
             call.buffers = [tensor.clone() for tensor in self._written(r)]
         if self._statistics:
-            found = self._without_versions(r, self._get_statistics(values))
-            for slot, alias in zip(self._statistics, found, strict=True):
+            aliases = self._without_versions(r, self._get_statistics(values))
+            for slot, alias in zip(self._statistics, aliases, strict=True):
                 values[slot] = alias
         for slot, number in self._arguments:
             values[slot] = call.leaves[number]
-        for slot, value in self._found:
-            values[slot] = value.to(device)
-        graphs = self._graphs[r] if self._graphs else None
-        if graphs is not None and graphs.are_free():
-            graphs.pieces.moves = self._get_moves()
-            graphs.pieces.run(self._forward, {r: values})
-            graphs.begin(call)
-            outputs = graphs.pieces.keep(self._outputs(values))
+        for slot, found in self._found:
+            values[slot] = found if found.device == device else self._copy_of(slot, r, found)
+        graphs = self._graphs.get(r)
+        saved: Sequence[Any]
+        if graphs is not None and graphs.run_forward(call, values):
+            call.graphs = graphs
+            given = zip(self._saved(values), self._are_inputs, strict=True)
+            saved = [value if is_input else None for value, is_input in given]
         else:
             self._forward.run(values, device)
-            outputs = list(self._outputs(values))
-        saved = self._saved(values)
+            saved = self._saved(values)
+        outputs = list(self._outputs(values))
         # Autograd refuses writes to a view that a Function returns. It need not where the
         # backward pass does not read the memory.
+        keys = [None if value is None else storage_key(value) for value in saved]
         for i, output in enumerate(outputs):
-            if output._base is not None and storage_key(output) not in map(storage_key, saved):
+            if output._base is not None and storage_key(output) not in keys:
                 outputs[i] = output.data
         return outputs, saved
+
+    def _copy_of(self, slot: int, replica_id: int, found: Tensor) -> Tensor:
+        """Returns a replica's copy of a tensor on another device, with the values of now."""
+        known = self._copies.get((slot, replica_id))
+        if known is None:
+            copy = found.detach().to(self._replicas.devices[replica_id])
+            self._copies[slot, replica_id] = copy, found.detach().clone()
+            return copy
+        copy, before = known
+        if found.device.type != "cpu" or not torch.equal(found, before):  # the host waits
+            copy.copy_(found)
+            before.copy_(found)
+        return copy
 
     def _without_versions(self, replica_id: int, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors of buffers' memory, whose writes are no new versions of the buffers."""
@@ -271,35 +286,47 @@ class ModuleProgram:
 
     def run_backward(
         self, call: ModuleCall, saved: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> Sequence[Any]:
-        """Returns the gradients of the arguments and parameters."""
+    ) -> Sequence[Any] | None:
+        """Returns the gradients of the arguments and parameters.
+
+        ``None``: they cannot be computed from what forward has saved.
+        """
         r = call.replica_id
-        device = self._replicas.devices[r]
         values: list[Any] = [None] * self.passes.num_slots
         for slot, value in zip(self.passes.saved, saved, strict=True):
             values[slot] = value
         for slot, grad in zip(self._tangent_slots, grads, strict=True):
             values[slot] = grad
-        graphs = self._graphs[r] if self._graphs else None
         if self._backward is None:
             return self._gradients(values)
-        if graphs is not None and graphs.is_of(call):
-            graphs.pieces.moves = self._get_moves()
-            if graphs.packed is not None:
-                return graphs.packed.run(graphs.pieces, self._gradients, values, r, device)
-            graphs.pieces.run(self._backward, {r: values})
-            return graphs.pieces.keep(self._gradients(values))
-        self._backward.run(values, device)
+        if call.graphs is not None:
+            if call.graphs.run_backward(values):
+                return self._leave(call, values)
+            if self.draws:  # attention has kept its seed on the GPU
+                return None
+        self._backward.run(values, self._replicas.devices[r])
+        if self._graphs:
+            self._graphs[r].note_backward()
         return self._gradients(values)
+
+    def _leave(self, call: ModuleCall, values: list[Any]) -> Sequence[Any]:
+        """Returns the gradients that a graph has made; those of a packed pass stay in place."""
+        found, packed = self._gradients(values), self._packed
+        if packed is None:
+            return found
+        arguments = found[: self._num_arguments]
+        if call.joined is not None and packed.is_under_way:
+            return arguments
+        return *arguments, *copies_of(packed.of_replica(call.replica_id))
 
     def backward(self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients for ``_Replayed``: of the traced pass, or of another one."""
         found = self._find_gradients(ctx, call, grads)
-        node = call.leaves_node
-        if node is None:
+        joined = call.joined
+        if joined is None:
             return found
-        node.gradients = found[self._num_arguments :] or None
-        return *found[: self._num_arguments], self._graphs[call.replica_id].grad_of_joined
+        joined.node.gradients = found[self._num_arguments :] or None
+        return *found[: self._num_arguments], joined.grad_of_output
 
     def _find_gradients(
         self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
@@ -314,16 +341,25 @@ class ModuleProgram:
             and [*map(Tensor.stride, given)] == self._strides
             and (self.later is None or self.later.hold())
         )
-        if not is_traced:
+        found = None
+        if is_traced:
+            found = self.run_backward(call, saved, given)
+        if found is None:
             call.check_leaves()
-            return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
-        found = self.run_backward(call, saved, given)
-        if self._gaps:
-            found = list(found)
-            for i in self._gaps:
-                found.insert(i, None)
-        self._is_proven = call.has_ended = True  # the next call may overwrite what was saved
-        return found
+            found = self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
+        else:
+            if self._gaps:
+                found = list(found)
+                for i in self._gaps:
+                    found.insert(i, None)
+            self._is_proven = call.has_ended = True  # the next call may overwrite what was saved
+        packed = self._packed
+        if packed is None or call.joined is None or not packed.is_under_way:
+            return found
+        # A packed pass does not go on to the parameters.
+        of_parameters = found[self._num_arguments :]
+        packed.arrive(call.replica_id, self._replicas.devices[call.replica_id], of_parameters)
+        return found[: self._num_arguments]
 
     def _take_saved(self, ctx: Any, call: ModuleCall, grads: Sequence[Any]) -> Any:
         """Returns what forward has saved.
@@ -380,20 +416,24 @@ class ModuleProgram:
 
     def packs(self, replica_id: int) -> tuple[int, PackedGrads | None]:
         """Returns the replica, and where a pass may leave its gradients packed."""
-        packed = self._graphs[replica_id].packed
-        return replica_id, None if packed is None else packed.grads
+        return replica_id, None if self._packed is None else self._packed.grads
 
     def inputs_of(self, call: ModuleCall) -> tuple[list[int], list[Tensor]]:
         """Returns the numbers of the arguments that get gradients, and the parameters that do."""
-        return self._trace.arguments, self._parameters[call.replica_id]
+        return self._trace.arguments, self._leaves_of(call.replica_id)
+
+    def _leaves_of(self, r: int) -> list[Tensor]:
+        """Returns the parameters that get gradients, as a replica's leaves of autograd."""
+        places = self._trace.parameters
+        return [p.owner if p.record is None else p.record.copies[r] for p in places]
 
 
 class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
     __slots__ = (
-        *("__weakref__", "buffers", "has_ended", "is_freed", "leaves", "leaves_node", "passed"),
-        *("program", "replica_id", "state", "token", "versions", "watched"),
+        *("__weakref__", "buffers", "graphs", "has_ended", "is_freed", "joined", "leaves"),
+        *("passed", "program", "replica_id", "state", "versions", "watched"),
     )
 
     def __init__(
@@ -406,8 +446,8 @@ class ModuleCall:
     ) -> None:
         self.program, self.replica_id = program, replica_id
         self.leaves, self.state = leaves, state
-        self.token: _ReplicaGraphs | None = None
-        self.leaves_node: Any = None
+        self.graphs: ModuleGraphs | None = None
+        self.joined: _JoinedLeaves | None = None
         self.buffers: list[Tensor] | None = None  # as forward has found them
         self.watched = (*leaves, *parameters)
         self.versions = [*map(_version_of, self.watched)]
@@ -416,7 +456,7 @@ class ModuleCall:
 
     def is_there(self) -> bool:
         """Whether what forward has saved is not overwritten."""
-        return self.token is None or self.token.is_of(self)
+        return self.graphs is None or self.graphs.is_of(self)
 
     def check_leaves(self) -> None:
         """Raises RuntimeError, as autograd does, if forward would not find what it has found."""
@@ -428,51 +468,40 @@ class ModuleCall:
             )
 
 
-class _ReplicaGraphs:
-    """The CUDA graphs of one replica, whose memory holds what one call has saved.
+class _JoinedLeaves:
+    """The parameters of one replica as one input of a program's calls, one call after the other.
 
     Args:
         parameters: the replica's leaves that get gradients.
-        packed: leaves these where they are reduced; ``None`` if that cannot be.
 
     Attributes:
-        joined: the output of ``_Leaves``.
-        grad_of_joined: its gradient, in every pass.
+        node: that of ``_Leaves``, through which a call's gradients go.
+        output: its output.
+        grad_of_output: the gradient of that, in every pass.
     """
 
-    joined: Tensor
-    grad_of_joined: Tensor
+    output: Tensor
+    grad_of_output: Tensor
 
-    def __init__(
-        self,
-        pieces: CapturedPieces,
-        parameters: list[Tensor],
-        packed: PackedBackward | None,
-    ) -> None:
-        self.pieces, self.parameters, self.packed = pieces, parameters, packed
-        self._leaves_node: Any = None
-        self._holder: weakref.ref[ModuleCall] | None = None
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.node: Any = None
+        self._holder: Callable[[], ModuleCall | None] = lambda: None
 
-    def join_leaves(self) -> Any:
-        """Returns the node of ``_Leaves``, through which a call's gradients go."""
-        if self._leaves_node is None:
-            self.joined = _join(*self.parameters)
-            self.grad_of_joined = self.joined.detach()
-            self._leaves_node = self.joined.grad_fn
-            set_sequence_number(self._leaves_node, _FIRST)
-        return self._leaves_node
-
-    def are_free(self) -> bool:
-        """Whether no call needs what the graphs have saved."""
-        call = None if self._holder is None else self._holder()
+    def is_free(self) -> bool:
+        """Whether no call waits for its backward pass."""
+        call = self._holder()
         return call is None or call.has_ended
 
     def begin(self, call: ModuleCall) -> None:
-        self._holder, call.token = weakref.ref(call), self
-
-    def is_of(self, call: ModuleCall) -> bool:
-        """Whether the graphs' memory holds what this call has saved."""
-        return self._holder is not None and self._holder() is call
+        """Has the gradients of a call go through the node."""
+        if self.node is None:
+            self.output = _join(*self.parameters)
+            self.grad_of_output = self.output.detach()
+            self.node = self.output.grad_fn
+            set_sequence_number(self.node, _FIRST)
+        call.joined = self
+        self._holder = weakref.ref(call)
 
 
 class _Leaves(torch.autograd.Function):
@@ -504,7 +533,7 @@ class _Replayed(torch.autograd.Function):
         make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
         ctx.call = call
-        if call.leaves_node is not None:
+        if call.joined is not None:
             ctx.mirror_packs = partial(call.program.packs, call.replica_id)
         ctx.mirror_is_separate = call.program.pattern.is_separate
         ctx.set_materialize_grads(False)
@@ -527,3 +556,21 @@ _join: Any = super(torch.autograd.Function, _Leaves).apply
 def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:
     found: Tensor = place.owner if place.record is None else place.record.copies[replica_id]
     return found
+
+
+def _check_host_value(slot: int, value: Tensor, passes: PassPrograms) -> None:
+    """Raises CompileError if a GPU would round another number than that of the host."""
+    if value.device.type != "cpu" or value.dim() or not value.is_floating_point():
+        return
+    for piece in (passes.forward, passes.backward):
+        if piece is None or slot not in piece.reads:
+            continue
+        assert piece.graph is not None
+        holders = piece.graph.graph.find_nodes(op="placeholder")
+        for user in holders[piece.reads.index(slot)].users:
+            made = user.meta.get("val")
+            if isinstance(made, Tensor) and made.dtype in (torch.float16, torch.bfloat16):
+                raise CompileError(
+                    f"it computes {made.dtype} with a number in a tensor of the host, which a "
+                    "GPU's tensor would round; make it a Python number, or a buffer"
+                )

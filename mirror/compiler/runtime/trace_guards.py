@@ -4,7 +4,7 @@
 A program is right as long as the step's Python code would do the same as in the trace. The values
 that this depends on are compared before every call, as a few lists in the interpreter's C:
 
-    thread      grad mode, autocast, default dtype
+    thread      grad mode, autocast, default dtype; the process's flags of cuDNN, cuBLAS, attention
     modules     of those called: modes, numbers and strings among attributes, submodules, hooks
     parameters  their identity, memory and strides, whether they require gradients
     optimizers  groups: their parameters and options, but for learning rates and options that
@@ -32,6 +32,7 @@ from mirror.base.torch_private import (
     MODULE_HOOKS,
     hooks_of,
     hooks_of_all_modules,
+    kernel_flags,
     num_function_modes,
 )
 from mirror.compiler.capture.traced_numbers import TracedNumbers
@@ -44,6 +45,9 @@ _SCALER = [
     *["enabled, growth_factor, backoff_factor or growth_interval of a GradScaler"] * 4,
     *["the tensors of a GradScaler"] * 2,
 ]
+
+
+_call = operator.methodcaller("__call__")
 
 
 class GuardedValue:
@@ -189,7 +193,8 @@ def guard_code(modules: Sequence[nn.Module], around: FreeVariables) -> list[Guar
 
 
 def _guard_thread() -> GuardedValue:
-    """Guards the modes of torch in this thread."""
+    """Guards the modes of torch in this thread, and the flags by which it chooses kernels."""
+    flags, getters = kernel_flags()
     kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
 
     def read() -> list[Any]:
@@ -198,6 +203,8 @@ def _guard_thread() -> GuardedValue:
             torch.get_default_dtype(),
             torch.get_default_device() if num_function_modes() else None,
             torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            *map(_call, getters),
             *[
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
                 for kind in kinds
@@ -209,6 +216,8 @@ def _guard_thread() -> GuardedValue:
         "the default dtype",
         "the default device",
         "deterministic algorithms",
+        "warn_only",
+        *flags,
     ]
     return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], read)
 
@@ -227,6 +236,8 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     held: list[tuple[dict[str, Any], str]] = []
     for key, module in modules.items():
         attributes = module.__dict__
+        if "training" not in attributes:  # of torch.compile: it has those of its module
+            continue
         names = [
             name
             for name, value in attributes.items()
