@@ -45,7 +45,7 @@ from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.params.torch_function import make_common
-from mirror.values import leaves_of
+from mirror.values import are_identical, leaves_of
 
 _FIRST = 2**62  # as a number of a node: it runs as soon as it has its gradient
 _version_of, _data_of = attrgetter("_version"), attrgetter("data")
@@ -155,7 +155,9 @@ class ModuleProgram:
         self.draws = trace.step.draws > 0
         # Until a backward pass is the traced one, forward can be called again.
         self._is_proven = backward is None or not passes.reads_written
-        self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._statistics = sorted(passes.statistics)
+        self._get_statistics = slot_getter(self._statistics)
+        self._aliases: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}
         self._are_inputs = [slot < len(inputs) for slot in passes.saved]
         stay = [
             slot
@@ -187,6 +189,8 @@ class ModuleProgram:
         if gradients is None or self._backward is None or not slots or None in variables:
             return None
         if not set(slots).issubset(self._backward.gives):
+            return None
+        if not set(slots).isdisjoint(self.passes.gradients[: self._num_arguments]):
             return None
         key = tuple(variables)
         if key not in self._known_packed:
@@ -232,8 +236,10 @@ class ModuleProgram:
             values[slot] = place.owner if place.record is None else place.record.copies[r]
         if not self._is_proven:
             call.buffers = [tensor.clone() for tensor in self._written(r)]
-        for slot in self.passes.statistics:
-            values[slot] = self._without_version(slot, r, values[slot])
+        if self._statistics:
+            aliases = self._without_versions(r, self._get_statistics(values))
+            for slot, alias in zip(self._statistics, aliases, strict=True):
+                values[slot] = alias
         for slot, number in self._arguments:
             values[slot] = call.leaves[number]
         for slot, found in self._found:
@@ -269,11 +275,13 @@ class ModuleProgram:
             before.copy_(found)
         return copy
 
-    def _without_version(self, slot: int, replica_id: int, buffer: Tensor) -> Tensor:
-        """Returns a tensor of a buffer's memory, whose writes are no new version of the buffer."""
-        known = self._aliases.get((slot, replica_id))
-        if known is None or known[0] is not buffer or known[1].data_ptr() != buffer.data_ptr():
-            known = self._aliases[slot, replica_id] = buffer, buffer.data
+    def _without_versions(self, replica_id: int, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors of buffers' memory, whose writes are no new versions of the buffers."""
+        known = self._aliases.get(replica_id)
+        if known is not None and are_identical(known[0], buffers):
+            if [*map(Tensor.data_ptr, known[1])] == [*map(Tensor.data_ptr, buffers)]:
+                return known[1]
+        known = self._aliases[replica_id] = buffers, [buffer.data for buffer in buffers]
         return known[1]
 
     def run_backward(
