@@ -358,6 +358,7 @@ num_holders: Callable[[Tensor], int] = _find(
     "torch.Tensor._use_count", lambda tensor: next(_counted)
 )
 hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
+post_accumulate_hooks_of: Callable[[Any], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 # The code of nn.Parameter(parameter), which weight_norm calls.
 NEW_PARAMETER: Any = nn.Parameter.__new__.__code__
 
@@ -386,7 +387,7 @@ def forget_hooks(parameter: Any) -> None:
 
 
 def has_post_accumulate_hooks(parameter: Any) -> bool:
-    return bool(parameter._post_accumulate_grad_hooks)
+    return bool(post_accumulate_hooks_of(parameter))
 
 
 # Modules

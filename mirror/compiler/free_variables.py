@@ -57,7 +57,7 @@ MAX_ENTRIES = 256
 _MAX_DEPTH, _MAX_WATCHED, _MAX_FUNCTIONS = 5, 1000, 100
 _OF_MODULES = frozenset(vars(nn.Module()))
 _MISSING: Any = object()
-_CONTENTS = operator.attrgetter("cell_contents")
+_CONTENTS, _BASES = operator.attrgetter("cell_contents"), operator.attrgetter("__mro__")
 _OF_FUNCTIONS = [*map(operator.attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))]
 _WRAPPERS = functools.__file__, contextlib.__file__  # their functions hold the user's
 _REPLACEABLE = "_modules", "_parameters", *MODULE_HOOKS  # by other dicts
@@ -192,6 +192,9 @@ class FreeVariables:
             *map(type, self._objects),
             *map(type, self._modules),
             *map(len, dicts),
+            *[len(module._buffers) for module in self._modules],
+            *map(_BASES, map(type, self._objects)),
+            *map(_BASES, map(type, self._modules)),
             *chain.from_iterable(map(dict.get, dicts, repeat(name)) for name in _REPLACEABLE),
             *chain.from_iterable(one for _, one in self.sizes if isinstance(one, dict)),
         ]

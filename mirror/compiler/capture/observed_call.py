@@ -23,6 +23,7 @@ import sys
 import threading
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from decimal import Decimal
@@ -47,7 +48,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mirror.base.torch_private import BACKWARD_HOOKS
+from mirror.base.torch_private import BACKWARD_HOOKS, WHOLE_CALL
 from mirror.compiler.capture.side_effects import line_about
 from mirror.compiler.free_variables import MAX_ENTRIES, PLAIN, FreeVariables
 from mirror.compiler.step_errors import (
@@ -80,6 +81,7 @@ _GETTERS = "get_", "_get_", "is_", "_is_", "are_"  # of torch's modes, if they n
 _ENVIRON = type(os.environ).__getitem__.__code__
 _APPLY: Any = torch.autograd.Function.apply
 _BACKWARD = Tensor.register_hook.__code__, _APPLY.__code__
+_CALL = getattr(nn.Module, WHOLE_CALL).__code__
 _COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}  # before Python 3.12
 _GENERATORS = random.Random, torch.Generator
 _CLOCKS = {datetime.datetime, datetime.date}
@@ -104,6 +106,7 @@ class ObservedCall:
         later: the code among it that runs in the backward pass.
         is_later: whether the calls are those of a backward pass.
         of_libraries: the code of libraries that has run, with its globals.
+        modules: by ``id``, the modules that it has called, also those outside of the compiled one.
         impure: a line that reads a clock, a file or the like; empty if there is none.
         getters: the functions without arguments that it asks for a mode of torch.
     """
@@ -113,6 +116,7 @@ class ObservedCall:
         self.later: set[CodeType] = set()
         self.is_later = False
         self.of_libraries: dict[CodeType, dict[str, Any]] = {}
+        self.modules = weakref.WeakValueDictionary[int, nn.Module]()
         self.impure = ""
         self.getters: dict[Callable[[], Any], None] = {}
         self._before: Any = None
@@ -134,6 +138,9 @@ class ObservedCall:
             self._before(frame, event, arg)
         code = frame.f_code
         if event == "call":
+            if code is _CALL:
+                called = frame.f_locals["self"]
+                self.modules[id(called)] = called
             if self.is_later and is_users(code.co_filename):
                 self.later.add(code)
             if code not in self.codes and is_users(code.co_filename):
@@ -186,6 +193,11 @@ class ObservedCall:
     def _add(self, frame: FrameType, what: str) -> None:
         place = frame.f_code.co_filename, frame.f_lineno
         self.impure = self.impure or f"{quote(place)}: it calls {what}"
+
+    def layers_of(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the layers of a module, and those of other modules that the call has used."""
+        found = chain.from_iterable(one.modules() for one in (module, *self.modules.values()))
+        return list(dict.fromkeys(found))
 
     def modes(self) -> dict[Callable[[], Any], Any]:
         """Returns the functions that return modes of torch, and the modes of now."""

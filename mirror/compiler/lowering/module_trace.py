@@ -108,6 +108,7 @@ class ModuleTrace:
         arguments: the numbers of the arguments' tensors on which such outputs depend.
         parameters: the parameters on which they depend.
         gradients: the numbers of those of both that get gradients from ``tangents``.
+        of_some_outputs: the parameters on which some of them depend, and others do not.
         record: the functions of torch that the traced call has made.
     """
 
@@ -120,6 +121,7 @@ class ModuleTrace:
     arguments: list[int]
     parameters: list[StateTensor]
     gradients: list[int]
+    of_some_outputs: list[StateTensor]
     record: CallRecord
 
 
@@ -131,6 +133,7 @@ class _Joint:
     pattern: CallPattern
     places: Sequence[StateTensor]
     record: CallRecord
+    is_joined: bool  # whether values of several replicas are
     outputs: Any = None
     differentiable: list[int] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
@@ -138,6 +141,7 @@ class _Joint:
     arguments: list[int] = field(default_factory=list)
     parameters: list[StateTensor] = field(default_factory=list)
     gradients: list[int] = field(default_factory=list)
+    of_some_outputs: list[StateTensor] = field(default_factory=list)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         tracer: Any = current.replica.tracing  # type: ignore[union-attr]
@@ -173,6 +177,12 @@ class _Joint:
             raise CompileError("two of its outputs share memory; return a copy of one (x.clone())")
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
+        if self.is_joined and any(outputs[i].dim() == 0 for i in self.differentiable):
+            raise CompileError(
+                "it returns a 0-d tensor with a gradient; how the replicas' values join into that "
+                "of the batch is read from its graph, which a program does not have; return one "
+                "value per example, or compute the loss outside the module"
+            )
         self.parts = _parts_of(outputs)
         seen = self.pattern.tangents
         inner = _used_by_others(outputs)
@@ -210,8 +220,11 @@ class _Joint:
         if any(grad is not None and grad.is_sparse for grad in grads):
             raise CompileError("a gradient is sparse; use sparse=False")
         # 3. Those that only other outputs depend on are inputs of the call's node, too.
-        reached = set[Any]().union(*[_nodes_below(outputs[i]) for i in self.differentiable])
-        variables = {id(getattr(node, "variable", None)) for node in reached}
+        below = [
+            {id(getattr(node, "variable", None)) for node in _nodes_below(outputs[i])}
+            for i in self.differentiable
+        ]
+        variables, common = set[int]().union(*below), set.intersection(*below)
         positions = [i for i, t in enumerate(tensors) if t.requires_grad]
         used = [
             (which, grad)
@@ -220,6 +233,7 @@ class _Joint:
         ]
         self.arguments = [which for which, _ in used if isinstance(which, int)]
         self.parameters = [which for which, _ in used if isinstance(which, StateTensor)]
+        self.of_some_outputs = [p for p in self.parameters if id(leaf_of[p]) not in common]
         self.gradients = [i for i, (_, grad) in enumerate(used) if grad is not None]
         return [outputs, [grad for _, grad in used if grad is not None]]
 
@@ -287,7 +301,7 @@ def trace_module(
     Raises:
         CompileError: it cannot be traced.
     """
-    joint = _Joint(module, pattern, places, CallRecord())
+    joint = _Joint(module, pattern, places, CallRecord(), replicas.mirrors)
     own = [False] * len(leaves)
     states = random.getstate(), np.random.get_state(legacy=False)
     try:
@@ -317,6 +331,8 @@ def trace_module(
             )
     if step.rates_read:
         raise CompileError("it reads a learning rate")
+    if step.entering:
+        raise CompileError("it reads the gradient of a parameter")
     return ModuleTrace(
         step,
         pattern,
@@ -327,5 +343,6 @@ def trace_module(
         joint.arguments,
         joint.parameters,
         joint.gradients,
+        joint.of_some_outputs,
         joint.record,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.torch_private import hooks_of, post_accumulate_hooks_of
 from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
@@ -27,7 +28,7 @@ from mirror.compiler.runtime.trace_guards import (
     guard_code,
     guard_layouts,
 )
-from mirror.compiler.step_inputs import InputKind, state_tensors
+from mirror.compiler.step_inputs import InputKind, StateTensor, state_tensors
 from mirror.device.cuda_graph import has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
@@ -82,7 +83,7 @@ class ModuleProgramBuilder:
 
         If they hold, the trace runs the code that the call has run.
         """
-        layers = list(module.modules())
+        layers = observed.layers_of(module)
         functions = [module.forward, *observed.functions_of(layers)]
         around = observed.surroundings(functions, layers)
         own, parameters = _guard_own_attributes(layers), _guard_kinds(list(module.parameters()))
@@ -117,7 +118,7 @@ class ModuleProgramBuilder:
         for parameter in module.parameters():
             if not (isinstance(parameter, nn.Parameter) and self._registry.owns(parameter)):
                 raise CompileError("a parameter is none of the strategy's, as in functional_call")
-        layers = list(module.modules())
+        layers = pattern.observed.layers_of(module)
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
         around = pattern.observed.surroundings(functions, layers)
@@ -169,6 +170,7 @@ class ModuleProgramBuilder:
             None if later is None else BackwardValues(later),
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
+        partial = [] if replicas.mirrors else trace.of_some_outputs
         with pattern.in_its_modes():
             guards = TraceGuards(
                 [
@@ -176,6 +178,7 @@ class ModuleProgramBuilder:
                     guard_layouts(used),
                     _guard_own_attributes(layers),
                     _guard_modes(pattern.observed.modes()),
+                    *([_guard_hooks(partial)] if partial else []),
                 ]
             )
         return guards, program
@@ -195,6 +198,25 @@ def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
     known = [own_attributes(module) for module in modules]
     names = ["an attribute that replicas have set"]
     return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
+
+
+def _guard_hooks(parameters: Sequence[StateTensor]) -> GuardedValue:
+    """Returns the guard of hooks that autograd would call in passes through other outputs.
+
+    Raises:
+        CompileError: there are some.
+    """
+    owners = [parameter.owner for parameter in parameters]
+
+    def have_none() -> bool:
+        return not (any(map(hooks_of, owners)) or any(map(post_accumulate_hooks_of, owners)))
+
+    if not have_none():
+        hooks = zip(map(hooks_of, owners), map(post_accumulate_hooks_of, owners), strict=True)
+        name = next(p.name for p, found in zip(parameters, hooks, strict=True) if any(found))
+        raise CompileError(f"parameter {name!r} has a hook, and only some outputs depend on it")
+    names = ["whether a parameter has no hook on which only some outputs depend"]
+    return GuardedValue(names, lambda: [have_none()], have_none)
 
 
 def _guard_kinds(parameters: Sequence[Tensor]) -> GuardedValue:

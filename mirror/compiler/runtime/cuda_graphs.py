@@ -248,7 +248,7 @@ class CapturedPieces:
             move = [slot for slot, stays in zip(program.reads, kinds, strict=True) if not stays]
             getters = self._getters[program] = slot_getter(stay), slot_getter(move)
         get_static, get_copied = getters
-        rows = [values[r] for r in replicas]
+        rows = [*map(values.__getitem__, replicas)]
         static = [*chain.from_iterable(map(get_static, rows))]
         copied = [*chain.from_iterable(map(get_copied, rows))]
         try:

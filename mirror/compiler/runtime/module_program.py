@@ -323,6 +323,8 @@ class ModuleProgram:
     def _find_gradients(
         self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
     ) -> Sequence[Any]:
+        if not any(grad is not None for grad in grads):  # of code behind another output
+            return [None] * (self._num_arguments + len(self._trace.parameters))
         saved = self._take_saved(ctx, call, grads)
         given = self._get_tangents(grads)
         is_traced = (

@@ -252,8 +252,9 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         if module._parameters:
             children.append(module._parameters)
             owners.append(f"the parameters of {paths[key]!r}")
-        for kept in (attributes, attributes["_buffers"]):
-            held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
+        buffers = attributes["_buffers"]  # some may be None
+        held += [(buffers, name) for name in buffers]
+        held += [(attributes, name) for name, one in attributes.items() if isinstance(one, Tensor)]
 
     dicts = [attributes for _, attributes in getters]
     counted = [*children, *dicts]

@@ -51,7 +51,7 @@ def run(program, n, *, compiles):
             if change is not None:
                 change(model, i)
             with contextlib.nullcontext() if around is None else around(i):
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=i % 2 == 0)  # forward may read a gradient
                 loss = F.mse_loss(model(x), y)
                 loss.backward()
                 optimizer.step()
@@ -414,6 +414,60 @@ def replaced_buffer():
     return Model, change
 
 
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act, self.config = torch.relu, argparse.Namespace(by=1.0)
+
+    def forward(self, h):
+        return self.act(h) * self.config.by
+
+
+def module_beside_the_model():
+    teacher = Teacher()
+    change = once(
+        lambda: setattr(teacher.config, "by", 3.0), lambda: setattr(teacher, "act", torch.tanh)
+    )
+    return computes(lambda self, h: h + teacher(h)), change
+
+
+def bases_of_a_class():
+    class First:
+        by = 1.0
+
+    class Second:
+        by = 3.0
+
+    class Config(First): ...
+
+    config = Config()
+    change = once(lambda: setattr(Config, "__bases__", (Second,)))
+    return computes(lambda self, h: h * config.by), change
+
+
+def buffer_that_was_none():
+    class Model(Net):
+        def prepare(self):
+            self.register_buffer("mask", None)
+
+        def compute(self, h):
+            return h if self.mask is None else h * self.mask
+
+    def change(model, i):
+        if i == CHANGE:
+            model.mask = torch.arange(8.0)
+
+    return Model, change
+
+
+def gradient_of_the_last_step():
+    def compute(self, h):
+        grad = self.last.bias.grad
+        return h if grad is None else h + grad.sum()
+
+    return (computes(compute),)
+
+
 # Modes of torch
 
 
@@ -516,6 +570,7 @@ PROGRAMS = [
     *(attribute_of_a_subclass, attribute_that_hides_one_of_the_class, class_of_an_object),
     *(singleton, dict_of_a_library, order_of_a_dict, other_layers, imported_module),
     *(module_found_by_its_name, looked_up_global, getters, string_of_a_tensor, warning),
+    *(module_beside_the_model, bases_of_a_class, buffer_that_was_none, gradient_of_the_last_step),
     *(tensor_that_a_layer_keeps, threads_of_torch, flag_of_a_backend, kernel_of_attention),
     *(mode_of_functions, mode_of_operations, cached_casts, module_hook_that_counts),
     changed_after_the_forward_pass,
