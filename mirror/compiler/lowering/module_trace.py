@@ -188,7 +188,7 @@ class _Joint:
         leaves = [*wanted, *[leaf_of[place] for place in places]]
         tangents = [self._tangent(placeholders, i, outputs[i]) for i in self.tangents]
         with self.pattern.observed or nullcontext():
-            grads = torch.autograd.grad(
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
                 [outputs[i] for i in self.tangents],
                 leaves,
                 tangents,

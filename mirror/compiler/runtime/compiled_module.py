@@ -21,10 +21,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mirror.base.torch_private import (
     WHOLE_CALL,
@@ -343,6 +345,8 @@ class CompiledModule(ReplayedCalls):
         if call is None:
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
+            if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
+                return None  # this call makes its tensors
             pattern = self._calls.builder.pattern(tree, module.training)
             self._known[signature] = call = KnownCall(pattern)
             self._wait(call)
@@ -370,7 +374,8 @@ class CompiledModule(ReplayedCalls):
         self, module: nn.Module, call: KnownCall | None, args: Any, kwargs: Any
     ) -> Any:
         """Makes an uncompiled call; notes its code, and which of its outputs get gradients."""
-        assert call is not None
+        if call is None:
+            return getattr(module, WHOLE_CALL)(*args, **kwargs)
         if call.is_unseen and self._calls.builder.can_observe():
             result = self._observe(module, call, args, kwargs)
         else:

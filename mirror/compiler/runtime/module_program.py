@@ -183,12 +183,12 @@ class ModuleProgram:
             leaves: the tensors among the arguments.
             state: what ``redo`` needs to make the call again.
         """
-        parameters = self._leaves_of(replica_id)
+        graphs = self._graphs.get(replica_id)
+        parameters = self._leaves_of(replica_id) if graphs is None else graphs.parameters
         call = ModuleCall(self, replica_id, leaves, parameters, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
-            graphs = self._graphs.get(replica_id)
-            if graphs is not None and graphs.parameters and graphs.are_free():
+            if graphs is not None and parameters and graphs.are_free():
                 call.leaves_node = graphs.join_leaves()
                 outputs = _apply(call, *wanted, graphs.joined)
             else:

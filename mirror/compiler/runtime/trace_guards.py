@@ -214,6 +214,7 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     of_values: list[str] = []
     children: list[Any] = []
     owners: list[str] = []
+    counted: list[dict[str, Any]] = []  # one may get more entries
     hooks: list[dict[Any, Any]] = [*HOOKS_OF_ALL_MODULES]
     held: list[tuple[dict[str, Any], str]] = []
     for key, module in modules.items():
@@ -225,25 +226,24 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         ]
         getters.append((operator.itemgetter("training", *names), attributes))  # a tuple
         of_values.append(f"one of {', '.join(names)} of module {paths[key]!r}")
-        if module._modules:
-            children.append(module._modules)
-            owners.append(f"the submodules of {paths[key]!r}")
-        hooks += [attributes[name] for name in MODULE_HOOKS]
-        if module._parameters:
-            children.append(module._parameters)
-            owners.append(f"the parameters of {paths[key]!r}")
         buffers = attributes["_buffers"]  # copies are inputs; those of one replica are replaced
+        kinds = {"submodules": module._modules, "parameters": module._parameters}
+        if isinstance(buffers, ReplicaDict):
+            kinds["buffers"] = buffers
+        for kind, entries in kinds.items():
+            if entries:
+                children.append(entries)
+                owners.append(f"the {kind} of {paths[key]!r}")
+        counted += [attributes, module._modules, module._parameters, buffers]
+        hooks += [attributes[name] for name in MODULE_HOOKS]
         for kept in (attributes, *([] if isinstance(buffers, ReplicaDict) else [buffers])):
             held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
 
-    dicts = [attributes for _, attributes in getters]
-    counted = [*children, *dicts]
-
     def read() -> list[Any]:
-        ids = [[*map(id, entries.values())] for entries in children]
+        ids = [[*map(id, dict.values(entries))] for entries in children]
         try:
             values = [get(attributes) for get, attributes in getters]
-            return [*values, *ids, [*map(len, dicts)]]
+            return [*values, *ids, [*map(len, counted)]]
         except KeyError as error:
             return [error.args[0]]
 
