@@ -416,14 +416,19 @@ class CompiledModule(ReplayedCalls):
             recording.discard(thread)
         if record is not None:
             record.note_result(result)
-        call.add_observation(builder.values_of(module, observed), observed, record)
+        try:
+            values = builder.values_of(module, observed)
+        except Exception as error:
+            self._refuse(_mode_of(call), f"{type(error).__name__}: {error}", error)
+        else:
+            call.add_observation(values, observed, record)
         return result
 
     def trace(self, call: KnownCall) -> None:
         """Traces a call, if its module is in the mode of that call."""
         module, call.is_pending = self._module(), False
         pattern = call.pattern
-        mode = pattern.is_training, pattern.grad_enabled
+        mode = _mode_of(call)
         if module is None or mode in self._uncompiled:
             return
         if pattern.has_double_backward:
@@ -554,6 +559,11 @@ class CompiledModule(ReplayedCalls):
 
     def _restoring(self, replica_id: int, states: Sequence[Tensor] | None) -> Any:
         return _Restoring([] if states is None else self._of_replica(replica_id), states or ())
+
+
+def _mode_of(call: KnownCall) -> tuple[bool, bool]:
+    """Returns a call's mode: of training, and grad mode."""
+    return call.pattern.is_training, call.pattern.grad_enabled
 
 
 class _Restoring:

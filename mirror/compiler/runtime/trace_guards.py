@@ -224,7 +224,8 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
             for name, value in attributes.items()
             if isinstance(value, PLAIN) and not name.startswith(("_is_", "_compiled", "_version"))
         ]
-        getters.append((operator.itemgetter("training", *names), attributes))  # a tuple
+        # With two names it gives a tuple; every module has the first, some have no mode.
+        getters.append((operator.itemgetter("_is_full_backward_hook", *names), attributes))
         of_values.append(f"one of {', '.join(names)} of module {paths[key]!r}")
         buffers = attributes["_buffers"]  # copies are inputs; those of one replica are replaced
         kinds = {"submodules": module._modules, "parameters": module._parameters}
