@@ -139,12 +139,14 @@ for n in "${counts[@]:1}"; do
 done
 
 several=(--devices all --replicas "${counts[@]}")
+mapfile -t all < <(for ((i = 0; i < count; i++)); do echo "cuda:$i"; done)
 part train train_step.py "${quick[@]}" "${several[@]}" "${rounds[@]}" --parts steps memory
 part train_read_loss train_step.py "${quick[@]}" "${several[@]}" "${rounds[@]}" --parts steps \
     --read-loss
 # By itself: it needs the most memory.
 part train_resnet50 train_step.py "${several[@]}" "${rounds[@]}" --parts steps \
     --cases resnet50-224 --schedules staggered
+result modules gpu_modules.py --budget 240 --json "$folder/modules.json" "${all[@]}"
 # Beside what limits one GPU: N plain models in turn, and the plain step as one CUDA graph.
 budget=(--budget 600)
 if ((${#quick[@]})); then budget=(--budget 60 --models mlp); fi

@@ -394,6 +394,7 @@ def rebuild_node(tree: Any, mapped: dict[Any, Any]) -> Any:
     if kind is dict:
         return mapped
     has_own = hasattr(kind, "__copy__") and kind.__new__ is object.__new__  # type: ignore[comparison-overlap]
+    has_own = has_own and dataclasses.is_dataclass(tree)
     rebuilt = object.__new__(kind) if has_own else copy.copy(tree)
     for key, value in mapped.items():
         if not dataclasses.is_dataclass(tree):

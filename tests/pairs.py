@@ -51,7 +51,8 @@ def leave_products_to_exhaustive(items):
     """Marks cases of products as exhaustive, but those in which every value comes up.
 
     The axes of a product are the parametrized marks and fixtures of a test. The quick cases of a
-    test, and its slow ones, are chosen each by themselves.
+    test, and its slow ones, are chosen each by themselves. A case that would skip itself may be
+    the only one of its value: parametrize such a test by a list of the cases that can be.
     """
     products = {}
     for item in items:

@@ -254,6 +254,25 @@ _is_differentiated: Callable[[Tensor], bool] = _find("torch._C._functorch.is_gra
 _jit: Any = torch.jit  # untyped
 is_jit_tracing: Callable[[], bool] = _jit.is_tracing
 compile_context: Callable[[], object] = _find("torch._guards.CompileContext.try_get")
+_function_modes: Callable[[], list[Any]] = _find(
+    "torch.overrides._get_current_function_mode_stack"
+)
+_dispatch_modes: Callable[[], list[Any]] = _find(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
+)
+_DefaultDevice: Any = _find("torch.utils._device.DeviceContext")
+
+
+def has_modes() -> bool:
+    """Whether this thread's operations are seen by a mode, or by the detection of anomalies.
+
+    A default device is no such mode, nor is one that torch's own tools work by.
+    """
+    if torch.is_anomaly_enabled():
+        return True
+    if num_function_modes() and not all(isinstance(m, _DefaultDevice) for m in _function_modes()):
+        return True
+    return num_dispatch_modes() > 0 and not all(m.is_infra_mode() for m in _dispatch_modes())
 
 
 class _HookStack(threading.local):
@@ -339,6 +358,7 @@ num_holders: Callable[[Tensor], int] = _find(
     "torch.Tensor._use_count", lambda tensor: next(_counted)
 )
 hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
+post_accumulate_hooks_of: Callable[[Any], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 # The code of nn.Parameter(parameter), which weight_norm calls.
 NEW_PARAMETER: Any = nn.Parameter.__new__.__code__
 
@@ -367,13 +387,22 @@ def forget_hooks(parameter: Any) -> None:
 
 
 def has_post_accumulate_hooks(parameter: Any) -> bool:
-    return bool(parameter._post_accumulate_grad_hooks)
+    return bool(post_accumulate_hooks_of(parameter))
 
 
 # Modules
 
 SPLIT_CALL = "_compiled_call_impl"  # in a module's __dict__: the function that a call runs
 WHOLE_CALL = "_call_impl"
+BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
+MODULE_HOOKS = "_forward_hooks", "_forward_pre_hooks", *BACKWARD_HOOKS
+
+
+def hooks_of_all_modules() -> list[dict[Any, Any]]:
+    """Returns the dicts of the hooks that run in calls of every module."""
+    return [getattr(nn.modules.module, f"_global{name}", {}) for name in MODULE_HOOKS]
+
+
 CONVERT = "_apply"
 INFER = "_infer_parameters"
 INITIALIZING = "_initialize_hook"  # in a lazy module's __dict__ before its first call
@@ -386,6 +415,18 @@ METADATA = "_metadata"  # of a state_dict: the versions of its modules
 
 default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store")
 put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
+
+# CUDA graphs
+
+_CAPTURE_ENDS = "_cuda_endAllocateToPool", "_cuda_releasePool"
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Has the allocator leave an invalid capture, which torch's own end of it does not do."""
+    with suppress(RuntimeError):  # it has left it
+        for name in _CAPTURE_ENDS:
+            getattr(torch._C, name)(device.index, pool)
+
 
 # Flags that torch has once per process. A torch that lacks one of these names has no such flag.
 
@@ -491,6 +532,38 @@ def read_flag(flag: ProcessFlag) -> tuple[Any, ...] | None:
         return flag.read()
     except (RuntimeError, TypeError):  # such a flag is set by a newer function, or is no flag
         return None
+
+
+_OF_KERNELS = (
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled"),
+    *("mkldnn_deterministic", "cublas_allow_fp16_accumulation", "blas_preferred_backend"),
+    *("linalg_preferred_backend", "cublas_allow_fp16_reduced_precision_reduction"),
+    *("cublas_allow_bf16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction"),
+    *("sdp_priority_order", "deterministic_fill_uninitialized_memory"),
+    *(f"{name}_sdp_enabled" for name in _ATTENTIONS),
+)
+
+
+@functools.cache
+def kernel_flags() -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
+    """Returns names and getters of the flags by which torch chooses kernels, and their rounding.
+
+    Getters are functions of C: what is read before every call costs no call of Python.
+    """
+    core = torch._C
+    found = {
+        name: getter
+        for name in _OF_KERNELS
+        if (getter := getattr(core, f"_get_{name}", None)) is not None
+    }
+    precision: Any = getattr(core, "_get_fp32_precision_getter", None)
+    if precision is None:  # before torch 2.9
+        names = ("cublas_allow_tf32", "cudnn_allow_tf32")
+        found |= {name: getattr(core, f"_get_{name}") for name in names}
+    else:
+        pairs = itertools.product(("cuda", "mkldnn"), ("matmul", "conv"))
+        found |= {f"fp32 precision of {b} {op}": partial(precision, b, op) for b, op in pairs}
+    return tuple(found), tuple(found.values())
 
 
 ContextProp: Any = getattr(torch.backends, "ContextProp", None)  # an assignment sets a flag

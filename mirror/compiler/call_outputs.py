@@ -49,7 +49,7 @@ def distinct_tensors(outputs: Any) -> tuple[list[Tensor], list[int | None]]:
     return [tensor for _, tensor in found.values()], numbers
 
 
-def share_memory(tensors: Sequence[Tensor]) -> bool:
+def have_common_elements(tensors: Sequence[Tensor]) -> bool:
     """Whether two of the tensors have an element in common; also of tensors without memory."""
     marks: dict[int, tuple[torch.dtype, np.ndarray[Any, Any]]] = {}
     keys = [*map(storage_key, tensors)]

@@ -10,23 +10,45 @@ through the user's functions that it names:
 Numbers, strings and the like are compared by value, everything else by identity. Tensors, modules
 and optimizers have guards of their own. Containers of more than 256 entries are not followed, and
 neither are values deeper than 5 levels.
+
+A search that is strict follows code as Python finds it, so that a change of the code itself shows:
+
+    a function                its code, defaults and attributes; wrappers, and what they wrap
+    a class, its bases        all that the code names there, also where a base hides another
+    modules that are called   their methods, and the functions of torch that these name
+    a module of Python        what the code names there, also if ``forward`` imports it
+    an object                 its class
+    a dict                    the order of its keys
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import importlib.util
 import inspect
+import logging
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, repeat
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from mirror.base.torch_private import MODULE_HOOKS, WHOLE_CALL
 from mirror.compiler.step_errors import is_users
 from mirror.values import are_identical
 
@@ -35,7 +57,13 @@ MAX_ENTRIES = 256
 _MAX_DEPTH, _MAX_WATCHED, _MAX_FUNCTIONS = 5, 1000, 100
 _OF_MODULES = frozenset(vars(nn.Module()))
 _MISSING: Any = object()
-_CONTENTS = operator.attrgetter("cell_contents")
+_CONTENTS, _BASES = operator.attrgetter("cell_contents"), operator.attrgetter("__mro__")
+_OF_FUNCTIONS = [*map(operator.attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))]
+_WRAPPERS = functools.__file__, contextlib.__file__  # their functions hold the user's
+_REPLACEABLE = "_modules", "_parameters", *MODULE_HOOKS  # by other dicts
+_CALLING = {"forward", "__call__", WHOLE_CALL}  # of every module
+_IMPLICIT = {"__call__", "forward", "backward", "setup_context"}  # no code names them
+_FOLLOWED_IN_LIBRARIES = (ModuleType, dict, list, tuple)
 _NOT_FOLLOWED = (Tensor, nn.Module, Optimizer)
 _OF_LIBRARIES = ("torch", "mirror", "numpy", "builtins")
 
@@ -46,7 +74,7 @@ class Entry:
     Attributes:
         name: the place in words.
         key: the name or index by which code finds it.
-        holder: a cell, a dict, a list or a tuple.
+        holder: a cell, a dict, a list, a tuple, or a class.
         read_as: the name by which code finds it, or finds the container that it is in.
     """
 
@@ -66,6 +94,8 @@ class Entry:
                 return None
         if isinstance(holder, dict):
             return holder.get(self.key, _MISSING)
+        if isinstance(holder, type):
+            return vars(holder).get(self.key, _MISSING)
         return holder[self.key] if self.key < len(holder) else _MISSING
 
     def put(self, value: Any) -> None:
@@ -77,6 +107,11 @@ class Entry:
                 self.holder.pop(self.key, None)
             else:
                 self.holder[self.key] = value
+        elif isinstance(self.holder, type):
+            if value is _MISSING:
+                delattr(self.holder, self.key)
+            else:
+                setattr(self.holder, self.key, value)
         elif isinstance(self.holder, list) and self.key < len(self.holder):
             self.holder[self.key] = value
 
@@ -87,7 +122,7 @@ class FreeVariables:
     Args:
         functions: the step, and others that are called with it, such as hooks.
         modules: their attributes are followed, except tensors and submodules.
-        is_strict: whether private attributes, and those of classes, are followed, too.
+        is_strict: whether private attributes, and the code itself, are followed, too.
         of_libraries: code of libraries that is called, with its globals: of these, numbers,
             strings and the like are followed, and the attributes that the code names.
 
@@ -113,12 +148,13 @@ class FreeVariables:
         self.codes: list[CodeType] = []
         self._modules = list(modules)
         self._names: set[str] = set()
-        for kind in {type(module) for module in self._modules}:
+        for kind in set() if is_strict else {type(module) for module in self._modules}:
             for function in _functions_of(kind):
                 self._names |= _names_in(function.__code__)
         self._queue: list[Any] = list(functions)
         self._roots: list[tuple[Entry, bool]] = []
-        self._known: dict[int, Any] = {}
+        self._known: dict[Any, Any] = {}
+        self._functions: list[FunctionType] = []
         for code, around in (of_libraries or {}).items():
             self._take_librarys(code, around)
         while True:
@@ -130,6 +166,7 @@ class FreeVariables:
             self.sizes: list[tuple[str, Any]] = []
             self.read_as: dict[int, Any] = {}
             self._seen: set[int] = set()
+            self._objects: list[Any] = []
             for entry, is_whole in list(self._roots):
                 if not is_whole:
                     self.entries.append(entry)
@@ -142,7 +179,25 @@ class FreeVariables:
     def scan(self) -> list[Any]:
         """Returns the current values, ready to be compared."""
         found = [make_comparable(entry.value()) for entry in self.entries]
-        return [*found, *[_contents_of(container) for _, container in self.sizes]]
+        found += [_contents_of(container) for _, container in self.sizes]
+        return [*found, *map(make_comparable, self._read_code())]
+
+    def _read_code(self) -> list[Any]:
+        """Returns what is compared by identity: code, classes, keys in their order."""
+        if not self._is_strict:
+            return []
+        dicts = [vars(module) for module in self._modules]
+        return [
+            *chain.from_iterable(map(read, self._functions) for read in _OF_FUNCTIONS),
+            *map(type, self._objects),
+            *map(type, self._modules),
+            *map(len, dicts),
+            *[len(module._buffers) for module in self._modules],
+            *map(_BASES, map(type, self._objects)),
+            *map(_BASES, map(type, self._modules)),
+            *chain.from_iterable(map(dict.get, dicts, repeat(name)) for name in _REPLACEABLE),
+            *chain.from_iterable(one for _, one in self.sizes if isinstance(one, dict)),
+        ]
 
     def watch(self) -> Callable[[], bool]:
         """Returns a function: whether each place holds the object that it holds now.
@@ -150,23 +205,30 @@ class FreeVariables:
         It compares in C. If it returns False, values may be equal still: ``scan`` compares them.
         """
         dicts, cells, rest = list[Entry](), list[Any](), list[Entry]()
+        classes: list[Entry] = []
         for entry in self.entries:
             if type(entry.holder) is dict:
                 dicts.append(entry)
+            elif isinstance(entry.holder, type):
+                classes.append(entry)
             elif isinstance(entry.holder, CellType):
                 cells.append(entry.holder)
             else:
                 rest.append(entry)
         holders, keys = [entry.holder for entry in dicts], [entry.key for entry in dicts]
+        proxies = [vars(entry.holder) for entry in classes]
+        names = [entry.key for entry in classes]
         containers = [container for _, container in self.sizes]
         sets = [container for container in containers if isinstance(container, set)]
 
         def find() -> list[Any]:
             return [
                 *map(dict.get, holders, keys, repeat(_MISSING)),
+                *map(MappingProxyType.get, proxies, names, repeat(_MISSING)),
                 *map(_CONTENTS, cells),
                 *[entry.value() for entry in rest],
                 *map(len, containers),
+                *self._read_code(),
                 *(chain.from_iterable(sets) if sets else ()),  # in the order of an iteration
             ]
 
@@ -192,16 +254,17 @@ class FreeVariables:
                 f"{'the' if isinstance(one, set) else 'the number of'} entries of {name}"
                 for name, one in self.sizes
             ],
+            *["code, a class or the keys of a dict"] * len(self._read_code()),
         ]
 
     # Functions
 
     def _take(self, function: Any) -> None:
         """Records the values that a function finds."""
-        bare = _unwrap(function)
-        if id(bare) in self._known:
+        key = self._key_of(function)
+        if key in self._known:
             return
-        self._known[id(bare)] = bare
+        self._known[key] = function
         if isinstance(function, functools.partial):
             self._root(Entry("the arguments of a partial", 0, [function.args]), whole=True)
             self._root(Entry("the arguments of a partial", 0, [function.keywords]), whole=True)
@@ -211,25 +274,51 @@ class FreeVariables:
             if not isinstance(owner, _NOT_FOLLOWED):
                 self._root(Entry(type(owner).__name__, 0, [owner]), whole=True)
             function = function.__func__
-        function = _unwrap(function)
+        if not self._is_strict:
+            function = _unwrap(function)
         if not isinstance(function, FunctionType):
             if not isinstance(function, (type, *_NOT_FOLLOWED)) and callable(function):
                 self._root(Entry(type(function).__name__, 0, [function]), whole=True)
             return
-        code = function.__code__
+        code, where = function.__code__, function.__qualname__
         if not is_users(code.co_filename):
+            if self._is_strict and code.co_filename in _WRAPPERS:
+                self._take_cells(function)
+            if self._is_strict and hasattr(function, "__wrapped__"):
+                self._find(function.__wrapped__)
             return
         self.codes.append(code)
         self._names |= _names_in(code)
-        where = function.__qualname__
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._root(Entry(f"variable {name!r} around {where}", name, cell))
-        for name in sorted(_globals_of(code)):
+        self._take_cells(function)
+        names = _globals_of(code)
+        if self._is_strict:
+            self._functions.append(function)
+            if vars(function):
+                held = [vars(function)]
+                self._root(Entry(f"the attributes of {where}", 0, held), whole=True)
+            if "globals" in names:
+                names = names | _names_in(code)
+            for name in _imported_by(code, function.__globals__):
+                self._root(Entry(f"module {name!r}", name, sys.modules))
+        for name in sorted(names):
             if name in function.__globals__:
                 self._root(Entry(f"global {name!r} of {where}", name, function.__globals__))
         for values in (function.__defaults__, function.__kwdefaults__):
             if values:
                 self._root(Entry(f"the defaults of {where}", 0, [values]), whole=True)
+
+    def _take_cells(self, function: FunctionType) -> None:
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            what = f"variable {name!r} around {function.__qualname__}"
+            self._root(Entry(what, name, cell))
+
+    def _key_of(self, function: Any) -> Any:
+        if not self._is_strict:
+            return id(_unwrap(function))
+        if isinstance(function, MethodType):
+            return id(function.__func__), id(function.__self__)
+        return id(function)
 
     def _take_librarys(self, code: CodeType, around: dict[str, Any]) -> None:
         self._names |= _names_in(code)
@@ -277,79 +366,117 @@ class FreeVariables:
         self._follow_object(value, name, read_as, depth)
 
     def _follow_object(self, value: Any, name: str, read_as: Any, depth: int) -> None:
+        if isinstance(value, ModuleType):
+            self._follow_python_module(value, name, depth)
+            return
         kind = value if isinstance(value, type) else type(value)
-        if kind.__module__.partition(".")[0] in _OF_LIBRARIES and not isinstance(
-            value, ModuleType
-        ):
+        if kind.__module__.partition(".")[0] in _OF_LIBRARIES:
             return
-        if isinstance(value, ModuleType) and not is_users(getattr(value, "__file__", None) or "<"):
-            return
-        fields = getattr(value, "__dict__", {})
-        if not isinstance(fields, dict):  # a class: see below
+        fields = getattr(value, "__dict__", None)
+        is_object = isinstance(fields, dict)  # neither a class, nor one with slots
+        if not isinstance(fields, dict):
             fields = {}
-        is_whole = self._is_strict and not isinstance(value, (type, ModuleType))
-        if is_whole and not is_users(_file_of(kind)):  # methods of a library read other names
-            self.sizes.append((name, fields))
+        if isinstance(value, logging.Logger):  # it also knows all others, and has a cache
+            for key in ("disabled", "level", "parent"):
+                self._add(Entry(f"{name}.{key}", key, fields), depth)
+            return
+        users = [base for base in kind.__mro__ if is_users(_file_of(base))]
+        names = self._names | _IMPLICIT
+        if self._is_strict and is_object and len(users) < len(kind.__mro__) - 1:
+            self.sizes.append((name, fields))  # methods of a library read other names
             self.read_as[id(fields)] = read_as
-            keys = [key for key in fields if isinstance(key, str)]
+            keys = {key for key in fields if isinstance(key, str)}
         else:
-            if is_whole:  # others may be added
+            if self._is_strict and is_object:  # others may be added
                 self.sizes.append((name, fields))
                 self.read_as[id(fields)] = read_as
-            keys = sorted(self._names & fields.keys())
-        for key in keys:
+            keys = self._names & fields.keys()
+        if self._is_strict:
+            of_class = {key for base in users for key in names & vars(base).keys()}
+            self._objects.append(value)
+            self._watch_hidden(users, of_class)
+        for key in sorted(keys):
             self._add(Entry(f"{name}.{key}", key, fields), depth)
-        for base in kind.__mro__ if not isinstance(value, ModuleType) else ():
-            if not is_users(_file_of(base)):
-                continue
-            for key in sorted((self._names | {"__call__"}) & vars(base).keys() - fields.keys()):
-                found = vars(base)[key]
-                found = getattr(found, "__func__", getattr(found, "fget", found))
-                if isinstance(found, FunctionType):
-                    self._find(found)
-                elif isinstance(found, (*PLAIN, dict, list, tuple)):
-                    self._add(Entry(f"{base.__name__}.{key}", key, _Fields(base)), depth)
+        for base in users:
+            for key in sorted((names & vars(base).keys()) - fields.keys()):
+                self._follow_of_class(base, key, depth)
+
+    def _watch_hidden(self, kinds: Sequence[type], keys: Set[str]) -> None:
+        """Watches where a class does not define what another one of its bases does."""
+        for kind in kinds:
+            for key in sorted(keys - vars(kind).keys()):
+                self.entries.append(Entry(f"{kind.__name__}.{key}", key, kind))
+
+    def _follow_python_module(self, module: ModuleType, name: str, depth: int) -> None:
+        """Follows what the code names in a module of Python; of libraries, what may be patched."""
+        are_users = is_users(getattr(module, "__file__", None) or "<")
+        if not (are_users or self._is_strict):
+            return
+        for key in sorted(self._names & vars(module).keys()):
+            entry = Entry(f"{name}.{key}", key, vars(module))
+            if are_users or isinstance(entry.value(), _FOLLOWED_IN_LIBRARIES):
+                self._add(entry, depth)
+            else:
+                self.entries.append(entry)
+
+    def _follow_of_class(self, kind: type, key: str, depth: int) -> None:
+        found = vars(kind)[key]
+        entry = Entry(f"{kind.__name__}.{key}", key, kind)
+        function = found
+        for held in ("__func__", "fget", "func"):  # of methods and properties
+            function = getattr(function, held, function)
+        if isinstance(function, FunctionType):
+            self._find(function)
+            if self._is_strict:
+                self.entries.append(entry)
+        elif self._is_strict or isinstance(found, (*PLAIN, dict, list, tuple)):
+            self._add(entry, depth)
 
     def _add(self, entry: Entry, depth: int) -> None:
         self.entries.append(entry)
         self._follow(entry.value(), entry.name, entry.read_as, depth + 1)
 
     def _find(self, function: Any) -> None:
-        if id(_unwrap(function)) not in self._known:
+        if self._key_of(function) not in self._known:
             self._queue.append(function)
 
     def _follow_modules(self) -> None:
-        kinds = dict.fromkeys(base for module in self._modules for base in type(module).__mro__)
-        for kind in kinds if self._is_strict else ():
-            if is_users(_file_of(kind)):
-                for key in sorted(self._names & vars(kind).keys()):
-                    if isinstance(vars(kind)[key], (*PLAIN, dict, list)):
-                        self._add(Entry(f"{kind.__name__}.{key}", key, _Fields(kind)), 0)
+        if self._is_strict:
+            self._follow_layers()
         for module in self._modules:
             for key, value in vars(module).items():
                 is_private = key.startswith("_")
-                if key not in self._names or (
+                if (key not in self._names and key != "forward") or (
                     key in _OF_MODULES if self._is_strict else is_private
                 ):
                     continue
-                if isinstance(value, PLAIN) and not (self._is_strict and is_private):
+                if isinstance(value, PLAIN) and not self._is_strict:
                     continue  # guarded with the module
                 if not isinstance(value, _NOT_FOLLOWED):
                     self._add(Entry(f"{type(module).__name__}.{key}", key, vars(module)), 0)
 
-
-class _Fields(dict[str, Any]):
-    """The attributes of a class, as they are now."""
-
-    def __init__(self, kind: type) -> None:
-        super().__init__()
-        self._kind = kind
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return vars(self._kind).get(key, default)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self._kind, key, value)
+    def _follow_layers(self) -> None:
+        """Follows the classes of modules; of libraries' ones, methods and what these call."""
+        functions: set[str] = set()
+        types = dict.fromkeys(map(type, self._modules))
+        for kind in types:
+            users = [base for base in kind.__mro__ if is_users(_file_of(base))]
+            keys = {key for base in users for key in self._names & vars(base).keys()}
+            self._watch_hidden(users, keys | {"forward"})
+        for kind in dict.fromkeys(chain.from_iterable(one.__mro__ for one in types)):
+            if is_users(_file_of(kind)):
+                for key in sorted((self._names | {"forward"}) & vars(kind).keys()):
+                    self._follow_of_class(kind, key, 0)
+                continue
+            for key, found in vars(kind).items():
+                if isinstance(found, FunctionType) and (kind is not nn.Module or key in _CALLING):
+                    self.entries.append(Entry(f"{kind.__name__}.{key}", key, kind))
+                    functions |= _names_in(found.__code__) & vars(F).keys()
+        for name in sorted(functions):
+            self.entries.append(Entry(f"functional.{name}", name, vars(F)))
+        for name in sorted(self._names):
+            if hasattr(Tensor, name):
+                self.entries.append(Entry(f"Tensor.{name}", name, Tensor))
 
 
 def _unwrap(function: Any) -> Any:
@@ -389,6 +516,24 @@ def _globals_of(code: CodeType) -> Set[str]:
         if isinstance(constant, CodeType):
             names |= _globals_of(constant)
     return names
+
+
+def _imported_by(code: CodeType, where: dict[str, Any]) -> set[str]:
+    """Returns the modules that code imports, and the packages that they are in."""
+    found: set[str] = set()
+    instructions = [*dis.get_instructions(code)]
+    for i, one in enumerate(instructions):
+        if one.opname == "IMPORT_NAME":  # after its level and the names that it takes
+            level = instructions[i - 2].argval
+            name = one.argval
+            if isinstance(level, int) and level > 0:
+                name = importlib.util.resolve_name("." * level + name, where.get("__package__"))
+            parts = name.split(".")
+            found |= {".".join(parts[: n + 1]) for n in range(len(parts))}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _imported_by(constant, where)
+    return found & sys.modules.keys()
 
 
 class SameObject:

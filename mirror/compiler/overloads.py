@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from mirror.compiler.torch_internals import schema_of
+
 aten = torch.ops.aten
 
 
@@ -26,9 +28,9 @@ def _overload_in_place(target: Any) -> Any:
     if namespace != "aten":
         return None
     found = getattr(getattr(aten, f"{name}_", None), overload, None)
-    if found is None or len(found._schema.arguments) != len(target._schema.arguments):
+    if found is None or len(schema_of(found).arguments) != len(schema_of(target).arguments):
         return None
-    alias = found._schema.arguments[0].alias_info
+    alias = schema_of(found).arguments[0].alias_info
     return found if alias is not None and alias.is_write else None
 
 
@@ -46,9 +48,9 @@ def functional_overload(target: Any) -> Any:
     is_in_place = name.endswith("_")
     packet = getattr(aten, name[:-1] if is_in_place else f"{name}_functional", None)
     found = getattr(packet, overload, None)
-    if found is None or any(result.alias_info is not None for result in found._schema.returns):
+    if found is None or any(result.alias_info is not None for result in schema_of(found).returns):
         return None
-    written = [a for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
+    written = [a for a in schema_of(target).arguments if a.alias_info and a.alias_info.is_write]
     if is_in_place and (len(written) != 1 or _overload_in_place(found) is not target):
         return None
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from types import FrameType, TracebackType
@@ -86,6 +87,27 @@ def quoted_line_of(error: BaseException) -> str:
     users = [place for place in places if not place[0].startswith(_PASSED_OVER)]
     others = [place for place in places if not place[0].startswith((*_OURS_AND_TORCHS, "<frozen"))]
     return quote(next(iter(users + others), None))
+
+
+def describe_failure(error: BaseException) -> str:
+    """Returns the first line of an error's text, with the user's line that it came through."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    place = quoted_line_of(error)
+    return text if place.startswith(("an unknown line", "<")) else f"{place}: {text}"
+
+
+def words_of_forward(why: str, *, falls_back: bool) -> str:
+    """Returns why a step cannot be compiled, in words about a module's ``forward``.
+
+    Args:
+        falls_back: whether it runs uncompiled, so that this is no remedy.
+    """
+    parts = why.removeprefix("the step cannot be compiled: ").split("`")
+    for i in range(0, len(parts), 2):  # the others are code
+        parts[i] = parts[i].replace("a compiled step", "a program").replace("the step", "forward")
+        if falls_back:
+            parts[i] = re.sub(r",? or (pass )?fallback='eager'", "", parts[i])
+    return "`".join(parts)
 
 
 def is_users(path: str) -> bool:

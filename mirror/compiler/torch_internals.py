@@ -48,11 +48,8 @@ Program = Callable[[list[Any]], Sequence[Any]]
 
 is_fake = FakeTensor
 DispatchMode = TorchDispatchMode
+is_onednn_on = torch._C._get_mkldnn_enabled
 IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
-MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS_OF_ALL_MODULES: list[dict[int, Any]] = [
-    vars(torch.nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS
-]
 
 # The tracer need not count calls of torch's functions: only torch.export reads the counts.
 _OPTIONS: dict[str, Any] = {
@@ -296,7 +293,7 @@ def has_mkldnn() -> bool:
 
 @contextlib.contextmanager
 def _disabling_mkldnn() -> Iterator[None]:
-    before = torch._C._get_mkldnn_enabled()
+    before = is_onednn_on()
     torch._C._set_mkldnn_enabled(False)
     try:
         yield

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from mirror.device.cuda_graph import is_capturing
+
 # The first steps, in which memory is allocated and kernels are loaded, are not sampled.
 FIRST_STEP, EVERY_STEPS = 4, 16
 
@@ -73,7 +75,7 @@ class GpuWaits:
             self._finish()
         self._num_ended += 1
         after_first = self._num_ended - FIRST_STEP
-        if after_first >= 0 and after_first % EVERY_STEPS == 0 and not _is_capturing():
+        if after_first >= 0 and after_first % EVERY_STEPS == 0 and not is_capturing():
             self._begin()
 
     def sample(self, replica_id: int | None, *, counts: bool = True) -> None:
@@ -83,7 +85,7 @@ class GpuWaits:
             replica_id: whose span it is; ``None``: the caller's, which launches for all GPUs.
             counts: False after a wait for something else than the host's launches, as for input.
         """
-        if _is_capturing():  # a query would end the capture
+        if is_capturing():  # a query would end the capture
             self.is_sampling = False
             return
         now, idle = perf_counter(), [stream.query() for stream in self._streams]
@@ -135,7 +137,3 @@ class GpuWaits:
             keeping_up=self._keeping_up / self._total,
             ahead_seconds=self._ahead / (self._num_steps * len(self._gpus)),
         )
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()

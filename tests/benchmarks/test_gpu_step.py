@@ -46,6 +46,7 @@ UNCOMPILED = [
     *("2 plain models in turn", "N = 2, way 1", "N = 2, way 3"),
 ]
 COMPILED = [PLAIN, CAPTURED, "N = 1, compiled, trace", "N = 2, compiled, trace"]
+MODULES = [PLAIN, CAPTURED, "N = 1, compiled module", "N = 2, compiled module"]
 
 
 def rows_of(run, tmp_path, *options):
@@ -79,10 +80,11 @@ def test_the_tables_have_every_contestant_on_simulated_devices(run, tmp_path):
     assert {key: list(found) for key, found in rows.items()} == {
         ("mlp", "uncompiled"): UNCOMPILED,
         ("mlp", "compiled"): COMPILED,
+        ("mlp", "modules"): MODULES,
     }
     for found in rows.values():
         check_rows(found)
-    for name in UNCOMPILED + COMPILED:
+    for name in UNCOMPILED + COMPILED + MODULES:
         assert f"| {name:24} | " in printed
 
 
@@ -116,16 +118,21 @@ def simulated_gpus(monkeypatch):
         yield graphs
 
 
-def test_a_captured_step_trains_as_the_plain_one(gpu_step, mlp, monkeypatch):
+@pytest.mark.parametrize(("table", "names"), [("compiled", COMPILED), ("modules", MODULES)])
+def test_a_captured_step_trains_as_the_plain_one(gpu_step, mlp, monkeypatch, table, names):
     with simulated_gpus(monkeypatch) as graphs, ExitStack() as stack:
         devices = [torch.device("cuda:0")]
         trainer = gpu_step.Trainer(mlp, devices, stack)
-        contestants = gpu_step.compiled(mlp, [1, 2], ["trace"], trainer)
+        contestants = (
+            gpu_step.compiled(mlp, [1, 2], ["trace"], trainer)
+            if table == "compiled"
+            else gpu_step.modules(mlp, [1, 2], trainer)
+        )
         end = perf_counter() + 600
-        rows = gpu_step.measure("mlp", "compiled", contestants, mlp, devices, end, 2)
+        rows = gpu_step.measure("mlp", table, contestants, mlp, devices, end, 2)
         kinds = {kind for kind, *_ in graphs.events}
     assert [(row.name, row.state, row.why) for row in rows] == [
-        (name, "measured", "") for name in COMPILED
+        (name, "measured", "") for name in names
     ]
     assert kinds >= {"capture", "launch"}
 
@@ -278,6 +285,9 @@ def test_rows_are_held_to_limits(gpu_step):
         row("compiled", "N = 2, compiled, graphs", 4.4, 1.5, replicas=2),
         row("compiled", "N = 4, compiled, graphs", 5, 3.5, replicas=4),
         row("compiled", "N = 1, compiled, trace", 9, 9),
+        row("modules", CAPTURED, 4),
+        row("modules", "N = 1, compiled module", 4.2),
+        row("modules", "N = 8, compiled module", 6, 4.5, replicas=8),
     ]
     found = {limit.what: limit for limit in gpu_step.limits(gpu_step.MODELS, rows)}
     assert {what: (round(one.value, 3), one.missed) for what, one in found.items()} == {
@@ -285,6 +295,8 @@ def test_rows_are_held_to_limits(gpu_step):
         "resnet50: N = 1, way 3 / plain": (1.1, True),
         "resnet50: N = 8, way 1 / 8 plain models in turn": (1.25, True),
         "resnet50: N = 1, compiled, graphs / plain, one CUDA graph": (1.025, False),
+        "resnet50: N = 1, compiled module / plain, one CUDA graph": (1.05, True),
+        "resnet50: host ms, N = 8, compiled module": (4.5, False),
         "resnet50: host ms, N = 1, compiled, graphs": (1.1, False),
         "resnet50: host ms of a replica more, N = 2": (0.4, False),
         "resnet50: host ms of a replica more, N = 4": (0.8, True),
@@ -303,7 +315,7 @@ def test_a_row_that_failed_fails_the_run(gpu_step, monkeypatch, tmp_path, state,
     monkeypatch.setattr(gpu_step, "measure", measure)
     options = ["--devices", "cpu", "--json", str(tmp_path / "found.json")]
     assert gpu_step.main(options) == status
-    assert len(json.loads((tmp_path / "found.json").read_text())["rows"]) == 8
+    assert len(json.loads((tmp_path / "found.json").read_text())["rows"]) == 12
 
 
 def test_a_table_that_fails_leaves_the_others(gpu_step, monkeypatch, capsys):
@@ -316,7 +328,7 @@ def test_a_table_that_fails_leaves_the_others(gpu_step, monkeypatch, capsys):
     assert gpu_step.main(["--devices", "cpu", "--models", "mlp", "gpt2-bf16"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("failed: RuntimeError: CUDA error") == 2
-    assert printed.count("left out: told") == 2
+    assert printed.count("left out: told") == 4
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ elif "--json" in asked:
             "all_reduce_4_bfloat16",
             "train",
             "train_read_loss",
+            "modules",
             "step_one_gpu",
             "step_all_gpus",
             "one_gpu_read_loss",
@@ -83,6 +84,7 @@ elif "--json" in asked:
         assert "4 x GPU H" in summary
         assert "visible 0,1 asked benchmarks/all_reduce.py --device all" in summary
         assert "train_step.py --quick --devices all --replicas 1 2 4" in summary
+        assert "gpu_modules.py --budget 240 --json" in summary
         assert "gpu_step.py --devices cuda:0 --budget 60 --models mlp" in summary
         assert "Failed: train_resnet50\n" in summary
 
@@ -148,14 +150,17 @@ else:
         lines = result.stdout.splitlines()
         assert lines[-1] == "== these parts failed: catalogues"
         assert "FAILED tests/gpu/test_catalogues.py::test_optimizers[SGD]" in lines
-        parts = [line for line in lines if line.startswith("== ") and ": " in line][:5]
-        assert parts[0].startswith("== first_run: benchmarks/first_run.py --quick")
-        assert parts[1].endswith("cuda:0 cuda:0 cuda:0 cuda:0")
-        assert parts[2].startswith("== step: benchmarks/gpu_step.py --json")
-        assert "tests/gpu/test_catalogues.py" in parts[3]
-        assert "-k cuda0-x4" in parts[4]
+        parts = [line for line in lines if line.startswith("== ") and ": " in line][:6]
+        assert parts[0].startswith("== modules: benchmarks/gpu_modules.py --budget 70")
+        assert parts[1].startswith("== first_run: benchmarks/first_run.py --quick")
+        assert parts[2].endswith("cuda:0 cuda:0 cuda:0 cuda:0")
+        assert parts[3].startswith("== step: benchmarks/gpu_step.py --json")
+        assert "tests/gpu/test_catalogues.py" in parts[4]
+        assert "-k cuda0-x4" in parts[5]
         texts = {path.stem: path.read_text() for path in (tmp_path / "results").glob("*.txt")}
-        assert set(texts) == {"first_run", "several", "step", "catalogues", "fixtures"}
+        assert set(texts) == {
+            *("modules", "first_run", "several", "step", "catalogues", "fixtures")
+        }
         assert "asked -m pytest -v" in texts["fixtures"]
 
     def test_all_limits_together_are_ten_minutes(self):

@@ -174,7 +174,6 @@ def compared(kind, program, make, *, mode="trace", **options):
 
 
 @each_once(
-    [pytest.mark.slow],
     program=PROGRAMS,
     make=[pytest.param(m, id=n) for n, m in OPTIMIZERS.items()],
     kind=STRATEGIES,

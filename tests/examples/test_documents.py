@@ -78,6 +78,7 @@ def test_the_citation_names_this_version():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # make docs builds the same site, and fails as well
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="pip install -e '.[docs]'")
     pytest.importorskip("myst_parser")

@@ -28,7 +28,7 @@ def with_more(seeds, num_slow):
 
 # Of these seeds the programs that show a known fault are left out.
 SEEDS = range(18)
-MORE_SEEDS = with_more([*range(1000, 1100), *range(18, 80)], 40)
+MORE_SEEDS = with_more([*range(1000, 1100), *range(18, 80)], 28)
 
 
 def check(seed):
@@ -117,7 +117,7 @@ def test_shrinking_leaves_what_the_fault_needs(monkeypatch):
 
 
 WORKER_SEEDS = range(4000, 4002)
-MORE_WORKER_SEEDS = with_more(range(4002, 4090), 15)
+MORE_WORKER_SEEDS = with_more(range(4002, 4090), 10)
 
 
 def check_workers(worker_pool, seed):
@@ -156,7 +156,7 @@ WHERE = ("shared", "distinct")
 NOT_ON_GPUS = {"numpy": 0, "compiled": 0}  # arrays are the host's; tests/gpu compiles steps
 GPU_SEEDS = [*zip(range(8000, 8006), WHERE * 3, strict=True)]
 MORE_GPU_SEEDS = [
-    pytest.param(seed, where, marks=EXHAUSTIVE if seed >= 8050 else ())
+    pytest.param(seed, where, marks=EXHAUSTIVE if seed >= 8036 else ())
     for seed in range(8006, 8150)
     for where in WHERE
 ]
@@ -184,9 +184,9 @@ def test_more_programs_on_gpus(seed, where):
 
 
 COMPILED_SEEDS = range(6000, 6003)
-MORE_COMPILED_SEEDS = with_more(range(6003, 6230), 30)
-INDUCTOR_SEEDS = with_more(range(6000, 6012), 2)
-COMPILED_WORKER_SEEDS = with_more(range(7000, 7020), 4)
+MORE_COMPILED_SEEDS = with_more(range(6003, 6230), 18)
+INDUCTOR_SEEDS = with_more(range(6000, 6012), 1)
+COMPILED_WORKER_SEEDS = with_more(range(7000, 7020), 2)
 
 
 def check_compiled(seed, mode):

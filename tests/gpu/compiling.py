@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.compiler.capture import observed_call
+from mirror.compiler.capture import call_record, observed_call
 from mirror.compiler.runtime import build_module, build_program
 from mirror.compiler.step_errors import is_users
 from tests.gpu.fake import FakeGpus
@@ -41,6 +41,7 @@ def compiling_gpus(num_devices):
             mock.patch.object(build_module, "trace_module", real(build_module.trace_module)),
             mock.patch.object(build_module, "functional", real(build_module.functional)),
             mock.patch.object(observed_call, "is_users", _is_users),
+            mock.patch.object(call_record, "_add", _but_devices(call_record._add)),
         ):
             yield gpus
 
@@ -48,6 +49,15 @@ def compiling_gpus(num_devices):
 def _is_users(path):
     """Whether a file is the user's: the simulation of GPUs is not."""
     return is_users(path) and not path.startswith(HERE)
+
+
+def _but_devices(describe):
+    """Returns what describes a value for a trace's comparison: its devices are the CPU."""
+
+    def call(value, found):
+        describe("a device" if isinstance(value, torch.device) else value, found)
+
+    return call
 
 
 def model(dropout=0.0):

@@ -245,6 +245,7 @@ class FakeGpus:
             return check(outputs, grads, *args, **kwargs)
 
         return [
+            (torch.accelerator, "is_available", lambda: True),
             (torch, "set_autocast_enabled", set_autocast_enabled),
             (torch, "set_autocast_dtype", set_autocast_dtype),
             (torch.autograd, "_make_grads", make_grads),

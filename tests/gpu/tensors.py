@@ -224,6 +224,10 @@ class Mode(TorchDispatchMode):
         self._table, self._streams, self._order = table, streams, streams.order
         self._is_stalled = False
 
+    @classmethod
+    def is_infra_mode(cls):
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = self._dispatch(func, types, args, kwargs)
         if self._is_stalled:

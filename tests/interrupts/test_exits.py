@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import mirror
+from tests.pairs import EXHAUSTIVE
 
 BEGIN = """
 import atexit, gc, signal, sys, threading, time
@@ -253,7 +254,16 @@ for _ in range(3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "del model, optimizer, strategy"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        *(
+            pytest.param(e, marks=EXHAUSTIVE)
+            for e in ("raise SystemExit(0)", "del model, optimizer, strategy")
+        ),
+    ],
+)
 def test_a_program_of_workers_at_module_level_ends_in_silence(tmp_path, end):
     (tmp_path / "program.py").write_text(f"{WORKERS}{end}\n")
     done = subprocess.run(

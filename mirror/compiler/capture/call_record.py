@@ -9,7 +9,8 @@ autograd, where autocast, decompositions and the kernels of a device do not show
 
     first call      noted
     its trace       finds the same values (see ``known_call.py``), and is compared with it
-    they differ     the module runs uncompiled, with one warning that names both lines
+    they differ     the call may have set what it reads itself: another one is noted, and traced
+    still differ    the module runs uncompiled, with one warning that names both lines
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class CallRecord(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # Dynamo, which follows this code
+            return func(*args, **kwargs)
         caller = sys._getframe(1)
         if func not in self._unlike and not is_mirrors(caller.f_code.co_filename):
             self._noted.append((func, *_describe((args, kwargs))))

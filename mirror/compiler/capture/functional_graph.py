@@ -62,9 +62,12 @@ def trace_functional(
     Args:
         keeps_kernels: see ``trace_graph``.
     """
-    known = list(inputs)
+    known, caches = list(inputs), torch.is_autocast_cache_enabled()
 
     def function(*_: Tensor) -> Sequence[Tensor]:
+        # make_fx turns the cache off. Then a parameter that is used twice has two casts, whose
+        # gradients add up in float32, not in the dtype of autocast.
+        torch.set_autocast_cache_enabled(caches)
         return list(call())
 
     fakes = [one.fake for one in known]

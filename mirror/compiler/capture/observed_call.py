@@ -11,7 +11,10 @@ from __future__ import annotations
 import builtins
 import collections
 import datetime
+import functools
 import gc
+import importlib
+import inspect
 import operator
 import os
 import random
@@ -19,7 +22,10 @@ import re
 import sys
 import threading
 import uuid
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from itertools import chain
@@ -42,6 +48,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from mirror.base.torch_private import BACKWARD_HOOKS, WHOLE_CALL
 from mirror.compiler.capture.side_effects import line_about
 from mirror.compiler.free_variables import MAX_ENTRIES, PLAIN, FreeVariables
 from mirror.compiler.step_errors import (
@@ -52,21 +59,36 @@ from mirror.compiler.step_errors import (
     is_users,
     quote,
 )
+from mirror.compiler.torch_internals import is_onednn_on
 from mirror.errors import CompileError
 
 _MODULES = {"time", "posix", "nt", "_io", "io", "_random", "_socket", "select", "gc"}
 _IMPORTS = "<frozen importlib"
 _BUILTINS = {builtins.print, builtins.open, builtins.input}
+# What the user's own code must not call; in libraries it is part of what they do.
+_DIRECT = {builtins.eval, builtins.exec, builtins.compile, warnings.warn, warnings.warn_explicit}
+_READERS = {
+    importlib.import_module.__code__: "import_module()",
+    inspect.stack.__code__: "inspect.stack()",
+    inspect.currentframe.__code__: "inspect.currentframe()",
+    Tensor.__repr__.__code__: "str() of a tensor",
+}
+_ATTENTION = tuple(
+    getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")
+    for kernel in ("flash", "mem_efficient", "math", "cudnn")
+)
+_GETTERS = "get_", "_get_", "is_", "_is_", "are_"  # of torch's modes, if they need no argument
 _ENVIRON = type(os.environ).__getitem__.__code__
 _APPLY: Any = torch.autograd.Function.apply
 _BACKWARD = Tensor.register_hook.__code__, _APPLY.__code__
+_CALL = getattr(nn.Module, WHOLE_CALL).__code__
 _COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}  # before Python 3.12
 _GENERATORS = random.Random, torch.Generator
 _CLOCKS = {datetime.datetime, datetime.date}
 _OPAQUE = (
     *(bytearray, memoryview, collections.deque),
     *(np.ndarray, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
-    *(Optimizer, LRScheduler, threading.local),
+    *(Optimizer, LRScheduler, threading.local, type(functools.cache(len))),
 )
 _CONSTANT = (
     *(range, slice, re.Pattern, Decimal, Fraction, uuid.UUID, PurePath, property),
@@ -81,14 +103,22 @@ class ObservedCall:
 
     Attributes:
         codes: their code, with its globals.
+        later: the code among it that runs in the backward pass.
+        is_later: whether the calls are those of a backward pass.
         of_libraries: the code of libraries that has run, with its globals.
+        modules: by ``id``, the modules that it has called, also those outside of the compiled one.
         impure: a line that reads a clock, a file or the like; empty if there is none.
+        getters: the functions without arguments that it asks for a mode of torch.
     """
 
     def __init__(self) -> None:
         self.codes: dict[CodeType, dict[str, Any]] = {}
+        self.later: set[CodeType] = set()
+        self.is_later = False
         self.of_libraries: dict[CodeType, dict[str, Any]] = {}
+        self.modules = weakref.WeakValueDictionary[int, nn.Module]()
         self.impure = ""
+        self.getters: dict[Callable[[], Any], None] = {}
         self._before: Any = None
 
     @staticmethod
@@ -108,6 +138,11 @@ class ObservedCall:
             self._before(frame, event, arg)
         code = frame.f_code
         if event == "call":
+            if code is _CALL:
+                called = frame.f_locals["self"]
+                self.modules[id(called)] = called
+            if self.is_later and is_users(code.co_filename):
+                self.later.add(code)
             if code not in self.codes and is_users(code.co_filename):
                 if code.co_filename != GENERATED_CODE:
                     self.codes[code] = frame.f_globals
@@ -118,14 +153,26 @@ class ObservedCall:
                 later = getattr(later, "__func__", later)
                 if type(later) is FunctionType and is_users(later.__code__.co_filename):
                     self.codes.setdefault(later.__code__, later.__globals__)
+                    self.later.add(later.__code__)
             elif code is _ENVIRON:
                 caller: FrameType | None = frame
                 for _ in range(3):
                     caller = None if caller is None else caller.f_back
                     if caller is not None and caller.f_code in self.codes:
                         self._add(caller, "os.environ")
+            elif code in _READERS:
+                caller = self._users_frame(frame.f_back)
+                if caller is not None:
+                    self._add(caller, _READERS[code])
+        elif event == "c_call" and _is_getter(arg):
+            if self._users_frame(frame) is not None:
+                self.getters[arg] = None
+        elif event == "c_call" and arg.__name__ == "scaled_dot_product_attention":
+            self.getters.update(dict.fromkeys(_ATTENTION))
+        elif event == "c_call" and code in self.codes and _is_impure_in_users_code(arg):
+            self._add(frame, f"{arg.__name__}()")
         elif event == "c_call" and not self.impure and _is_impure(arg):
-            reads_seed = arg.__name__ == "initial_seed"
+            reads_seed = arg.__name__ == "initial_seed" or arg is is_onednn_on
             caller = frame
             while caller is not None and caller.f_code not in self.codes:  # in a library
                 name = caller.f_code.co_filename
@@ -137,16 +184,40 @@ class ObservedCall:
             if caller is not None:
                 self._add(caller, f"{arg.__name__}()")
 
+    def _users_frame(self, frame: FrameType | None) -> FrameType | None:
+        """Returns the user's code that calls, itself or by code of torch."""
+        while frame is not None and is_torchs(frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame if frame is not None and frame.f_code in self.codes else None
+
     def _add(self, frame: FrameType, what: str) -> None:
         place = frame.f_code.co_filename, frame.f_lineno
         self.impure = self.impure or f"{quote(place)}: it calls {what}"
 
+    def layers_of(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the layers of a module, and those of other modules that the call has used."""
+        found = chain.from_iterable(one.modules() for one in (module, *self.modules.values()))
+        return list(dict.fromkeys(found))
+
+    def modes(self) -> dict[Callable[[], Any], Any]:
+        """Returns the functions that return modes of torch, and the modes of now."""
+        found: dict[Callable[[], Any], Any] = {}
+        for getter in self.getters:
+            with suppress(Exception):  # it needs an argument
+                mode = getter()
+                if isinstance(mode, PLAIN):
+                    found[getter] = mode
+        return found
+
     def functions(self, modules: Collection[nn.Module]) -> list[Callable[..., Any]]:
-        """Returns all functions with this code: closures have several.
+        """Returns all functions with this code, and the hooks of the backward pass.
+
+        Closures with one code are several functions.
 
         Raises:
             CompileError: a closure is not found, since ``gc.freeze`` hides it.
         """
+        hooks = _backward_hooks(modules)
         found = self._select([*_members(modules), *gc.get_objects()])
         gone = self.codes.keys() - {one.__code__ for one in found}
         made = {constant for code in self.codes for constant in code.co_consts}
@@ -158,7 +229,17 @@ class ObservedCall:
                 place = quote((code.co_filename, code.co_firstlineno))
                 raise CompileError(f"{place}: the variables around a function are not found")
             found.append(FunctionType(code, self.codes[code]))
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*found, *hooks]))
+
+    def of_backward(
+        self, functions: Sequence[Any], modules: Collection[nn.Module]
+    ) -> FreeVariables | None:
+        """Returns the values that the backward pass reads; ``None`` if it has no code of users."""
+        hooks = _backward_hooks(modules)
+        later = [one for one in functions if getattr(one, "__code__", None) in self.later]
+        if not (later or hooks):
+            return None
+        return FreeVariables([*later, *hooks], modules, is_strict=True)
 
     def functions_of(self, modules: Collection[nn.Module]) -> list[Callable[..., Any]]:
         """Returns these functions without closures, but for the methods of modules' classes."""
@@ -201,15 +282,35 @@ def _members(modules: Collection[nn.Module]) -> list[Any]:
     return [*chain.from_iterable(vars(kind).values() for kind in kinds)]
 
 
+def _backward_hooks(modules: Collection[nn.Module]) -> list[Any]:
+    return [hook for m in modules for name in BACKWARD_HOOKS for hook in vars(m)[name].values()]
+
+
 def _is_impure(function: Any) -> bool:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, _GENERATORS):
         return True
     if isinstance(owner, type):
         return owner in _CLOCKS and function.__name__ in ("now", "today", "utcnow")
-    if getattr(function, "__module__", None) in _MODULES:
-        return True
+    if getattr(function, "__module__", None) in _MODULES or function is is_onednn_on:
+        return True  # a trace turns oneDNN off
     return isinstance(owner, type(builtins)) and function in _BUILTINS
+
+
+def _is_impure_in_users_code(function: Any) -> bool:
+    if not isinstance(getattr(function, "__self__", None), ModuleType):
+        return False
+    of_interpreter = function.__module__ == "sys" and function.__name__.startswith(("get", "_get"))
+    return of_interpreter or function in _DIRECT
+
+
+def _is_getter(function: Any) -> bool:
+    return (
+        isinstance(getattr(function, "__self__", None), ModuleType)
+        and str(function.__module__).partition(".")[0] == "torch"
+        and function.__name__.startswith(_GETTERS)
+        and function is not is_onednn_on
+    )
 
 
 def _is_opaque(value: Any) -> bool:

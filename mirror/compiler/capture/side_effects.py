@@ -5,7 +5,8 @@ A trace runs the step's Python code once; the programs never do. Changes outside
 undone, also if the trace fails, and raise CompileError if later calls would lack them:
 
     attribute of a module            refused, unless the step restores it, or torch itself keeps
-                                     a tensor there, as ``weight_norm`` does
+                                     a tensor there, as ``weight_norm`` does; in a call of a
+                                     module refused, since code outside may read it
     train(), eval()                  kept: every call leaves the same modes
     parameter group of an optimizer  refused: schedulers step outside
     state of an optimizer            tensors are written; a number that is counted is refused
@@ -38,11 +39,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.base.bitwise import are_equal
-from mirror.base.torch_private import wrapping
+from mirror.base.torch_private import MODULE_HOOKS, wrapping
 from mirror.compiler.capture.traced_swap import OptionGuards, raw_state
 from mirror.compiler.free_variables import PLAIN, FreeVariables
 from mirror.compiler.step_errors import current_line, is_torchs
-from mirror.compiler.torch_internals import MODULE_HOOKS, is_fake
+from mirror.compiler.torch_internals import is_fake
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.modules.module_owner import ReplicaDict, WatchedDict
@@ -81,14 +82,15 @@ class SetAttributes:
 
     Args:
         is_traced: whether the current thread traces the step.
+        is_strict: whether torch's own code must not keep tensors there, either.
 
     Attributes:
         modes: the modules that get another mode in the step, with that mode.
         buffers: by ``id`` of a buffer of a single replica, the tensor that replaces it.
     """
 
-    def __init__(self, is_traced: Callable[[], bool]) -> None:
-        self._is_traced = is_traced
+    def __init__(self, is_traced: Callable[[], bool], *, is_strict: bool) -> None:
+        self._is_traced, self._is_strict = is_traced, is_strict
         self._changes: dict[tuple[int, str], _Change] = {}
         self._made: dict[int, nn.Module] = {}
         self.modes: list[tuple[nn.Module, bool]] = []
@@ -182,7 +184,7 @@ class SetAttributes:
                 continue
             if change.name == "training":
                 self.modes.append((change.module, bool(change.now)))
-            elif not change.is_torchs or isinstance(change.now, _PLAIN):
+            elif self._is_strict or not change.is_torchs or isinstance(change.now, _PLAIN):
                 raise _refusal(
                     f"attribute {change.name!r} of {type(change.module).__name__} is set to "
                     "something else than it was",
@@ -228,7 +230,7 @@ class SideEffects:
     """Finds changes outside of a step, and undoes them if the step is not compiled.
 
     Args:
-        step: the user's function.
+        step: the user's function; ``None`` if it is not asked for kept tensors.
         optimizers: the optimizers that it may read.
         around: the values that it must not change at all; by default those that its names find,
             which it may change if it does not use them.
@@ -236,7 +238,7 @@ class SideEffects:
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        step: Callable[..., Any] | None,
         optimizers: Sequence[Optimizer] = (),
         around: FreeVariables | None = None,
     ) -> None:
@@ -470,7 +472,8 @@ class UnchangedSurroundings:
         replicas: Replicas,
         around: FreeVariables | None = None,
     ) -> None:
-        self._step, self._attributes = step, SetAttributes(tracer.is_followed)
+        self._step = step
+        self._attributes = SetAttributes(tracer.is_followed, is_strict=around is not None)
         optimizers = _optimizers(step, replicas)
         self._options = OptionGuards(optimizers, tracer.numbers.option)
         self._tracer, self._effects = tracer, SideEffects(step, optimizers, around)

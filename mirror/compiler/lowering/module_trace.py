@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.torch_private import WHOLE_CALL, storage_key
-from mirror.compiler.call_outputs import LEAVES, distinct_tensors, output_leaves, share_memory
+from mirror.compiler.call_outputs import (
+    LEAVES,
+    distinct_tensors,
+    have_common_elements,
+    output_leaves,
+)
 from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.free_variables import FreeVariables
@@ -45,6 +50,7 @@ class CallPattern:
         is_training: the mode of the module.
         grad_enabled: the caller's grad mode.
         autocast: by kind of device, the dtype of autocast if it is enabled.
+        caches: whether autocast keeps casts of parameters.
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
             pass has been seen.
         passes_through: whether ``tangents`` has outputs whose gradient came from another one.
@@ -61,6 +67,7 @@ class CallPattern:
     is_training: bool
     grad_enabled: bool
     autocast: dict[str, torch.dtype]
+    caches: bool
     tangents: dict[int, Strides] | None = None
     passes_through: bool = True
     hooked: set[int] = field(default_factory=set)
@@ -72,7 +79,10 @@ class CallPattern:
     @contextmanager
     def in_its_modes(self) -> Iterator[None]:
         """Within the block, grad mode and autocast are those of the call."""
+        caches = torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
+            stack.callback(torch.set_autocast_cache_enabled, caches)
+            torch.set_autocast_cache_enabled(self.caches)
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for kind in ("cpu", "cuda"):
                 dtype = self.autocast.get(kind)
@@ -98,6 +108,7 @@ class ModuleTrace:
         arguments: the numbers of the arguments' tensors on which such outputs depend.
         parameters: the parameters on which they depend.
         gradients: the numbers of those of both that get gradients from ``tangents``.
+        of_some_outputs: the parameters on which some of them depend, and others do not.
         record: the functions of torch that the traced call has made.
     """
 
@@ -110,6 +121,7 @@ class ModuleTrace:
     arguments: list[int]
     parameters: list[StateTensor]
     gradients: list[int]
+    of_some_outputs: list[StateTensor]
     record: CallRecord
 
 
@@ -121,6 +133,7 @@ class _Joint:
     pattern: CallPattern
     places: Sequence[StateTensor]
     record: CallRecord
+    is_joined: bool  # whether values of several replicas are
     outputs: Any = None
     differentiable: list[int] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
@@ -128,6 +141,7 @@ class _Joint:
     arguments: list[int] = field(default_factory=list)
     parameters: list[StateTensor] = field(default_factory=list)
     gradients: list[int] = field(default_factory=list)
+    of_some_outputs: list[StateTensor] = field(default_factory=list)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         tracer: Any = current.replica.tracing  # type: ignore[union-attr]
@@ -159,10 +173,16 @@ class _Joint:
                 "an output is one of its arguments, parameters or buffers, or a view of one; "
                 "return a copy (x.clone())"
             )
-        if share_memory(outputs):
+        if have_common_elements(outputs):
             raise CompileError("two of its outputs share memory; return a copy of one (x.clone())")
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
+        if self.is_joined and any(outputs[i].dim() == 0 for i in self.differentiable):
+            raise CompileError(
+                "it returns a 0-d tensor with a gradient; how the replicas' values join into that "
+                "of the batch is read from its graph, which a program does not have; return one "
+                "value per example, or compute the loss outside the module"
+            )
         self.parts = _parts_of(outputs)
         seen = self.pattern.tangents
         inner = _used_by_others(outputs)
@@ -187,7 +207,10 @@ class _Joint:
         places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
         leaves = [*wanted, *[leaf_of[place] for place in places]]
         tangents = [self._tangent(placeholders, i, outputs[i]) for i in self.tangents]
-        with self.pattern.observed or nullcontext():
+        observed = self.pattern.observed
+        if observed is not None:
+            observed.is_later = True
+        with observed or nullcontext():
             grads: Sequence[Tensor | None] = torch.autograd.grad(
                 [outputs[i] for i in self.tangents],
                 leaves,
@@ -197,8 +220,11 @@ class _Joint:
         if any(grad is not None and grad.is_sparse for grad in grads):
             raise CompileError("a gradient is sparse; use sparse=False")
         # 3. Those that only other outputs depend on are inputs of the call's node, too.
-        reached = set[Any]().union(*[_nodes_below(outputs[i]) for i in self.differentiable])
-        variables = {id(getattr(node, "variable", None)) for node in reached}
+        below = [
+            {id(getattr(node, "variable", None)) for node in _nodes_below(outputs[i])}
+            for i in self.differentiable
+        ]
+        variables, common = set[int]().union(*below), set.intersection(*below)
         positions = [i for i, t in enumerate(tensors) if t.requires_grad]
         used = [
             (which, grad)
@@ -207,6 +233,7 @@ class _Joint:
         ]
         self.arguments = [which for which, _ in used if isinstance(which, int)]
         self.parameters = [which for which, _ in used if isinstance(which, StateTensor)]
+        self.of_some_outputs = [p for p in self.parameters if id(leaf_of[p]) not in common]
         self.gradients = [i for i, (_, grad) in enumerate(used) if grad is not None]
         return [outputs, [grad for _, grad in used if grad is not None]]
 
@@ -274,7 +301,7 @@ def trace_module(
     Raises:
         CompileError: it cannot be traced.
     """
-    joint = _Joint(module, pattern, places, CallRecord())
+    joint = _Joint(module, pattern, places, CallRecord(), replicas.mirrors)
     own = [False] * len(leaves)
     states = random.getstate(), np.random.get_state(legacy=False)
     try:
@@ -304,6 +331,8 @@ def trace_module(
             )
     if step.rates_read:
         raise CompileError("it reads a learning rate")
+    if step.entering:
+        raise CompileError("it reads the gradient of a parameter")
     return ModuleTrace(
         step,
         pattern,
@@ -314,5 +343,6 @@ def trace_module(
         joint.arguments,
         joint.parameters,
         joint.gradients,
+        joint.of_some_outputs,
         joint.record,
     )

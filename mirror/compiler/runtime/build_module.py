@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mirror.base.torch_private import hooks_of, post_accumulate_hooks_of
 from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
@@ -17,7 +19,8 @@ from mirror.compiler.capture.write_rewriting import UNDECLARED
 from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
-from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.runtime.backward_values import BackwardValues
+from mirror.compiler.runtime.module_graphs import PackedMemory, ReplicaPool
 from mirror.compiler.runtime.module_program import ModuleProgram
 from mirror.compiler.runtime.trace_guards import (
     GuardedValue,
@@ -25,8 +28,8 @@ from mirror.compiler.runtime.trace_guards import (
     guard_code,
     guard_layouts,
 )
-from mirror.compiler.step_inputs import InputKind, state_tensors
-from mirror.device.cuda_graph import CudaGraph, has_graphs
+from mirror.compiler.step_inputs import InputKind, StateTensor, state_tensors
+from mirror.device.cuda_graph import has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.grad_reducer import GradReducer
@@ -47,6 +50,12 @@ class ModuleProgramBuilder:
     ) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._devices = tuple(dict.fromkeys(replicas.devices))
+        self._pools: dict[int, list[ReplicaPool]] = {
+            r: [] for r, device in enumerate(replicas.devices) if has_graphs(device)
+        }
+        self._packed: weakref.WeakKeyDictionary[nn.Module, dict[Any, PackedMemory | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def pattern(self, tree: Any, is_training: bool) -> CallPattern:
         """Returns the pattern of a call, in the calling thread's modes."""
@@ -58,6 +67,7 @@ class ModuleProgramBuilder:
             is_training,
             torch.is_grad_enabled(),
             autocast,
+            torch.is_autocast_cache_enabled(),
         )
 
     def can_observe(self) -> bool:
@@ -73,7 +83,7 @@ class ModuleProgramBuilder:
 
         If they hold, the trace runs the code that the call has run.
         """
-        layers = list(module.modules())
+        layers = observed.layers_of(module)
         functions = [module.forward, *observed.functions_of(layers)]
         around = observed.surroundings(functions, layers)
         own, parameters = _guard_own_attributes(layers), _guard_kinds(list(module.parameters()))
@@ -108,7 +118,7 @@ class ModuleProgramBuilder:
         for parameter in module.parameters():
             if not (isinstance(parameter, nn.Parameter) and self._registry.owns(parameter)):
                 raise CompileError("a parameter is none of the strategy's, as in functional_call")
-        layers = list(module.modules())
+        layers = pattern.observed.layers_of(module)
         functions = [module.forward, *pattern.observed.functions(layers)]
         pattern.observed.check(functions, layers)
         around = pattern.observed.surroundings(functions, layers)
@@ -132,6 +142,7 @@ class ModuleProgramBuilder:
         trace = trace_module(module, pattern, leaves, replicas, places, around)
         if len(pattern.observed.codes) > num_codes:  # the backward pass has run other functions
             return self._build(module, pattern, redo)
+        later = pattern.observed.of_backward(functions, layers)
         step = trace.step
         pure = functional(
             step.graph, step.inputs, step.mode, for_inductor=False, keeps_kernels=True
@@ -146,27 +157,28 @@ class ModuleProgramBuilder:
             for piece in (passes.forward, passes.backward)
         ]
         assert forward is not None
-
-        def make_graphs(stay: Sequence[int]) -> CapturedPieces:
-            return CapturedPieces(replicas.devices, stay, CudaGraph)
-
         program = ModuleProgram(
             replicas,
             trace,
             passes,
             forward,
             backward,
-            make_graphs if has_graphs(device) else None,
+            self._pools,
             redo,
             self._gradients if replicas.mirrors else None,
+            self._packed.setdefault(module, {}),
+            None if later is None else BackwardValues(later),
         )
         used = [one.of for one in step.inputs if one.kind in _STATE]
+        partial = [] if replicas.mirrors else trace.of_some_outputs
         with pattern.in_its_modes():
             guards = TraceGuards(
                 [
                     *guard_code(step.modules, around),
                     guard_layouts(used),
                     _guard_own_attributes(layers),
+                    _guard_modes(pattern.observed.modes()),
+                    *([_guard_hooks(partial)] if partial else []),
                 ]
             )
         return guards, program
@@ -188,10 +200,35 @@ def _guard_own_attributes(modules: Sequence[nn.Module]) -> GuardedValue:
     return GuardedValue(names, lambda: _own_attributes(modules), lambda: not any(known))
 
 
+def _guard_hooks(parameters: Sequence[StateTensor]) -> GuardedValue:
+    """Returns the guard of hooks that autograd would call in passes through other outputs.
+
+    Raises:
+        CompileError: there are some.
+    """
+    owners = [parameter.owner for parameter in parameters]
+
+    def have_none() -> bool:
+        return not (any(map(hooks_of, owners)) or any(map(post_accumulate_hooks_of, owners)))
+
+    if not have_none():
+        hooks = zip(map(hooks_of, owners), map(post_accumulate_hooks_of, owners), strict=True)
+        name = next(p.name for p, found in zip(parameters, hooks, strict=True) if any(found))
+        raise CompileError(f"parameter {name!r} has a hook, and only some outputs depend on it")
+    names = ["whether a parameter has no hook on which only some outputs depend"]
+    return GuardedValue(names, lambda: [have_none()], have_none)
+
+
 def _guard_kinds(parameters: Sequence[Tensor]) -> GuardedValue:
     read_kind, strides = operator.attrgetter("requires_grad", "dtype", "shape"), Tensor.stride
     names = ["requires_grad, dtype, shape or strides of a parameter"] * (2 * len(parameters))
     return GuardedValue(names, lambda: [*map(read_kind, parameters), *map(strides, parameters)])
+
+
+def _guard_modes(modes: dict[Callable[[], Any], Any]) -> GuardedValue:
+    """Guards the modes of torch that the code has asked for."""
+    names = [f"torch's {getter.__name__}()" for getter in modes]
+    return GuardedValue(names, lambda: [getter() for getter in modes])
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -28,11 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mirror.base.dynamo import is_compiled_module
 from mirror.base.torch_private import (
     WHOLE_CALL,
     DisableAutocast,
     current_graph_task_id,
     functions_interpreter,
+    has_modes,
     hooks_of,
     is_jit_tracing,
     num_dispatch_modes,
@@ -40,8 +42,10 @@ from mirror.base.torch_private import (
     top_saved_tensors_hooks,
 )
 from mirror.compiler.call_outputs import distinct_tensors
-from mirror.compiler.runtime.call_signature import sign_call
+from mirror.compiler.runtime.call_signature import find_opaque, sign_call
 from mirror.compiler.runtime.known_call import KnownCall
+from mirror.compiler.step_errors import describe_failure, words_of_forward
+from mirror.device.cuda_graph import has_graphs, is_capturing
 from mirror.devices import generators_of
 from mirror.errors import CompileError, StrategyError
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -64,7 +68,6 @@ MAX_MISSES = 2  # of an observed call with the values that a trace would find, i
 _MAX_KNOWN = 1000
 _DOUBLE = "a backward pass has create_graph=True, and a program's gradients have no graph"
 _IN_PARTS = "its outputs get their gradients in several backward passes"
-_PREFIX = "the step cannot be compiled: "
 
 
 class ModuleBuilder(Protocol):
@@ -138,8 +141,8 @@ class CompiledCalls:
         """Traces the calls that wait for it; called in the cross-replica context."""
         if self.runner.running is not None or current.replica is not None:
             return
-        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None:
-            return  # activation checkpointing would see the tensors of the trace
+        if current_graph_task_id() != -1 or top_saved_tensors_hooks() is not None or has_modes():
+            return  # activation checkpointing, or a mode, would see the tensors of the trace
         pending = self.pending.copy()
         self.pending.clear()
         for compiled, call in pending:
@@ -182,6 +185,8 @@ def compile_module(
         why = "this strategy keeps parameters on the parameter device"
     elif route.compiled is not None:
         why = "module.compile() has compiled it already"
+    elif is_compiled_module(module):
+        why = "torch.compile has compiled it already"
     elif any(library.has_made(module) for library in layer_libraries):
         why = (
             "its library (Keras) keeps masks, losses and variables of each call; pass "
@@ -236,9 +241,10 @@ class CompiledModule(ReplayedCalls):
         self._module = weakref.ref(module)
         self._calls, self._falls_back = calls, fallback == "eager"
         self._replicas = calls.replicas
+        self._has_graphs = any(map(has_graphs, self._replicas.devices))
         self._known: dict[Any, KnownCall] = {}
         self._uncompiled: set[tuple[bool, bool]] = set()  # modes: of training, and grad mode
-        self._has_warned = False
+        self._warned: set[str] = set()  # the reasons
         self.num_traces = 0
 
     def set_fallback(self, fallback: str) -> None:
@@ -254,6 +260,8 @@ class CompiledModule(ReplayedCalls):
         tensors: list[Tensor] = []
         signature = sign_call(mode, args, kwargs, tensors)
         if signature is None:
+            if why := find_opaque(args, kwargs):
+                self._tell(mode, why)
             return getattr(module, WHOLE_CALL)(*args, **kwargs)
         call = self._known.get(signature)
         program = None if call is None else call.find_valid()
@@ -332,9 +340,11 @@ class CompiledModule(ReplayedCalls):
             current_graph_task_id() != -1
             or top_saved_tensors_hooks() is not None
             or torch.is_inference_mode_enabled()
+            or has_modes()
             or is_jit_tracing()
             or torch.compiler.is_compiling()
             or functions_interpreter() is not None
+            or (self._has_graphs and is_capturing())  # by the caller
             or (self._calls.recording and threading.get_ident() in self._calls.recording)
         )
 
@@ -352,7 +362,7 @@ class CompiledModule(ReplayedCalls):
             self._wait(call)
             return None
         now = self._calls.builder.pattern(tree, module.training)
-        if now.autocast != call.pattern.autocast:
+        if (now.autocast, now.caches) != (call.pattern.autocast, call.pattern.caches):
             now.tangents = call.pattern.tangents
             now.passes_through = call.pattern.passes_through
             call.pattern = now
@@ -454,23 +464,27 @@ class CompiledModule(ReplayedCalls):
         try:
             guards, program = builder.build(module, pattern, self._redo)
         except CompileError as error:
-            self._refuse(mode, str(error).removeprefix(_PREFIX), error)
+            self._refuse(mode, str(error), error)
             return
         except Exception as error:
-            self._refuse(mode, f"{type(error).__name__}: {error}", error)
+            self._refuse(mode, describe_failure(error), error)
             return
         why: str | None = None
         if seen is None:
             why = f"in each call it finds other values: {call.find_change()}"
         elif pattern.record is not None:
             why = pattern.record.find_difference(program.record)
+            if why is not None and not call.has_differed:  # it may have set what it reads itself
+                call.observe_again()
+                self._wait(call)
+                return
         if why is not None:
             self._refuse(mode, why)
             return
         call.programs.insert(0, (guards, program))
         del call.programs[MAX_SHAPES:]
         self.num_traces += 1
-        call.num_misses = 0
+        call.num_misses, call.has_differed = 0, False
 
     def _num_shapes(self, mode: tuple[bool, bool]) -> int:
         return sum(1 for key, call in self._known.items() if key[0] == mode and call.programs)
@@ -482,16 +496,21 @@ class CompiledModule(ReplayedCalls):
     def _refuse(
         self, mode: tuple[bool, bool], why: str, cause: BaseException | None = None
     ) -> None:
-        """Makes calls in a mode run uncompiled from now on; warns once, or raises."""
+        """Makes calls in a mode run uncompiled from now on; see ``_tell``."""
+        self._tell(mode, why, cause)
         self._uncompiled.add(mode)
-        module = self._module()
-        what = f"calls of {type(module).__name__} cannot be compiled: {why}"
+
+    def _tell(self, mode: tuple[bool, bool], why: str, cause: BaseException | None = None) -> None:
+        """Warns that calls run uncompiled, once for each reason, or raises CompileError."""
+        why = words_of_forward(why, falls_back=self._falls_back)
+        what = f"calls of {type(self._module()).__name__}"
+        if not mode[0]:
+            what += " in evaluation"
         if not self._falls_back:
-            self._uncompiled.discard(mode)
-            raise CompileError(what) from cause
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s; they run uncompiled", what)
+            raise CompileError(f"{what} cannot be compiled: {why}") from cause
+        if why not in self._warned:
+            self._warned.add(why)
+            logger.warning("%s cannot be compiled: %s; they run uncompiled", what, why)
 
     # Backward passes that no trace has
 
@@ -506,8 +525,11 @@ class CompiledModule(ReplayedCalls):
         at_once = self._calls.runner.parallel_pass
         if at_once is not None:
             at_once.go_alone()
+        change = None if program.later is None else program.later.find_change()
         if has_graph or call.is_freed:
             self._refuse(mode, _DOUBLE if has_graph else _IN_PARTS)
+        elif change is not None:
+            self._refuse(mode, f"{change}, since the call; its backward pass reads it")
         elif call.is_there():
             self._trace_again(program, grads)
         program.check_redo(call)
@@ -519,7 +541,7 @@ class CompiledModule(ReplayedCalls):
         arguments, parameters = program.inputs_of(call)
         before = save_context()
         with ExitStack() as stack:
-            stack.enter_context(program.keeping_buffers(call))
+            stack.enter_context(program.as_then(call))
             stack.enter_context(self._restoring(replica_id, call.state))
             stack.enter_context(pattern.in_its_modes())
             try:

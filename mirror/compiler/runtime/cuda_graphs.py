@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirror.comm.communicator import extent_bytes
 from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
 from mirror.compiler.runtime.kept_gradients import KeptGradients
 from mirror.compiler.step_errors import Uncapturable
@@ -47,11 +48,13 @@ from mirror.values import are_identical
 logger = logging.getLogger(__name__)
 
 MAX_CAPTURES = 4  # per piece and GPU; each graph has memory of its own
+_ALIGNMENT = 256  # in bytes: more makes no difference to cuBLAS
 
+_storage_address = torch.UntypedStorage.data_ptr
 _address = Tensor.data_ptr  # three times as fast as methodcaller
 
 
-class _CapturedGraph:
+class CapturedGraph:
     """A graph with the tensors that it reads and writes.
 
     Args:
@@ -68,16 +71,69 @@ class _CapturedGraph:
         self,
         graph: DeviceGraph,
         static_inputs: list[Tensor],
-        copied_inputs: list[Tensor],
-        num_seen: int,
-        moves: object,
+        num_seen: int | None = None,
+        moves: object = None,
     ) -> None:
         self.graph = graph
-        self.static_inputs, self.copied_inputs = static_inputs, copied_inputs
+        self.static_inputs = static_inputs
+        self.copied_inputs: list[Tensor] = []
         self.outputs: list[Sequence[Any]] = []
         self._addresses = [*map(_address, static_inputs)]
-        self._seen, self._num_seen = self._addresses[:num_seen], num_seen
+        self._num_seen = len(static_inputs) if num_seen is None else num_seen
+        self._seen = self._addresses[: self._num_seen]
         self._moves = moves
+
+    def capture(
+        self,
+        program: CallableProgram,
+        device: torch.device,
+        copied: Sequence[Tensor],
+        are_in_place: Sequence[bool],
+        is_static: Callable[[int], bool],
+        num_replicas: int = 1,
+        finish: Callable[[Sequence[Any]], Sequence[Any]] = list,
+    ) -> None:
+        """Captures a piece.
+
+        Args:
+            copied: the inputs that are not static, of all replicas.
+            are_in_place: for each of them, whether it is read where it is.
+            is_static: whether the input in a slot is static.
+            finish: what the capture does with the outputs of a replica; returns those to keep.
+
+        Raises:
+            Exception: the piece cannot be captured.
+        """
+        call, last, width = program.programs[device], _LastOperation(), len(program.reads)
+
+        def in_order(copies: Sequence[Tensor]) -> list[Tensor]:
+            next_static, next_copied = iter(self.static_inputs), iter(copies)
+            return [
+                next(next_static if is_static(slot) else next_copied)
+                for slot in program.reads * num_replicas
+            ]
+
+        def work() -> None:
+            # In graph memory, which no other stream gets while a launch may still use it.
+            self.copied_inputs = [
+                t if stays else _empty_as(t) for t, stays in zip(copied, are_in_place, strict=True)
+            ]
+            inputs = in_order(self.copied_inputs)
+            with last:
+                found = [call(inputs[i * width : (i + 1) * width]) for i in range(num_replicas)]
+            # A view of a parameter would be one of autograd's, which checks it after each write.
+            self.outputs = [[*map(_detached, finish(own))] for own in found]
+
+        try:
+            _check(program, device, in_order(copied), is_static)
+            self.graph.capture(work)
+        except Exception as error:
+            line = getattr(error, "line", "") or program.line_of(error)
+            raise Uncapturable(
+                f"{last.name} cannot be captured in a CUDA graph: {type(error).__name__}: "
+                f"{first_line(error)}",
+                line,
+            ) from error
 
     def is_valid(self, static_inputs: list[Tensor], moves: object) -> bool:
         """Whether these are the tensors of the capture, at the same addresses."""
@@ -88,13 +144,18 @@ class _CapturedGraph:
         self._moves = moves
         return [*map(_address, static_inputs)] == self._addresses
 
+    def is_in_place(self) -> bool:
+        """Whether the static inputs of the capture are at the same addresses."""
+        return [*map(_address, self.static_inputs)] == self._addresses
+
     def launch(self, inputs: Sequence[Tensor]) -> None:
         """Copies inputs into graph memory, and replays the graph on the current stream."""
         are_others = [*map(operator.is_not, self.copied_inputs, inputs)]
         if True in are_others:
-            destinations = [*compress(self.copied_inputs, are_others)]
-            torch._foreach_copy_(destinations, [*compress(inputs, are_others)], non_blocking=True)
-        self.graph.launch()
+            into = [*compress(self.copied_inputs, are_others)]
+            self.graph.launch(into, [*compress(inputs, are_others)])
+        else:
+            self.graph.launch()
 
 
 class CapturedPieces:
@@ -125,7 +186,7 @@ class CapturedPieces:
         self._has_warned = False
         # By piece and device, then by replicas and sizes; None: seen once, not captured yet.
         self._captured: dict[
-            tuple[CallableProgram, torch.device], dict[Any, _CapturedGraph | None]
+            tuple[CallableProgram, torch.device], dict[Any, CapturedGraph | None]
         ] = {}
         self._uncapturable: set[CallableProgram] = set()
         self._kept: KeptGradients | None = None
@@ -148,18 +209,11 @@ class CapturedPieces:
     def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the tensors, with copies of those that the next replay would overwrite."""
         kept = list(tensors)
-        by_kind: dict[Any, list[int]] = {}
-        are_of_graphs = map(self._graph_storages.__contains__, _storages_of(kept))
-        for i in compress(range(len(kept)), are_of_graphs):
-            by_kind.setdefault((kept[i].device, kept[i].dtype), []).append(i)
-        for (_, dtype), positions in by_kind.items():
-            # One call for all; a product with 1 has the same bits.
-            if dtype.is_floating_point:
-                copies = torch._foreach_mul([kept[i] for i in positions], 1.0)
-            else:
-                copies = tuple(kept[i].clone() for i in positions)
-            for i, copy in zip(positions, copies, strict=True):
-                kept[i] = copy
+        storages = map(_storage_address, map(Tensor.untyped_storage, kept))
+        are_of_graphs = map(self._graph_storages.__contains__, storages)
+        positions = [*compress(range(len(kept)), are_of_graphs)]
+        for i, copy in zip(positions, copies_of([*map(kept.__getitem__, positions)]), strict=True):
+            kept[i] = copy
         return kept
 
     def keep_gradients(
@@ -194,7 +248,7 @@ class CapturedPieces:
             move = [slot for slot, stays in zip(program.reads, kinds, strict=True) if not stays]
             getters = self._getters[program] = slot_getter(stay), slot_getter(move)
         get_static, get_copied = getters
-        rows = [values[r] for r in replicas]
+        rows = [*map(values.__getitem__, replicas)]
         static = [*chain.from_iterable(map(get_static, rows))]
         copied = [*chain.from_iterable(map(get_copied, rows))]
         try:
@@ -220,7 +274,7 @@ class CapturedPieces:
                 values[r][slot] = value
         return True
 
-    def _note_first(self, known: dict[Any, _CapturedGraph | None], sizes: Any) -> None:
+    def _note_first(self, known: dict[Any, CapturedGraph | None], sizes: Any) -> None:
         """Records the first call with some sizes; drops the sizes used longest ago."""
         if len(known) >= MAX_CAPTURES:
             del known[next(iter(known))]
@@ -234,75 +288,95 @@ class CapturedPieces:
         replicas: list[int],
         static: list[Tensor],
         copied: list[Tensor],
-    ) -> _CapturedGraph | None:
+    ) -> CapturedGraph | None:
         """Captures a piece; if that fails, logs a warning and returns ``None``."""
         are_of_graphs = map(self._graph_storages.__contains__, _storages_of(copied))
-        own = [
-            tensor if stays or hasattr(tensor, STAYS) else tensor.clone()
+        are_in_place = [
+            stays or hasattr(tensor, STAYS)
             for tensor, stays in zip(copied, are_of_graphs, strict=True)
         ]
         num_seen = len(static) // len(replicas) if replicas[0] == 0 else 0
-        captured = _CapturedGraph(self._make_graph(device), static, own, num_seen, self.moves)
-        call, last = program.programs[device], _LastOperation()
-
-        width = len(program.reads)
-        inputs = self._in_order_of_reads(program, len(replicas), static, own)
-
-        def work() -> list[Sequence[Any]]:
-            with last:
-                return [call(inputs[i * width : (i + 1) * width]) for i in range(len(replicas))]
-
+        captured = CapturedGraph(self._make_graph(device), static, num_seen, self.moves)
+        is_static = self._static_slots.__contains__
         try:
-            self._check(program, device, inputs)
-            # A view of a parameter would be one of autograd's, which checks it after each write.
-            captured.outputs = [[*map(_detached, own)] for own in captured.graph.capture(work)]
-        except Exception as error:
+            captured.capture(program, device, copied, are_in_place, is_static, len(replicas))
+        except Uncapturable as error:
             self._uncapturable.add(program)
             if not self._has_warned:  # once a step
                 self._has_warned = True
-                line = getattr(error, "line", "") or program.line_of(error)
                 logger.warning(
                     "a compiled step launches kernels one by one, as an uncompiled step does: "
-                    "%s%s cannot be captured in a CUDA graph: %s: %s",
-                    line and f"{line}: ",
-                    last.name,
-                    type(error).__name__,
-                    first_line(error),
+                    "%s%s",
+                    error.line and f"{error.line}: ",
+                    error,
                 )
             return None
         return captured
-
-    def _in_order_of_reads(
-        self, program: CallableProgram, num: int, static: list[Tensor], copied: list[Tensor]
-    ) -> list[Tensor]:
-        """Returns what ``num`` replicas read, one after the other, as the program reads it."""
-        next_static, next_copied = iter(static), iter(copied)
-        return [
-            next(next_static if slot in self._static_slots else next_copied)
-            for slot in program.reads * num
-        ]
-
-    def _check(self, program: CallableProgram, device: torch.device, inputs: list[Tensor]) -> None:
-        """Raises Uncapturable if a replay would read or write other values than a call."""
-        for position, tensor in enumerate(inputs):
-            if tensor.device != device:
-                raise Uncapturable(
-                    f"it reads a tensor of shape {tuple(tensor.shape)} on {tensor.device}; a "
-                    "graph would keep the value that it has now",
-                    program.line_of_input(position % len(program.reads)),
-                )
-        for slot in program.writes:
-            if slot not in self._static_slots:
-                raise Uncapturable(
-                    "it writes to an argument of the step",
-                    program.line_of_input(program.reads.index(slot)),
-                )
 
     def _note_storages(self) -> None:
         """Collects the storages that replays write: inputs in graph memory, and outputs."""
         graphs = [c for known in self._captured.values() for c in known.values() if c is not None]
         written = [t for one in graphs for ts in (one.copied_inputs, *one.outputs) for t in ts]
         self._graph_storages = {*_storages_of(t for t in written if isinstance(t, Tensor))} - {0}
+
+
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns copies of tensors of one GPU, with the same bits."""
+    copies = list(tensors)
+    by_kind: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
+    for (_, dtype), positions in by_kind.items():
+        # One call for all; a product with 1 has the same bits.
+        if dtype.is_floating_point:
+            found = torch._foreach_mul([*map(tensors.__getitem__, positions)], 1.0)
+        else:
+            found = tuple(tensors[i].clone() for i in positions)
+        for i, copy in zip(positions, found, strict=True):
+            copies[i] = copy
+    return copies
+
+
+def _check(
+    program: CallableProgram,
+    device: torch.device,
+    inputs: Sequence[Tensor],
+    is_static: Callable[[int], bool],
+) -> None:
+    """Raises Uncapturable if a replay would read or write other values than a call."""
+    for position, tensor in enumerate(inputs):
+        if tensor.device != device:
+            raise Uncapturable(
+                f"it reads a tensor of shape {tuple(tensor.shape)} on {tensor.device}; a "
+                "graph would keep the value that it has now",
+                program.line_of_input(position % len(program.reads)),
+            )
+    for slot in program.writes:
+        if not is_static(slot):
+            raise Uncapturable(
+                "it writes to an argument of the step",
+                program.line_of_input(program.reads.index(slot)),
+            )
+
+
+def alignment_of(tensor: Tensor) -> int:
+    """Returns where a tensor lies between two addresses of the best alignment, in bytes."""
+    return _address(tensor) % _ALIGNMENT
+
+
+def _empty_as(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the same sizes, strides and alignment: cuBLAS chooses kernels by them.
+
+    If elements share memory, as after ``expand``, it has the usual strides.
+    """
+    if not tensor.numel() or (0 in tensor.stride() and tensor.numel() > 1):
+        return torch.empty_like(tensor)
+    size = tensor.element_size()
+    start = alignment_of(tensor) // size
+    memory = torch.empty(
+        start + extent_bytes(tensor) // size, dtype=tensor.dtype, device=tensor.device
+    )
+    return memory.as_strided(tensor.shape, tensor.stride(), start)
 
 
 def _detached(value: Any) -> Any:
@@ -329,4 +403,4 @@ class _LastOperation(DispatchMode):
 
 def _storages_of(tensors: Iterable[Tensor]) -> Iterable[int]:
     """Returns the address of each tensor's storage."""
-    return map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, tensors))
+    return map(_storage_address, map(Tensor.untyped_storage, tensors))

@@ -22,16 +22,20 @@ class KnownCall:
         is_pending: whether it waits for a trace.
         is_unseen: whether the next call is to be observed.
         num_misses: how often in a row no observation was one of the values to be traced.
+        has_differed: whether the trace of an observed call has taken another way.
     """
 
-    __slots__ = ("is_pending", "is_unseen", "num_misses", "observations", "pattern", "programs")
+    __slots__ = (
+        *("has_differed", "is_pending", "is_unseen", "num_misses", "observations"),
+        *("pattern", "programs"),
+    )
 
     def __init__(self, pattern: Any) -> None:
         self.pattern = pattern
         self.programs: list[tuple[Any, Any]] = []
         self.observations: list[tuple[Any, Any]] = []
         self.is_pending, self.is_unseen = False, True
-        self.num_misses = 0
+        self.num_misses, self.has_differed = 0, False
 
     def find_valid(self) -> Any:
         """Returns the program whose guards hold, if there is one."""
@@ -42,6 +46,11 @@ class KnownCall:
         self.observations.insert(0, (values, (observed, record)))
         del self.observations[_MAX_OBSERVATIONS:]
         self.is_unseen = False
+
+    def observe_again(self) -> None:
+        """Has the next call observed, in place of those before it."""
+        self.observations.clear()
+        self.has_differed = self.is_unseen = True
 
     def find_observation(self) -> Any:
         """Returns the code and the functions of a call that has left the values of now, if any."""

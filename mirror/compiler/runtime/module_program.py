@@ -14,15 +14,16 @@ backward pass that reaches nothing else leaves the gradients where they are redu
 ``packed_grads.py``.
 
 A backward pass that is not the traced one calls ``forward`` again, uncompiled, with the state of
-then: where other outputs have gradients, with ``create_graph=True``, and on a GPU where a later
-call has overwritten what the graph has saved.
+then: where other outputs have gradients, with ``create_graph=True``, where a hook reads a value
+that has changed since, and on a GPU where a later call has overwritten what the graph has saved:
+see ``module_graphs.py``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -34,14 +35,14 @@ from mirror.base.torch_private import set_sequence_number, storage_key
 from mirror.compiler.call_outputs import distinct_tensors, output_leaves, rebuild_outputs
 from mirror.compiler.lowering.module_trace import ModuleTrace
 from mirror.compiler.lowering.pass_cutter import PassPrograms
-from mirror.compiler.lowering.programs import CallableProgram, SlotGetter, slot_getter
-from mirror.compiler.lowering.step_plan import ProgramPiece
-from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.lowering.programs import CallableProgram, slot_getter
+from mirror.compiler.runtime.backward_values import BackwardValues
+from mirror.compiler.runtime.cuda_graphs import copies_of
+from mirror.compiler.runtime.module_graphs import ModuleGraphs, PackedMemory, ReplicaPool
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.params.torch_function import make_common
 from mirror.values import leaves_of
@@ -59,10 +60,11 @@ class ModuleProgram:
         trace: the trace.
         passes: its programs as pieces.
         forward, backward: the same, ready to be called.
-        make_graphs: makes the launcher of one replica's CUDA graphs, given the slots of inputs
-            that stay; ``None``: torch's kernels are launched one by one.
+        pools: the memory of each replica's CUDA graphs; empty: there are none.
         redo: computes the gradients of a call by another call of ``forward``.
         gradients: those of the strategy's parameters; ``None`` with one replica.
+        packed: where the module's programs leave gradients, by their parameters.
+        later: the values that code of the backward pass reads.
 
     Attributes:
         pattern: the traced call.
@@ -79,12 +81,15 @@ class ModuleProgram:
         passes: PassPrograms,
         forward: CallableProgram,
         backward: CallableProgram | None,
-        make_graphs: Callable[[Sequence[int]], CapturedPieces] | None,
+        pools: Mapping[int, list[ReplicaPool]],
         redo: Redo,
         gradients: GradReducer | None,
+        packed: dict[Any, PackedMemory | None],
+        later: BackwardValues | None = None,
     ) -> None:
+        self._known_packed = packed
         self._replicas, self._trace, self.passes, self._redo = replicas, trace, passes, redo
-        self.pattern, self.record = trace.pattern, trace.record
+        self.pattern, self.record, self.later = trace.pattern, trace.record, later
         self._forward, self._backward = forward, backward
         inputs = trace.step.inputs
         read = {*forward.reads, *passes.saved, *passes.gradients, *passes.outputs}
@@ -114,6 +119,10 @@ class ModuleProgram:
         ]
         others = [(slot, inputs[slot].value) for slot in sorted(read)]
         self._found = [(slot, value) for slot, value in others if value is not None]
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        if pools:
+            for slot, value in self._found:
+                _check_host_value(slot, value, passes)
         by_tangent = {
             one.of[1]: slot for slot, one in enumerate(inputs) if one.kind is InputKind.PART
         }
@@ -147,21 +156,30 @@ class ModuleProgram:
         # Until a backward pass is the traced one, forward can be called again.
         self._is_proven = backward is None or not passes.reads_written
         self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._graphs: dict[int, _ReplicaGraphs] = {}
+        self._are_inputs = [slot < len(inputs) for slot in passes.saved]
         stay = [
             slot
             for slot, one in enumerate(inputs)
             if one.kind in (InputKind.PARAMETER, InputKind.BUFFER) or one.value is not None
         ]
-        if make_graphs is not None:
-            packed = self._make_packed(gradients)
-            self._graphs = {
-                r: _ReplicaGraphs(make_graphs(stay), self._leaves_of(r), packed)
-                for r in range(replicas.num_replicas)
-            }
+        self._packed = self._make_packed(gradients) if pools else None
+        self._graphs = {
+            r: ModuleGraphs(
+                (r, replicas.devices[r]),
+                passes,
+                forward,
+                backward,
+                stay,
+                self._num_arguments,
+                self._packed,
+                mine,
+            )
+            for r, mine in pools.items()
+        }
+        self._joined = {r: _JoinedLeaves(self._leaves_of(r)) for r in pools}
 
-    def _make_packed(self, gradients: GradReducer | None) -> _PackedBackward | None:
-        """Returns what leaves gradients where they are reduced; ``None`` if that cannot be."""
+    def _make_packed(self, gradients: GradReducer | None) -> PackedMemory | None:
+        """Returns where gradients are reduced; ``None`` if they cannot be left there."""
         if self._gaps:
             return None
         slots = self.passes.gradients[self._num_arguments :]
@@ -170,11 +188,13 @@ class ModuleProgram:
             return None
         if not set(slots).issubset(self._backward.gives):
             return None
-        packed = gradients.pack(variables)
-        if packed is None:
-            return None
-        others = [s for s in self.passes.gradients[: self._num_arguments] if s not in slots]
-        return _PackedBackward(self._backward, gradients.tracker, packed, variables, slots, others)
+        key = tuple(variables)
+        if key not in self._known_packed:
+            grads = gradients.pack(variables)
+            self._known_packed[key] = (
+                None if grads is None else PackedMemory(gradients.tracker, grads, variables)
+            )
+        return self._known_packed[key]
 
     def call(self, replica_id: int, leaves: Sequence[Any], state: Any) -> Any:
         """Makes the call on a replica; returns what the module returns.
@@ -183,14 +203,14 @@ class ModuleProgram:
             leaves: the tensors among the arguments.
             state: what ``redo`` needs to make the call again.
         """
-        graphs = self._graphs.get(replica_id)
-        parameters = self._leaves_of(replica_id) if graphs is None else graphs.parameters
+        joined = self._joined.get(replica_id)
+        parameters = self._leaves_of(replica_id) if joined is None else joined.parameters
         call = ModuleCall(self, replica_id, leaves, parameters, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
-            if graphs is not None and parameters and graphs.are_free():
-                call.leaves_node = graphs.join_leaves()
-                outputs = _apply(call, *wanted, graphs.joined)
+            if joined is not None and parameters and joined.is_free():
+                joined.begin(call)
+                outputs = _apply(call, *wanted, joined.output)
             else:
                 outputs = _apply(call, *wanted, *parameters)
         else:
@@ -217,23 +237,37 @@ class ModuleProgram:
         for slot, number in self._arguments:
             values[slot] = call.leaves[number]
         for slot, found in self._found:
-            values[slot] = found.to(device)
+            values[slot] = found if found.device == device else self._copy_of(slot, r, found)
         graphs = self._graphs.get(r)
-        if graphs is not None and graphs.are_free():
-            graphs.pieces.moves = object()  # any tensor may have got other memory
-            graphs.pieces.run(self._forward, {r: values})
-            graphs.begin(call)
-            outputs = graphs.pieces.keep(self._outputs(values))
+        saved: Sequence[Any]
+        if graphs is not None and graphs.run_forward(call, values):
+            call.graphs = graphs
+            given = zip(self._saved(values), self._are_inputs, strict=True)
+            saved = [value if is_input else None for value, is_input in given]
         else:
             self._forward.run(values, device)
-            outputs = list(self._outputs(values))
-        saved = self._saved(values)
+            saved = self._saved(values)
+        outputs = list(self._outputs(values))
         # Autograd refuses writes to a view that a Function returns. It need not where the
         # backward pass does not read the memory.
+        keys = [None if value is None else storage_key(value) for value in saved]
         for i, output in enumerate(outputs):
-            if output._base is not None and storage_key(output) not in map(storage_key, saved):
+            if output._base is not None and storage_key(output) not in keys:
                 outputs[i] = output.data
         return outputs, saved
+
+    def _copy_of(self, slot: int, replica_id: int, found: Tensor) -> Tensor:
+        """Returns a replica's copy of a tensor on another device, with the values of now."""
+        known = self._copies.get((slot, replica_id))
+        if known is None:
+            copy = found.detach().to(self._replicas.devices[replica_id])
+            self._copies[slot, replica_id] = copy, found.detach().clone()
+            return copy
+        copy, before = known
+        if found.device.type != "cpu" or not torch.equal(found, before):  # the host waits
+            copy.copy_(found)
+            before.copy_(found)
+        return copy
 
     def _without_version(self, slot: int, replica_id: int, buffer: Tensor) -> Tensor:
         """Returns a tensor of a buffer's memory, whose writes are no new version of the buffer."""
@@ -244,39 +278,53 @@ class ModuleProgram:
 
     def run_backward(
         self, call: ModuleCall, saved: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> Sequence[Any]:
-        """Returns the gradients of the arguments and parameters."""
+    ) -> Sequence[Any] | None:
+        """Returns the gradients of the arguments and parameters.
+
+        ``None``: they cannot be computed from what forward has saved.
+        """
         r = call.replica_id
-        device = self._replicas.devices[r]
         values: list[Any] = [None] * self.passes.num_slots
         for slot, value in zip(self.passes.saved, saved, strict=True):
             values[slot] = value
         for slot, grad in zip(self._tangent_slots, grads, strict=True):
             values[slot] = grad
-        graphs = self._graphs.get(r)
         if self._backward is None:
             return self._gradients(values)
-        if graphs is not None and graphs.is_of(call):
-            graphs.pieces.moves = object()
-            if graphs.packed is not None:
-                return graphs.packed.run(graphs.pieces, self._gradients, values, r, device)
-            graphs.pieces.run(self._backward, {r: values})
-            return graphs.pieces.keep(self._gradients(values))
-        self._backward.run(values, device)
+        if call.graphs is not None:
+            if call.graphs.run_backward(values):
+                return self._leave(call, values)
+            if self.draws:  # attention has kept its seed on the GPU
+                return None
+        self._backward.run(values, self._replicas.devices[r])
+        if self._graphs:
+            self._graphs[r].note_backward()
         return self._gradients(values)
+
+    def _leave(self, call: ModuleCall, values: list[Any]) -> Sequence[Any]:
+        """Returns the gradients that a graph has made; those of a packed pass stay in place."""
+        found, packed = self._gradients(values), self._packed
+        if packed is None:
+            return found
+        arguments = found[: self._num_arguments]
+        if call.joined is not None and packed.is_under_way:
+            return arguments
+        return *arguments, *copies_of(packed.of_replica(call.replica_id))
 
     def backward(self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients for ``_Replayed``: of the traced pass, or of another one."""
         found = self._find_gradients(ctx, call, grads)
-        node = call.leaves_node
-        if node is None:
+        joined = call.joined
+        if joined is None:
             return found
-        node.gradients = found[self._num_arguments :] or None
-        return *found[: self._num_arguments], self._graphs[call.replica_id].grad_of_joined
+        joined.node.gradients = found[self._num_arguments :] or None
+        return *found[: self._num_arguments], joined.grad_of_output
 
     def _find_gradients(
         self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
     ) -> Sequence[Any]:
+        if not any(grad is not None for grad in grads):  # of code behind another output
+            return [None] * (self._num_arguments + len(self._trace.parameters))
         saved = self._take_saved(ctx, call, grads)
         given = self._get_tangents(grads)
         is_traced = (
@@ -285,17 +333,27 @@ class ModuleProgram:
             and call.is_there()
             and [grad is not None for grad in grads] == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
+            and (self.later is None or self.later.hold())
         )
-        if not is_traced:
+        found = None
+        if is_traced:
+            found = self.run_backward(call, saved, given)
+        if found is None:
             call.check_leaves()
-            return self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
-        found = self.run_backward(call, saved, given)
-        if self._gaps:
-            found = list(found)
-            for i in self._gaps:
-                found.insert(i, None)
-        self._is_proven = call.has_ended = True  # the next call may overwrite what was saved
-        return found
+            found = self._redo(call.replica_id, call, grads, torch.is_grad_enabled())
+        else:
+            if self._gaps:
+                found = list(found)
+                for i in self._gaps:
+                    found.insert(i, None)
+            self._is_proven = call.has_ended = True  # the next call may overwrite what was saved
+        packed = self._packed
+        if packed is None or call.joined is None or not packed.is_under_way:
+            return found
+        # A packed pass does not go on to the parameters.
+        of_parameters = found[self._num_arguments :]
+        packed.arrive(call.replica_id, self._replicas.devices[call.replica_id], of_parameters)
+        return found[: self._num_arguments]
 
     def _take_saved(self, ctx: Any, call: ModuleCall, grads: Sequence[Any]) -> Any:
         """Returns what forward has saved.
@@ -326,13 +384,17 @@ class ModuleProgram:
             )
 
     @contextmanager
-    def keeping_buffers(self, call: ModuleCall) -> Iterator[None]:
-        """Within the block, forward may write buffers, which then have their values again."""
+    def as_then(self, call: ModuleCall) -> Iterator[None]:
+        """Within the block, forward finds what the call has found, and may write buffers.
+
+        These then have their values again.
+        """
         tensors = self._written(call.replica_id)
         after = [tensor.clone() for tensor in tensors]
         self._fill(tensors, call.buffers or ())
         try:
-            yield
+            with nullcontext() if self.later is None else self.later.of_then():
+                yield
         finally:
             self._fill(tensors, after)
 
@@ -348,8 +410,7 @@ class ModuleProgram:
 
     def packs(self, replica_id: int) -> tuple[int, PackedGrads | None]:
         """Returns the replica, and where a pass may leave its gradients packed."""
-        packed = self._graphs[replica_id].packed
-        return replica_id, None if packed is None else packed.grads
+        return replica_id, None if self._packed is None else self._packed.grads
 
     def inputs_of(self, call: ModuleCall) -> tuple[list[int], list[Tensor]]:
         """Returns the numbers of the arguments that get gradients, and the parameters that do."""
@@ -365,8 +426,8 @@ class ModuleCall:
     """One call of a program on a replica, until its backward pass."""
 
     __slots__ = (
-        *("__weakref__", "buffers", "has_ended", "is_freed", "leaves", "leaves_node", "passed"),
-        *("program", "replica_id", "state", "token", "versions", "watched"),
+        *("__weakref__", "buffers", "graphs", "has_ended", "is_freed", "joined", "leaves"),
+        *("passed", "program", "replica_id", "state", "versions", "watched"),
     )
 
     def __init__(
@@ -379,8 +440,8 @@ class ModuleCall:
     ) -> None:
         self.program, self.replica_id = program, replica_id
         self.leaves, self.state = leaves, state
-        self.token: _ReplicaGraphs | None = None
-        self.leaves_node: Any = None
+        self.graphs: ModuleGraphs | None = None
+        self.joined: _JoinedLeaves | None = None
         self.buffers: list[Tensor] | None = None  # as forward has found them
         self.watched = (*leaves, *parameters)
         self.versions = [*map(_version_of, self.watched)]
@@ -389,7 +450,7 @@ class ModuleCall:
 
     def is_there(self) -> bool:
         """Whether what forward has saved is not overwritten."""
-        return self.token is None or self.token.is_of(self)
+        return self.graphs is None or self.graphs.is_of(self)
 
     def check_leaves(self) -> None:
         """Raises RuntimeError, as autograd does, if forward would not find what it has found."""
@@ -401,121 +462,40 @@ class ModuleCall:
             )
 
 
-class _ReplicaGraphs:
-    """The CUDA graphs of one replica, whose memory holds what one call has saved.
+class _JoinedLeaves:
+    """The parameters of one replica as one input of a program's calls, one call after the other.
 
     Args:
         parameters: the replica's leaves that get gradients.
-        packed: leaves these where they are reduced; ``None`` if that cannot be.
 
     Attributes:
-        joined: the output of ``_Leaves``.
-        grad_of_joined: its gradient, in every pass.
+        node: that of ``_Leaves``, through which a call's gradients go.
+        output: its output.
+        grad_of_output: the gradient of that, in every pass.
     """
 
-    joined: Tensor
-    grad_of_joined: Tensor
+    output: Tensor
+    grad_of_output: Tensor
 
-    def __init__(
-        self,
-        pieces: CapturedPieces,
-        parameters: list[Tensor],
-        packed: _PackedBackward | None,
-    ) -> None:
-        self.pieces, self.parameters, self.packed = pieces, parameters, packed
-        self._leaves_node: Any = None
-        self._holder: weakref.ref[ModuleCall] | None = None
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.node: Any = None
+        self._holder: Callable[[], ModuleCall | None] = lambda: None
 
-    def join_leaves(self) -> Any:
-        """Returns the node of ``_Leaves``, through which a call's gradients go."""
-        if self._leaves_node is None:
-            self.joined = _join(*self.parameters)
-            self.grad_of_joined = self.joined.detach()
-            self._leaves_node = self.joined.grad_fn
-            set_sequence_number(self._leaves_node, _FIRST)
-        return self._leaves_node
-
-    def are_free(self) -> bool:
-        """Whether no call needs what the graphs have saved."""
-        call = None if self._holder is None else self._holder()
+    def is_free(self) -> bool:
+        """Whether no call waits for its backward pass."""
+        call = self._holder()
         return call is None or call.has_ended
 
     def begin(self, call: ModuleCall) -> None:
-        self._holder, call.token = weakref.ref(call), self
-
-    def is_of(self, call: ModuleCall) -> bool:
-        """Whether the graphs' memory holds what this call has saved."""
-        return self._holder is not None and self._holder() is call
-
-
-class _PackedBackward:
-    """A backward program that writes the gradients of parameters where they are reduced.
-
-    Args:
-        program: it returns the gradients.
-        variables: whose, in its order.
-        slots: where it leaves these; ``others``: those of arguments.
-    """
-
-    def __init__(
-        self,
-        program: CallableProgram,
-        tracker: GradTracker,
-        grads: PackedGrads,
-        variables: Sequence[Any],
-        slots: Sequence[int],
-        others: Sequence[int],
-    ) -> None:
-        self._program, self._tracker, self.grads = program, tracker, grads
-        number_of = {variable: i for i, variable in enumerate(grads.variables)}
-        self._numbers = [number_of[variable] for variable in variables]
-        self._get_made = slot_getter([program.gives.index(slot) for slot in slots])
-        self._others, self._slots = list(dict.fromkeys(others)), slots
-        self._get_others = slot_getter([program.gives.index(slot) for slot in self._others])
-        self._of_replica: dict[int, tuple[CallableProgram, list[Tensor]]] = {}
-
-    def _make(self, replica_id: int, device: torch.device) -> tuple[CallableProgram, list[Tensor]]:
-        """Returns the program of a replica, and the memory that it writes."""
-        made = self.grads.make(replica_id)
-        memory = [made[number] for number in self._numbers]
-        call, get_made, get_others = (
-            self._program.programs[device],
-            self._get_made,
-            self._get_others,
-        )
-
-        def call_packing(inputs: list[Any]) -> Sequence[Any]:
-            found = call(inputs)
-            torch._foreach_copy_(memory, list(get_made(found)))
-            return get_others(found)
-
-        piece = ProgramPiece(True, None, self._program.reads, self._others, [])
-        return CallableProgram(piece, {device: call_packing}, is_raw=False), memory
-
-    def run(
-        self,
-        pieces: CapturedPieces,
-        get_gradients: SlotGetter,
-        values: list[Any],
-        replica_id: int,
-        device: torch.device,
-    ) -> Sequence[Any]:
-        """Returns the gradients of arguments, and of parameters unless the pass is packed."""
-        known = self._of_replica.get(replica_id)
-        if known is None:
-            known = self._of_replica[replica_id] = self._make(replica_id, device)
-        program, memory = known
-        pieces.run(program, {replica_id: values})
-        if self.grads.is_under_way:
-            self._tracker.packed.arrive(self.grads, replica_id, device)
-            found = get_gradients(values)
-            return pieces.keep(found[: len(found) - len(memory)])
-        for slot, grad in zip(self._slots, memory, strict=True):
-            values[slot] = grad
-        found = get_gradients(values)
-        num_arguments = len(found) - len(memory)
-        copies = torch._foreach_mul(memory, 1.0)
-        return *pieces.keep(found[:num_arguments]), *copies
+        """Has the gradients of a call go through the node."""
+        if self.node is None:
+            self.output = _join(*self.parameters)
+            self.grad_of_output = self.output.detach()
+            self.node = self.output.grad_fn
+            set_sequence_number(self.node, _FIRST)
+        call.joined = self
+        self._holder = weakref.ref(call)
 
 
 class _Leaves(torch.autograd.Function):
@@ -547,7 +527,7 @@ class _Replayed(torch.autograd.Function):
         make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
         ctx.call = call
-        if call.leaves_node is not None:
+        if call.joined is not None:
             ctx.mirror_packs = partial(call.program.packs, call.replica_id)
         ctx.mirror_is_separate = call.program.pattern.is_separate
         ctx.set_materialize_grads(False)
@@ -570,3 +550,21 @@ _join: Any = super(torch.autograd.Function, _Leaves).apply
 def _leaf_of(place: StateTensor, replica_id: int) -> Tensor:
     found: Tensor = place.owner if place.record is None else place.record.copies[replica_id]
     return found
+
+
+def _check_host_value(slot: int, value: Tensor, passes: PassPrograms) -> None:
+    """Raises CompileError if a GPU would round another number than that of the host."""
+    if value.device.type != "cpu" or value.dim() or not value.is_floating_point():
+        return
+    for piece in (passes.forward, passes.backward):
+        if piece is None or slot not in piece.reads:
+            continue
+        assert piece.graph is not None
+        holders = piece.graph.graph.find_nodes(op="placeholder")
+        for user in holders[piece.reads.index(slot)].users:
+            made = user.meta.get("val")
+            if isinstance(made, Tensor) and made.dtype in (torch.float16, torch.bfloat16):
+                raise CompileError(
+                    f"it computes {made.dtype} with a number in a tensor of the host, which a "
+                    "GPU's tensor would round; make it a Python number, or a buffer"
+                )

@@ -4,7 +4,7 @@
 A program is right as long as the step's Python code would do the same as in the trace. The values
 that this depends on are compared before every call, as a few lists in the interpreter's C:
 
-    thread      grad mode, autocast, default dtype
+    thread      grad mode, autocast, default dtype; the process's flags of cuDNN, cuBLAS, attention
     modules     of those called: modes, numbers and strings among attributes, submodules, hooks
     parameters  their identity, memory and strides, whether they require gradients
     optimizers  groups: their parameters and options, but for learning rates and options that
@@ -28,19 +28,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.base.torch_private import hooks_of
+from mirror.base.torch_private import (
+    MODULE_HOOKS,
+    hooks_of,
+    hooks_of_all_modules,
+    kernel_flags,
+    num_function_modes,
+)
 from mirror.compiler.capture.traced_numbers import TracedNumbers
 from mirror.compiler.capture.traced_swap import TracedSwap
 from mirror.compiler.free_variables import PLAIN, FreeVariables, SameObject, make_comparable
 from mirror.compiler.step_inputs import StateTensor
-from mirror.compiler.torch_internals import HOOKS_OF_ALL_MODULES, MODULE_HOOKS
-from mirror.replica.modules.module_owner import ReplicaDict
 from mirror.replica.optimizers.param_groups import step_hooks
 
 _SCALER = [
     *["enabled, growth_factor, backoff_factor or growth_interval of a GradScaler"] * 4,
     *["the tensors of a GradScaler"] * 2,
 ]
+
+
+_call = operator.methodcaller("__call__")
 
 
 class GuardedValue:
@@ -186,21 +193,32 @@ def guard_code(modules: Sequence[nn.Module], around: FreeVariables) -> list[Guar
 
 
 def _guard_thread() -> GuardedValue:
-    """Guards the modes of torch in this thread."""
+    """Guards the modes of torch in this thread, and the flags by which it chooses kernels."""
+    flags, getters = kernel_flags()
     kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
 
     def read() -> list[Any]:
         return [
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
+            torch.get_default_device() if num_function_modes() else None,
             torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            *map(_call, getters),
             *[
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
                 for kind in kinds
             ],
         ]
 
-    names = ["the grad mode", "the default dtype", "deterministic algorithms"]
+    names = [
+        "the grad mode",
+        "the default dtype",
+        "the default device",
+        "deterministic algorithms",
+        "warn_only",
+        *flags,
+    ]
     return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], read)
 
 
@@ -215,10 +233,12 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     children: list[Any] = []
     owners: list[str] = []
     counted: list[dict[str, Any]] = []  # one may get more entries
-    hooks: list[dict[Any, Any]] = [*HOOKS_OF_ALL_MODULES]
+    hooks = hooks_of_all_modules()
     held: list[tuple[dict[str, Any], str]] = []
     for key, module in modules.items():
         attributes = module.__dict__
+        if "training" not in attributes:  # of torch.compile: it has those of its module
+            continue
         names = [
             name
             for name, value in attributes.items()
@@ -227,18 +247,17 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         # With two names it gives a tuple; every module has the first, some have no mode.
         getters.append((operator.itemgetter("_is_full_backward_hook", *names), attributes))
         of_values.append(f"one of {', '.join(names)} of module {paths[key]!r}")
-        buffers = attributes["_buffers"]  # copies are inputs; those of one replica are replaced
-        kinds = {"submodules": module._modules, "parameters": module._parameters}
-        if isinstance(buffers, ReplicaDict):
-            kinds["buffers"] = buffers
-        for kind, entries in kinds.items():
-            if entries:
-                children.append(entries)
-                owners.append(f"the {kind} of {paths[key]!r}")
-        counted += [attributes, module._modules, module._parameters, buffers]
+        if module._modules:
+            children.append(module._modules)
+            owners.append(f"the submodules of {paths[key]!r}")
         hooks += [attributes[name] for name in MODULE_HOOKS]
-        for kept in (attributes, *([] if isinstance(buffers, ReplicaDict) else [buffers])):
-            held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
+        if module._parameters:
+            children.append(module._parameters)
+            owners.append(f"the parameters of {paths[key]!r}")
+        buffers = attributes["_buffers"]  # some may be None
+        held += [(buffers, name) for name in buffers]
+        held += [(attributes, name) for name, one in attributes.items() if isinstance(one, Tensor)]
+        counted += [attributes, module._modules, module._parameters, buffers]
 
     def read() -> list[Any]:
         ids = [[*map(id, dict.values(entries))] for entries in children]
@@ -263,7 +282,7 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         return all(map(operator.is_, held, objects))
 
     def read_tensors() -> list[Any]:
-        return [SameObject(kept.get(name)) for kept, name in held]
+        return [SameObject(dict.get(kept, name)) for kept, name in held]  # no replica's copy
 
     def read_hooks() -> list[Any]:
         return [*map(tuple, hooks)]  # ids of handles: one in another's place is another

@@ -206,6 +206,29 @@ class PackedPasses:
             self._streams.record_use(replica_id, device)
         packed.arrived.add(replica_id)
 
+    def leave_in_slots(
+        self,
+        packed: PackedGrads,
+        replica_id: int,
+        device: torch.device,
+        numbers: Sequence[int],
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        """Puts gradients into slots, as a pass does that gives some parameters none.
+
+        The pass is none that leaves all packed then: ``end`` moves those of other replicas, too.
+
+        Args:
+            numbers: whose they are, of the variables.
+        """
+        if self._streams is not None:
+            self._streams.record_use(replica_id, device)
+        copies = packed.arrivals.copies[replica_id]  # their slots are empty
+        for number, grad in zip(numbers, grads, strict=True):
+            if grad is not None:
+                set_local_grad(copies[number], grad)
+                self._pending[replica_id].append(copies[number])
+
     def end(self, this: Any) -> bool:
         """Ends a pass; returns whether it has left all gradients packed."""
         packed = self._under_way

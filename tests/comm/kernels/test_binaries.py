@@ -29,7 +29,7 @@ from mirror.comm.kernels.cuda_kernels import (
 from mirror.comm.kernels.launcher import KernelArguments
 from mirror.errors import BackendError
 from tests.fixtures import made_once
-from tests.pairs import each_once
+from tests.pairs import each_once, quick_of
 
 LIBRARIES = {"CUDA 12": "cuda_nvrtc/lib/libnvrtc.so.12", "CUDA 13": "cu13/lib/libnvrtc.so.13"}
 
@@ -236,7 +236,7 @@ def test_what_had_local_memory_fits_into_registers(compiler, case, architecture)
 
 
 @pytest.mark.slow
-@each_once(name=NAMES, architecture=ARCHITECTURES)
+@each_once(name=NAMES, architecture=quick_of(ARCHITECTURES, ARCHITECTURES[::3]))
 def test_all_that_had_local_memory_fits_into_registers(compiler, architecture):
     for *what, op in HAD_LOCAL_MEMORY:
         compiler.compile(unit_source(unit(*what, OPS.index(op))), architecture)

@@ -314,13 +314,63 @@ def profiling(m):
             m.step(model, optimizer, x)
 
 
+class Heads(Net):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        return self.last(h), self.other(h)
+
+
+def one_head_at_a_time(m):
+    model = m.model(Heads)
+    optimizer = m.sgd(model)
+    for i, x in enumerate(m.batches(*(6,) * 6)):
+        optimizer.zero_grad()
+        model(x)[i > 3].square().mean().backward()
+        m.keep(*[p.grad for p in model.parameters()])
+        optimizer.step()
+
+
+def passes_that_reach_one_of_two_models(m):
+    inner, outer = m.model(), m.model(lambda: Outer(nn.Linear(4, 4)))
+    outer.forward = lambda x, h: (outer.head(h), outer.inner(x[:, :4]))
+    for i, x in enumerate(m.batches()):
+        inner.zero_grad()
+        outer(x, inner(x))[i % 2].square().mean().backward()
+        m.keep(*[p.grad for p in inner.parameters()])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.layer(self.layer(x).tanh())
+
+
+def autocast_of_dropout_and_of_parameters_used_twice(m):
+    """A parameter is cast once, so the gradients of its uses are added in half precision."""
+    model = m.model(lambda: nn.Sequential(Tied(), nn.Linear(6, 8), nn.Dropout(0.1)))
+    for x in m.batches(6, 6, 6):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        output.float().square().mean().backward()
+        m.keep(output, *[p.grad for p in model.parameters()])
+
+
 PROGRAMS = [
     *(keeping_outputs, keeping_outputs_without_gradients, two_forwards_before_a_backward),
     *(backward_in_another_order, outputs_without_backward, exceptions_in_forward),
     *(module_within_another, module_of_two_models, second_pass_of_a_graph, two_optimizers),
     *(optimizer_before_compile, loading_states, accumulating, averaging_copies),
     *(saving_whole_models, freezing, scheduling, keeping_zero_gradients, changing_gradients),
-    *(changing_groups, profiling),
+    *(changing_groups, profiling, one_head_at_a_time, passes_that_reach_one_of_two_models),
+    autocast_of_dropout_and_of_parameters_used_twice,
 ]
 
 
@@ -347,17 +397,60 @@ def test_a_loop_leaves_the_bits_that_it_leaves_uncompiled(program, n):
     check(program, ["cpu"] * n)
 
 
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_not_called_in_passes_through_other_outputs(method, caplog):
+    """With one replica they are autograd's, which calls them also where no gradient arrives."""
+    machine, called = Machine(["cpu"], compiles=False), []
+    with machine.strategy:
+        model = machine.model(Heads)
+        machine.strategy.compile(model)
+        for i, x in enumerate(machine.batches(*(6,) * 5)):
+            if i == 3:
+                getattr(model.other.bias, method)(lambda _, i=i: called.append(i))
+            model(x)[i % 2].square().mean().backward()
+    assert called == [3]
+    assert "parameter 'other.bias' has a hook, and only some outputs" in caplog.text
+
+
+class WithLoss(Net):
+    def forward(self, x):
+        output = super().forward(x)
+        chosen = (output.detach() > 0).float()
+        return (output * chosen).sum() / chosen.sum(), output
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_among_the_outputs_joins_as_that_of_an_uncompiled_call(n, caplog):
+    """The loss is weighted by what its graph shows, here by the numbers of chosen elements."""
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        machine = Machine(["cpu"] * n, compiles=False)
+        with machine.strategy:
+            model = machine.model(WithLoss)
+            if compiles:
+                machine.strategy.compile(model)
+            for x in machine.batches():
+                model.zero_grad()
+                loss, _ = model(x)
+                loss.backward()
+                machine.keep(loss, *[p.grad for p in model.parameters()])
+        found.append(machine.found)
+    assert all(map(torch.equal, *found))
+    assert ("it returns a 0-d tensor with a gradient" in caplog.text) == (n > 1)
+
+
 ON_GPUS = [
     keeping_outputs,
     two_forwards_before_a_backward,
     backward_in_another_order,
     accumulating,
+    one_head_at_a_time,
 ]
 
 
 @pytest.mark.parametrize("program", ON_GPUS, ids=lambda program: program.__name__)
-def test_a_loop_on_gpus_leaves_the_bits_that_it_leaves_uncompiled(program, monkeypatch):
-    monkeypatch.setattr(Net, "rate", 0.0)  # simulated graphs draw other numbers
+def test_a_loop_on_gpus_leaves_the_bits_that_it_leaves_uncompiled(program):
     with compiling_gpus(2) as gpus, graphs_on(gpus) as graphs:
         check(program, gpus.devices)
         assert not gpus.violations

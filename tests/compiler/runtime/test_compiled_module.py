@@ -5,10 +5,12 @@ import collections
 import contextvars
 import copy
 import ctypes
+import dataclasses
 import datetime
 import functools
 import gc
 import itertools
+import logging
 import os
 import pathlib
 import pickle
@@ -1063,6 +1065,155 @@ def test_a_hook_that_notes_its_calls_runs_uncompiled_with_one_warning(caplog):
     assert len(PASSES) == 2 * 5
 
 
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    scale: float = 2.0
+
+
+Named = collections.namedtuple("Named", "x scale")
+
+
+class OfStructures(Net):
+    def forward(self, given):
+        values = given if isinstance(given, collections.UserDict) else None
+        x = values["x"] if values is not None else given.x
+        return super().forward(x) * (values["scale"] if values is not None else given.scale)
+
+
+@pytest.mark.parametrize(
+    "wrap", [Pair, lambda x: Named(x, 2.0), lambda x: collections.UserDict(x=x, scale=2.0)]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_arguments_may_be_structures_of_tensors_and_plain_values(wrap, n):
+    def step(loop, x, y):
+        loop.step(wrap(x), y)
+
+    assert compare(OfStructures, n, step, sizes=(6,) * 4, verify="off") == 1
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x, self.scale = x, 2.0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_argument_that_no_trace_follows_is_told_once(n, caplog):
+    class OfOpaque(Net):
+        def forward(self, x, kind):
+            return super().forward(x) * kind.scale
+
+    def step(loop, x, y):
+        loop.optimizer.zero_grad()
+        F.mse_loss(loop.model(x, kind=Opaque(None)), y).backward()
+        loop.optimizer.step()
+
+    assert compare(OfOpaque, n, step, sizes=(6,) * 4, fallback="eager", verify="off") == 0
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert "argument 'kind' is a Opaque" in warning
+    assert "fallback" not in warning
+    with pytest.raises(CompileError, match="argument 'kind' is a Opaque"):
+        Loop(OfOpaque, n, compiles=True, verify="off").train(step)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("within", [False, True])
+def test_what_torch_has_compiled_runs_as_it_does(within, n, caplog):
+    def step(loop, x, y):
+        if loop.found:
+            loop.step(x, y)
+            return
+        with loop.strategy.scope():
+            compiled = torch.compile(loop.model, backend="eager")
+            outer = nn.Sequential(compiled) if within else compiled
+        loop.strategy.compile(outer)
+        for _ in range(3):
+            loop.optimizer.zero_grad()
+            F.mse_loss(outer(x), y).backward()
+            loop.optimizer.step()
+        loop.keep(x)
+
+    uncompiled, compiled = [Loop(Net, n, compiles=False).train(step, (6,) * 2) for _ in range(2)]
+    assert all(map(torch.equal, compiled, uncompiled))
+    warnings = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
+    assert all("compiled it already" in one or "Sequential" in one for one in warnings)
+    assert warnings
+
+
+class OfSparse(Net):
+    def forward(self, x, links):
+        return super().forward(torch.sparse.mm(links, x))
+
+
+def test_a_sparse_argument_is_told(caplog):
+    def step(loop, x, y):
+        F.mse_loss(loop.model(x, torch.eye(6).to_sparse()), y).backward()
+
+    compare(OfSparse, 1, step, sizes=(6,) * 3, fallback="eager")
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert "argument 1 is a tensor with the layout sparse_coo" in warning
+
+
+LOGGER = logging.getLogger("tests.of_forward")
+
+
+class Logs(Net):
+    def compute(self, h):
+        LOGGER.debug("%s", h.shape)
+        return h
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_forward_may_have_a_logger_that_is_silent(n):
+    assert compare(Logs, n, sizes=(6,) * 4) == 1
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
+def test_forward_that_logs_runs_uncompiled_with_one_warning(level, caplog):
+    with caplog.at_level(level, "tests.of_forward"):
+        traces = compare(Logs, 1, sizes=(6,) * 4, fallback="eager")
+    warnings = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
+    assert (traces == 0) == (level == logging.DEBUG) == (len(warnings) == 1)
+
+
+OPERATIONS = torch.library.Library("mirror_test_module", "DEF")
+OPERATIONS.define("double(Tensor x) -> Tensor")
+OPERATIONS.impl("double", lambda x: x * 2, "CPU")  # none for the placeholders of a trace
+
+
+class OfOwnKernel(Net):
+    def compute(self, h):
+        return h + torch.ops.mirror_test_module.double(h.detach())
+
+
+def test_a_failing_trace_names_the_users_line(caplog):
+    compare(OfOwnKernel, 1, sizes=(6,) * 4, fallback="eager")
+    (warning,) = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
+    assert __file__ in warning
+    assert "torch.ops.mirror_test_module.double(h.detach())" in warning
+    assert "\n" not in warning
+
+
+class OfModes(Net):
+    def compute(self, h):
+        if self.training:
+            return h * h.sum().item()
+        return h * h.max().item()
+
+
+def test_warnings_speak_of_forward_and_not_of_a_step(caplog):
+    compare(OfModes, 1, sizes=(6,) * 4, fallback="eager")
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert "step" not in warning.replace(__file__, "")
+    assert "fallback" not in warning
+
+
+def test_each_reason_is_told_with_its_mode(caplog):
+    compare(OfModes, 1, evaluated, sizes=(6,) * 4, fallback="eager")
+    first, second = [r.getMessage().partition(" cannot")[0] for r in caplog.records]
+    assert (first, second) == ("calls of OfModes", "calls of OfModes in evaluation")
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_clock_is_refused_with_its_line(n):
     class Clock(Net):
@@ -1071,6 +1222,31 @@ def test_a_clock_is_refused_with_its_line(n):
 
     with pytest.raises(CompileError, match=r"perf_counter\(\) % 2.*: it calls perf_counter"):
         Loop(Clock, n, compiles=True, verify="off").train()
+
+
+FLAGS = {
+    "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False, allow_tf32=True),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_that_choose_kernels_are_compared(flag):
+    """A graph, or a trace, has the kernels of its flags."""
+    with mirror.MirroredStrategy(["cpu"]) as strategy:
+        with strategy.scope():
+            model = strategy.compile(nn.Linear(6, 4), fallback="error")
+        compiled = interceptor_of(model).compiled
+        x = torch.ones(3, 6)
+        traces = []
+        for changes in (False, False, True, True, False, True):
+            if changes:
+                with FLAGS[flag]():
+                    model(x).mean().backward()
+            else:
+                model(x).mean().backward()
+            traces.append(compiled.num_traces)
+    assert traces == [0, 1, 2, 2, 2, 2]
 
 
 def test_more_than_four_shapes_run_uncompiled_with_one_warning(caplog):

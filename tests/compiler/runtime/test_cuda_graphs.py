@@ -245,18 +245,13 @@ def test_a_piece_that_changes_its_batch_is_not_captured(caplog):
     assert "it writes to an argument" in caplog.records[0].getMessage()
 
 
-OTHER = "\n    with torch.cuda.stream(torch.cuda.Stream(self._device)): "
+OTHER = "\n            with torch.cuda.stream(torch.cuda.Stream(self._device)): "
 MUTANTS = [
     # The batch is not copied, or late; results are not; nothing is launched, or twice.
-    (cuda_graphs._CapturedGraph, "launch", "[*map(operator.is_not,", "[*map(lambda *_: False,"),
-    (
-        cuda_graphs._CapturedGraph,
-        "launch",
-        "if True in",
-        "self.graph.launch()\n    if True in",
-    ),
+    (cuda_graphs.CapturedGraph, "launch", "[*map(operator.is_not,", "[*map(lambda *_: False,"),
+    (CudaGraph, "launch", "if into", "self._graph.replay()\n        if into"),
     (cuda_graphs.CapturedPieces, "keep", "self._graph_storages._", "()._"),
-    (cuda_graphs._CapturedGraph, "launch", "self.graph.launch()", "pass"),
+    (cuda_graphs.CapturedGraph, "launch", "self.graph.launch()", "pass"),
     (
         cuda_graphs.CapturedPieces,
         "_replay",
@@ -264,16 +259,16 @@ MUTANTS = [
         "captured.launch(copied);" * 2,
     ),
     # The user's batch is what the graph reads; it is let go of.
-    (cuda_graphs.CapturedPieces, "_capture", "t.clone() for", "t for"),
+    (cuda_graphs.CapturedGraph, "capture", "_empty_as(t) for", "t for"),
     # All GPUs' work in a graph of the first; the host waits; on any stream.
     (cuda_graphs.CapturedPieces, "run", "self._devices[r], []", "self._devices[0], []"),
     (CudaGraph, "launch", "self._graph", "torch.cuda.synchronize(self._device); self._graph"),
     (CudaGraph, "launch", "self._graph", OTHER + "self._graph"),
-    (CudaGraph, "capture", "with torch.cuda.stream(stream)", "if True"),
-    (CudaGraph, "capture", "thread_local", "global"),
-    (CudaGraph, "capture", "caller.wait_stream(stream)", "pass"),
+    (CudaGraph, "_capture", "with torch.cuda.stream(stream)", "if True"),
+    (CudaGraph, "_capture", "capture_error_mode=_MODE", 'capture_error_mode="global"'),
+    (CudaGraph, "_capture", "caller.wait_stream(stream)", "pass"),
     # What lies elsewhere is not noticed.
-    (cuda_graphs._CapturedGraph, "is_valid", "return [", "return True or ["),
+    (cuda_graphs.CapturedGraph, "is_valid", "return [", "return True or ["),
 ]
 
 

@@ -127,6 +127,21 @@ def test_a_value_that_changes_between_a_call_and_its_trace_refuses_nothing(step,
     assert compare(Scaled, n, step, sizes=SIZES) == traces[n - 1]
 
 
+class Decides(Net):
+    def prepare(self):
+        self.options = OwnOptions()
+        self.options.kind = None
+
+    def compute(self, h):
+        if self.options.kind is None:
+            self.options.kind = "double" if h.dtype is torch.float32 else "single"
+        return h * 2 if self.options.kind == "double" else h
+
+
+def test_a_first_call_that_decides_something_refuses_nothing():
+    assert compare(Decides, 1, sizes=SIZES) == 1
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_sets_are_compared_by_their_entries(n):
     def step(loop, x, y):
@@ -207,16 +222,17 @@ class Positions(Net):
         return h
 
 
-class BatchPositions(Net):
+class ChangedPositions(Net):
     def compute(self, h):
         positions = torch.arange(h.shape[1])
         positions[0] = 1
         return h if (positions.diff() == 1).all() else h * 2
 
 
-@pytest.mark.parametrize(("kind", "traces"), [(Positions, 1), (BatchPositions, 0)])
-def test_a_value_that_no_input_leads_to_may_be_asked(kind, traces):
+@pytest.mark.parametrize(("kind", "traces"), [(Positions, 1), (ChangedPositions, 0)])
+def test_a_value_that_no_input_leads_to_may_be_asked(kind, traces, caplog):
     assert compare(kind, 2, sizes=SIZES, fallback="eager") == traces
+    assert sum("asked of a tensor" in r.getMessage() for r in caplog.records) == 1 - traces
 
 
 class Layer:
