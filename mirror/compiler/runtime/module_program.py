@@ -207,12 +207,12 @@ class ModuleProgram:
             leaves: the tensors among the arguments.
             state: what ``redo`` needs to make the call again.
         """
-        parameters = self._leaves_of(replica_id)
+        joined = self._joined.get(replica_id)
+        parameters = self._leaves_of(replica_id) if joined is None else joined.parameters
         call = ModuleCall(self, replica_id, leaves, parameters, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
-            joined = self._joined.get(replica_id)
-            if joined is not None and joined.parameters and joined.is_free():
+            if joined is not None and parameters and joined.is_free():
                 joined.begin(call)
                 outputs = _apply(call, *wanted, joined.output)
             else:
