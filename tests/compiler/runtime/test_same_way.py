@@ -327,4 +327,4 @@ def test_a_gradient_that_passes_through_an_output_is_told(way, caplog):
             loop.keep(found["y"].grad)
 
     assert compare(Losses, 1, step, sizes=SIZES, fallback="eager") == 0
-    assert [r.getMessage().count("retains its gradient") for r in caplog.records] == [1]
+    assert sum("retains its gradient" in r.getMessage() for r in caplog.records) == 1
