@@ -37,6 +37,11 @@ class KnownCall:
         self.is_pending, self.is_unseen = False, True
         self.num_misses, self.has_differed = 0, False
 
+    @property
+    def mode(self) -> tuple[bool, bool]:
+        """Its mode: of training, and grad mode."""
+        return self.pattern.is_training, self.pattern.grad_enabled
+
     def find_valid(self) -> Any:
         """Returns the program whose guards hold, if there is one."""
         return _find(self.programs)
