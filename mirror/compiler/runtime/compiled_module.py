@@ -449,11 +449,9 @@ class CompiledModule(ReplayedCalls):
             self._wait(call)
             return
         seen = call.find_observation()
-        if seen is None:
-            call.is_unseen, call.num_misses = True, call.num_misses + 1
-            if call.num_misses <= MAX_MISSES:
-                self._wait(call)
-                return
+        if seen is None and call.note_miss() <= MAX_MISSES:
+            self._wait(call)
+            return
         pattern.observed, pattern.record = seen or call.last_observation()
         if not call.programs and self._num_shapes(mode) >= MAX_SHAPES:
             self._refuse(mode, f"it was called with more than {MAX_SHAPES} shapes or values")

@@ -64,6 +64,12 @@ class KnownCall:
         with self.pattern.in_its_modes():
             return _find(self.observations)
 
+    def note_miss(self) -> int:
+        """Has the next call observed; returns the number of misses in a row."""
+        self.is_unseen = True
+        self.num_misses += 1
+        return self.num_misses
+
     def last_observation(self) -> Any:
         """Returns the code and the functions of the last observed call."""
         return self.observations[0][1]
