@@ -429,7 +429,7 @@ class CompiledModule(ReplayedCalls):
         try:
             values = builder.values_of(module, observed)
         except Exception as error:
-            self._refuse(_mode_of(call), f"{type(error).__name__}: {error}", error)
+            self._refuse(call.mode, f"{type(error).__name__}: {error}", error)
         else:
             call.add_observation(values, observed, record)
         return result
@@ -438,7 +438,7 @@ class CompiledModule(ReplayedCalls):
         """Traces a call, if its module is in the mode of that call."""
         module, call.is_pending = self._module(), False
         pattern = call.pattern
-        mode = _mode_of(call)
+        mode = call.mode
         if module is None or mode in self._uncompiled:
             return
         if pattern.has_double_backward:
@@ -449,11 +449,9 @@ class CompiledModule(ReplayedCalls):
             self._wait(call)
             return
         seen = call.find_observation()
-        if seen is None:
-            call.is_unseen, call.num_misses = True, call.num_misses + 1
-            if call.num_misses <= MAX_MISSES:
-                self._wait(call)
-                return
+        if seen is None and call.note_miss() <= MAX_MISSES:
+            self._wait(call)
+            return
         pattern.observed, pattern.record = seen or call.last_observation()
         if not call.programs and self._num_shapes(mode) >= MAX_SHAPES:
             self._refuse(mode, f"it was called with more than {MAX_SHAPES} shapes or values")
@@ -581,11 +579,6 @@ class CompiledModule(ReplayedCalls):
 
     def _restoring(self, replica_id: int, states: Sequence[Tensor] | None) -> Any:
         return _Restoring([] if states is None else self._of_replica(replica_id), states or ())
-
-
-def _mode_of(call: KnownCall) -> tuple[bool, bool]:
-    """Returns a call's mode: of training, and grad mode."""
-    return call.pattern.is_training, call.pattern.grad_enabled
 
 
 class _Restoring:
