@@ -499,7 +499,7 @@ def test_what_a_replica_and_a_parameter_add_to_a_pass_of_a_compiled_module():
     few, many = module_calls(FEW, 4), module_calls(MANY, 4)
     long, long_many = module_calls(FEW, 8), module_calls(MANY, 8)
     for shorter, longer in ((few, many), (long, long_many)):
-        assert (longer[0] - shorter[0]) / (MANY - FEW) <= 27
+        assert (longer[0] - shorter[0]) / (MANY - FEW) <= 29
         assert (longer[2] - shorter[2]) / (MANY - FEW) <= 30
     assert long[0] - few[0] <= 26 * 8
     assert few[1] == many[1] == 0
@@ -552,9 +552,9 @@ def loop_calls(n, num_layers, *, set_to_none=True, make=torch.optim.SGD, **optio
 
 
 LOOPS = {
-    "SGD": ({"momentum": 0.9}, 199, 233, 9),
-    "SGD, zeros": ({"momentum": 0.9, "set_to_none": False}, 203, 236, 12),
-    "AdamW": ({"make": torch.optim.AdamW}, 262, 266, 19),
+    "SGD": ({"momentum": 0.9}, 199, 235, 9),
+    "SGD, zeros": ({"momentum": 0.9, "set_to_none": False}, 203, 238, 12),
+    "AdamW": ({"make": torch.optim.AdamW}, 262, 268, 19),
 }
 
 

@@ -256,10 +256,12 @@ class ModuleProgram:
         outputs = list(self._outputs(values))
         # Autograd refuses writes to a view that a Function returns. It need not where the
         # backward pass does not read the memory.
-        keys = [None if value is None else storage_key(value) for value in saved]
-        for i, output in enumerate(outputs):
-            if output._base is not None and storage_key(output) not in keys:
-                outputs[i] = output.data
+        views = [i for i, output in enumerate(outputs) if output._base is not None]
+        if views:
+            keys = [None if value is None else storage_key(value) for value in saved]
+            for i in views:
+                if storage_key(outputs[i]) not in keys:
+                    outputs[i] = outputs[i].data
         return outputs, saved
 
     def _copy_of(self, slot: int, replica_id: int, found: Tensor) -> Tensor:
@@ -331,15 +333,16 @@ class ModuleProgram:
     def _find_gradients(
         self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
     ) -> Sequence[Any]:
-        if not any(grad is not None for grad in grads):  # of code behind another output
+        are_there = [grad is not None for grad in grads]
+        if True not in are_there:  # of code behind another output
             return [None] * (self._num_arguments + len(self._trace.parameters))
-        saved = self._take_saved(ctx, call, grads)
+        saved = self._take_saved(ctx, call, grads) if self._has_parts else ctx.saved_tensors
         given = self._get_tangents(grads)
         is_traced = (
             saved is not None
             and not torch.is_grad_enabled()
             and call.is_there()
-            and [grad is not None for grad in grads] == self._are_tangents
+            and are_there == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
             and (self.later is None or self.later.hold())
         )
@@ -369,8 +372,6 @@ class ModuleProgram:
         ``None``: a pass through outputs with a graph of their own has freed it, which autograd
         does not do to others.
         """
-        if not self._has_parts:
-            return ctx.saved_tensors
         parts = {self._trace.parts[i] for i, grad in enumerate(grads) if grad is not None}
         try:
             return ctx.saved_tensors
