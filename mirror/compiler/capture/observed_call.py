@@ -120,6 +120,7 @@ class ObservedCall:
         self.impure = ""
         self.getters: dict[Callable[[], Any], None] = {}
         self._before: Any = None
+        self._thread, self._is_collecting = 0, False
 
     @staticmethod
     def is_possible() -> bool:
@@ -127,15 +128,30 @@ class ObservedCall:
         return sys.getprofile() is None or callable(sys.getprofile())
 
     def __enter__(self) -> None:
-        self._before = sys.getprofile()
+        self._before, self._thread = sys.getprofile(), threading.get_ident()
+        gc.callbacks.insert(0, self._begin_collection)
+        gc.callbacks.append(self._end_collection)
         sys.setprofile(self._note)
 
     def __exit__(self, *exception: object) -> None:
         sys.setprofile(self._before)
+        gc.callbacks.remove(self._begin_collection)
+        gc.callbacks.remove(self._end_collection)
+
+    def _begin_collection(self, phase: str, info: dict[str, int]) -> None:
+        """Leaves out what the collector calls between any two lines: callbacks and ``__del__``."""
+        if phase == "start" and threading.get_ident() == self._thread:
+            self._is_collecting = True
+
+    def _end_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and threading.get_ident() == self._thread:
+            self._is_collecting = False
 
     def _note(self, frame: FrameType, event: str, arg: Any) -> None:
         if self._before is not None:
             self._before(frame, event, arg)
+        if self._is_collecting:
+            return
         code = frame.f_code
         if event == "call":
             if code is _CALL:

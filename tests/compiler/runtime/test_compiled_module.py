@@ -1116,6 +1116,7 @@ def test_an_argument_that_no_trace_follows_is_told_once(n, caplog):
         Loop(OfOpaque, n, compiles=True, verify="off").train(step)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at it
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("within", [False, True])
 def test_what_torch_has_compiled_runs_as_it_does(within, n, caplog):
@@ -1246,7 +1247,8 @@ def test_flags_that_choose_kernels_are_compared(flag):
             else:
                 model(x).mean().backward()
             traces.append(compiled.num_traces)
-    assert traces == [0, 1, 2, 2, 2, 2]
+    # The third call has run uncompiled, with the changed flag; the fourth one is traced.
+    assert traces == [0, 1, 1, 2, 2, 2]
 
 
 def test_more_than_four_shapes_run_uncompiled_with_one_warning(caplog):

@@ -577,6 +577,12 @@ PROGRAMS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def settable_flags(monkeypatch):
+    """Flags may be set, although torch's own test utilities were imported before."""
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_loop_of_one_replica_freezes_nothing(program):

@@ -4,6 +4,9 @@ What other code changes would happen once, in the trace, and never again; what i
 clock, could not be compared.
 """
 
+import gc
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -127,3 +130,25 @@ def test_a_value_that_is_another_in_each_call_is_named_in_the_only_warning(n, ca
             assert torch.allclose(model(torch.ones(6, 6)), nn.functional.elu(h, 1.0 + i))
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "finds other values: one of training, alpha" in warning
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_the_collector_calls_is_not_of_the_call(n):
+    collections = []
+
+    def count(phase, info):
+        collections.append(time.perf_counter())
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(count)
+    with mirror.MirroredStrategy(["cpu"] * n, verify="off") as strategy:
+        model = strategy.compile(strategy.mirror(Net()), fallback="error")
+        try:
+            for i in range(4):
+                gc.set_threshold(1 if i == 0 else 0)  # in the call that is observed
+                model(torch.ones(6, 6)).sum().backward()
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(count)
+        assert interceptor_of(model).compiled.num_traces == 1
+    assert collections
