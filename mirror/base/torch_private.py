@@ -326,6 +326,7 @@ PASS = "_engine_run_backward"  # of torch.autograd; every backward pass goes thr
 ACCUMULATES = "AccumulateGrad"
 HIDES_ANOTHER = frozenset(("CopySlices", "CppFunction"))
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+NODE_HOOK = "_register_hook"  # of Function: is called for each hook of a node
 # Of nodes written in Python.
 set_sequence_number: Callable[[Any, int], None] = _find("torch._C._FunctionBase._set_sequence_nr")
 

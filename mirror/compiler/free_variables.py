@@ -58,6 +58,7 @@ _MAX_DEPTH, _MAX_WATCHED, _MAX_FUNCTIONS = 5, 1000, 100
 _OF_MODULES = frozenset(vars(nn.Module()))
 _MISSING: Any = object()
 _CONTENTS, _BASES = operator.attrgetter("cell_contents"), operator.attrgetter("__mro__")
+_BUFFERS = operator.attrgetter("_buffers")
 _OF_FUNCTIONS = [*map(operator.attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))]
 _WRAPPERS = functools.__file__, contextlib.__file__  # their functions hold the user's
 _REPLACEABLE = "_modules", "_parameters", *MODULE_HOOKS  # by other dicts
@@ -186,13 +187,13 @@ class FreeVariables:
         """Returns what is compared by identity: code, classes, keys in their order."""
         if not self._is_strict:
             return []
-        dicts = [vars(module) for module in self._modules]
+        dicts = [*map(vars, self._modules)]
         return [
             *chain.from_iterable(map(read, self._functions) for read in _OF_FUNCTIONS),
             *map(type, self._objects),
             *map(type, self._modules),
             *map(len, dicts),
-            *[len(module._buffers) for module in self._modules],
+            *map(len, map(_BUFFERS, self._modules)),
             *map(_BASES, map(type, self._objects)),
             *map(_BASES, map(type, self._modules)),
             *chain.from_iterable(map(dict.get, dicts, repeat(name)) for name in _REPLACEABLE),

@@ -38,6 +38,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from mirror.base.mutex import Mutex
 from mirror.base.safe_files import private_folder
 from mirror.compiler.step_errors import is_torchs
 
@@ -56,6 +57,7 @@ _OPTIONS: dict[str, Any] = {
     for name in ("_disable_torch_fn_metadata_mode",)
     if name in inspect.signature(make_fx).parameters
 }
+_tracing = Mutex()
 _PLACE = "mirror_place"  # in the ``meta`` of a node
 GENERATED = "<eval_with_key>"  # how the names of fx's generated code begin
 _FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -201,11 +203,23 @@ def trace_graph(
 ) -> fx.GraphModule:
     """Returns the graph of the operations in ``function(*inputs)``, backward passes too.
 
+    Another thread that traces waits: the tracer patches torch for the whole process.
+
     Args:
         keeps_kernels: whether these are the operations that torch calls without a trace, which
             needs fixed sizes. If not, they are those of torch's compositions in Python, which
             round differently: ``F.interpolate``, recurrent layers, some losses.
     """
+    return _tracing.call(_trace_graph, function, mode, inputs, decompositions, keeps_kernels)
+
+
+def _trace_graph(
+    function: Callable[..., Any],
+    mode: Any,
+    inputs: Sequence[Any],
+    decompositions: Mapping[Any, Any] | None,
+    keeps_kernels: bool,
+) -> fx.GraphModule:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         if not keeps_kernels:

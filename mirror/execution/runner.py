@@ -64,6 +64,7 @@ class Runner:
         running: the innermost run in progress, ``None`` between runs.
         parallel_pass: the backward pass outside ``run`` that uses the replicas' threads.
         num_prepared: how often the replicas were made equal before code that may change them.
+        num_code_runs: how often replicas have run code, and not recorded calls.
         unfinished: whether the replicas may differ, because an operation on them is in progress.
             If none is, an interrupt has left the flag: [Note: Interrupts].
         locksteps: the replicas' threads, by depth of nested runs.
@@ -82,7 +83,7 @@ class Runner:
         self.replicas = replicas
         self.running: Run | None = None
         self.parallel_pass: GoesAlone | None = None
-        self.num_prepared = 0
+        self.num_prepared = self.num_code_runs = 0
         self.unfinished = False
         self._unended: tuple[Run, ThreadState | None] | None = None
         self.schedule = Schedule(schedule)
@@ -261,6 +262,7 @@ class Runner:
                 if recorded is not None:
                     run.results = replay_calls(run, recorded)
                 else:
+                    self.num_code_runs += 1
                     tasks = replica_tasks(run, fn, state)
                     at_once = None if by_schedule else False
                     run.results = lockstep.run(tasks, at_once=at_once, act=run.act)

@@ -183,6 +183,9 @@ class Group:
         """The modules whose calls are compiled. From the first on, they are the last part."""
         if self._compiled_calls is None:
 
+            def get_moves() -> object:
+                return self.runner.num_code_runs, self.variables.memory.num_moves
+
             def make() -> Any:
                 from mirror.compiler.runtime.build_module import ModuleProgramBuilder
 
@@ -191,7 +194,7 @@ class Group:
             def make_capturer() -> Any:
                 from mirror.compiler.runtime.captured_update import UpdateCapturer
 
-                capturer = UpdateCapturer(self.replicas)
+                capturer = UpdateCapturer(self.replicas, get_moves)
                 self.optimizers.capture(capturer)
                 return capturer
 

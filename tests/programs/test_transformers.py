@@ -273,7 +273,7 @@ def test_the_trainer_trains_a_language_model_as_on_one_device(
 def test_the_trainer_replays_a_compiled_model(make_strategy, train_by_trainer):
     found = []
     for compiles in (False, True):
-        strategy = make_strategy(2)
+        strategy = make_strategy(1)
         torch.manual_seed(0)
         _, model = pair(llama, strategy)
         if compiles:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mirror.base.dynamo import disable_dynamo
 from mirror.compiler.call_outputs import OutputObjects, output_leaves
 from mirror.compiler.free_variables import PLAIN
 from mirror.compiler.step_errors import Place, is_mirrors, is_torchs, quote
@@ -46,6 +47,7 @@ class CallRecord(TorchFunctionMode):
         readers = device.__get__, getattr(device, "fget", None)
         self._unlike = (*readers, torch.ops.prim.device.default)
 
+    @disable_dynamo
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -184,12 +184,12 @@ class Tracer:
             # Code of a module that asks whether it is traced goes the way of an uncompiled call.
             stack.enter_context(hiding_fakes() if self.is_of_module else compiling())
             stack.enter_context(zero_grad_unconditionally(self.is_followed, self._clear))
-            for hook in (
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-                register_module_forward_pre_hook(self._note_module),
+            for register, hook in (
+                (register_optimizer_step_pre_hook, self._before_step),
+                (register_optimizer_step_post_hook, self._after_step),
+                (register_module_forward_pre_hook, self._note_module),
             ):
-                stack.callback(hook.remove)
+                stack.callback(register(self._in_trace(hook)).remove)
             stack.callback(self.swaps.end)
             stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
@@ -359,6 +359,15 @@ class Tracer:
         return current.replica is not None and current.replica.tracing is self
 
     # Hooks of torch
+
+    def _in_trace(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Returns a hook that other threads, which may train meanwhile, do not run."""
+
+        def call(*args: Any) -> None:
+            if self.is_followed():
+                hook(*args)
+
+        return call
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None

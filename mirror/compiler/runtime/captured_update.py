@@ -59,10 +59,14 @@ _MAX_WAITS = 3  # steps in a row whose code fails over stand-ins, as while it ma
 
 
 class UpdateCapturer:
-    """Makes the updates of one strategy's optimizers, captured where they can be."""
+    """Makes the updates of one strategy's optimizers, captured where they can be.
 
-    def __init__(self, replicas: Replicas) -> None:
-        self.replicas = replicas
+    Args:
+        get_moves: returns the ``moves`` of CapturedPieces.
+    """
+
+    def __init__(self, replicas: Replicas, get_moves: Callable[[], object]) -> None:
+        self.replicas, self.get_moves = replicas, get_moves
         self.serial = 0  # changes with the modules
         self._modules: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._updates: weakref.WeakKeyDictionary[Optimizer, CapturedUpdate] = (
@@ -151,6 +155,7 @@ class CapturedUpdate:
         self, optimizer: Optimizer, capturer: UpdateCapturer, falls_back: bool | None
     ) -> None:
         self._replicas, self.serial = capturer.replicas, capturer.serial
+        self._get_moves = capturer.get_moves
         self._kind, self._step = type(optimizer), raw_step(type(optimizer).step)
         self._falls_back, self.is_wanted = falls_back, falls_back is not None
         self._plans: list[list[UpdatePlan]] = [[] for _ in self._replicas.devices]
@@ -226,7 +231,8 @@ class CapturedUpdate:
                 return plan, *taken
         if self._kind not in _BY_ELEMENT:
             raise Unrecordable(_OTHER)
-        plan = UpdatePlan(optimizer, self._replicas.devices[replica_id])
+        get_moves = self._get_moves if replica_id else object  # the program sees the first one
+        plan = UpdatePlan(optimizer, self._replicas.devices[replica_id], get_moves)
         taken = plan.take(optimizer, options)
         if taken is None:
             raise Unrecordable("a count of its steps is no number")

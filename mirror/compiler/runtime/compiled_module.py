@@ -21,10 +21,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mirror.base.dynamo import is_compiled_module
 from mirror.base.torch_private import (
@@ -353,6 +355,8 @@ class CompiledModule(ReplayedCalls):
         if call is None:
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
+            if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
+                return None  # this call makes its tensors
             pattern = self._calls.builder.pattern(tree, module.training)
             self._known[signature] = call = KnownCall(pattern)
             self._wait(call)
@@ -380,7 +384,8 @@ class CompiledModule(ReplayedCalls):
         self, module: nn.Module, call: KnownCall | None, args: Any, kwargs: Any
     ) -> Any:
         """Makes an uncompiled call; notes its code, and which of its outputs get gradients."""
-        assert call is not None
+        if call is None:
+            return getattr(module, WHOLE_CALL)(*args, **kwargs)
         if call.is_unseen and self._calls.builder.can_observe():
             result = self._observe(module, call, args, kwargs)
         else:
@@ -421,14 +426,19 @@ class CompiledModule(ReplayedCalls):
             recording.discard(thread)
         if record is not None:
             record.note_result(result)
-        call.add_observation(builder.values_of(module, observed), observed, record)
+        try:
+            values = builder.values_of(module, observed)
+        except Exception as error:
+            self._refuse(call.mode, f"{type(error).__name__}: {error}", error)
+        else:
+            call.add_observation(values, observed, record)
         return result
 
     def trace(self, call: KnownCall) -> None:
         """Traces a call, if its module is in the mode of that call."""
         module, call.is_pending = self._module(), False
         pattern = call.pattern
-        mode = pattern.is_training, pattern.grad_enabled
+        mode = call.mode
         if module is None or mode in self._uncompiled:
             return
         if pattern.has_double_backward:
@@ -439,11 +449,9 @@ class CompiledModule(ReplayedCalls):
             self._wait(call)
             return
         seen = call.find_observation()
-        if seen is None:
-            call.is_unseen, call.num_misses = True, call.num_misses + 1
-            if call.num_misses <= MAX_MISSES:
-                self._wait(call)
-                return
+        if seen is None and call.note_miss() <= MAX_MISSES:
+            self._wait(call)
+            return
         pattern.observed, pattern.record = seen or call.last_observation()
         if not call.programs and self._num_shapes(mode) >= MAX_SHAPES:
             self._refuse(mode, f"it was called with more than {MAX_SHAPES} shapes or values")

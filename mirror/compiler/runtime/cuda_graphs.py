@@ -165,6 +165,8 @@ class CapturedPieces:
         devices: the device of each replica.
         static_slots: the slots of inputs that are the same tensors in every call.
         make_graph: creates an empty graph on a device.
+        has_fixed_sizes: whether the sizes of all inputs are the same in every call.
+        sees_first: whether the program sees the tensors of replica 0.
 
     Attributes:
         is_raw: True: writes do not increment the version of a tensor.
@@ -180,8 +182,12 @@ class CapturedPieces:
         devices: Sequence[torch.device],
         static_slots: Sequence[int],
         make_graph: Callable[[torch.device], DeviceGraph],
+        *,
+        has_fixed_sizes: bool = False,
+        sees_first: bool = True,
     ) -> None:
         self._devices, self._static_slots = devices, set(static_slots)
+        self._has_fixed_sizes, self._sees_first = has_fixed_sizes, sees_first
         self._make_graph = make_graph
         self._has_warned = False
         # By piece and device, then by replicas and sizes; None: seen once, not captured yet.
@@ -252,7 +258,9 @@ class CapturedPieces:
         static = [*chain.from_iterable(map(get_static, rows))]
         copied = [*chain.from_iterable(map(get_copied, rows))]
         try:
-            sizes = (*replicas, *[(tensor.shape, tensor.dtype) for tensor in copied])
+            sizes: tuple[Any, ...] = tuple(replicas)
+            if not self._has_fixed_sizes:
+                sizes += tuple([(tensor.shape, tensor.dtype) for tensor in copied])
         except AttributeError:  # a size, which an earlier piece has read, would be a constant
             self._uncapturable.add(program)
             return False
@@ -295,7 +303,8 @@ class CapturedPieces:
             stays or hasattr(tensor, STAYS)
             for tensor, stays in zip(copied, are_of_graphs, strict=True)
         ]
-        num_seen = len(static) // len(replicas) if replicas[0] == 0 else 0
+        sees_first = self._sees_first and replicas[0] == 0
+        num_seen = len(static) // len(replicas) if sees_first else 0
         captured = CapturedGraph(self._make_graph(device), static, num_seen, self.moves)
         is_static = self._static_slots.__contains__
         try:

@@ -37,6 +37,11 @@ class KnownCall:
         self.is_pending, self.is_unseen = False, True
         self.num_misses, self.has_differed = 0, False
 
+    @property
+    def mode(self) -> tuple[bool, bool]:
+        """Its mode: of training, and grad mode."""
+        return self.pattern.is_training, self.pattern.grad_enabled
+
     def find_valid(self) -> Any:
         """Returns the program whose guards hold, if there is one."""
         return _find(self.programs)
@@ -58,6 +63,12 @@ class KnownCall:
             return None
         with self.pattern.in_its_modes():
             return _find(self.observations)
+
+    def note_miss(self) -> int:
+        """Has the next call observed; returns the number of misses in a row."""
+        self.is_unseen = True
+        self.num_misses += 1
+        return self.num_misses
 
     def last_observation(self) -> Any:
         """Returns the code and the functions of the last observed call."""

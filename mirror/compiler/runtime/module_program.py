@@ -46,7 +46,7 @@ from mirror.replica.exactness.node_rules import Term
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.params.torch_function import make_common
-from mirror.values import leaves_of
+from mirror.values import are_identical, leaves_of
 
 _FIRST = 2**62  # as a number of a node: it runs as soon as it has its gradient
 _version_of, _data_of = attrgetter("_version"), attrgetter("data")
@@ -156,7 +156,9 @@ class ModuleProgram:
         self.draws = trace.step.draws > 0
         # Until a backward pass is the traced one, forward can be called again.
         self._is_proven = backward is None or not passes.reads_written
-        self._aliases: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._statistics = sorted(passes.statistics)
+        self._get_statistics = slot_getter(self._statistics)
+        self._aliases: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}
         self._are_inputs = [slot < len(inputs) for slot in passes.saved]
         stay = [
             slot
@@ -189,6 +191,8 @@ class ModuleProgram:
             return None
         if not set(slots).issubset(self._backward.gives):
             return None
+        if not set(slots).isdisjoint(self.passes.gradients[: self._num_arguments]):
+            return None
         key = tuple(variables)
         if key not in self._known_packed:
             grads = gradients.pack(variables)
@@ -204,12 +208,12 @@ class ModuleProgram:
             leaves: the tensors among the arguments.
             state: what ``redo`` needs to make the call again.
         """
-        parameters = self._leaves_of(replica_id)
+        joined = self._joined.get(replica_id)
+        parameters = self._leaves_of(replica_id) if joined is None else joined.parameters
         call = ModuleCall(self, replica_id, leaves, parameters, state)
         if self._backward is not None or self._trace.parameters or self._trace.arguments:
             wanted = self._get_arguments(leaves)
-            joined = self._joined.get(replica_id)
-            if joined is not None and joined.parameters and joined.is_free():
+            if joined is not None and parameters and joined.is_free():
                 joined.begin(call)
                 outputs = _apply(call, *wanted, joined.output)
             else:
@@ -233,8 +237,10 @@ class ModuleProgram:
             values[slot] = place.owner if place.record is None else place.record.copies[r]
         if not self._is_proven:
             call.buffers = [tensor.clone() for tensor in self._written(r)]
-        for slot in self.passes.statistics:
-            values[slot] = self._without_version(slot, r, values[slot])
+        if self._statistics:
+            aliases = self._without_versions(r, self._get_statistics(values))
+            for slot, alias in zip(self._statistics, aliases, strict=True):
+                values[slot] = alias
         for slot, number in self._arguments:
             values[slot] = call.leaves[number]
         for slot, found in self._found:
@@ -254,10 +260,12 @@ class ModuleProgram:
             del outputs[self._num_outputs :]
         # Autograd refuses writes to a view that a Function returns. It need not where the
         # backward pass does not read the memory.
-        keys = [None if value is None else storage_key(value) for value in saved]
-        for i, output in enumerate(outputs):
-            if output._base is not None and storage_key(output) not in keys:
-                outputs[i] = output.data
+        views = [i for i, output in enumerate(outputs) if output._base is not None]
+        if views:
+            keys = [None if value is None else storage_key(value) for value in saved]
+            for i in views:
+                if storage_key(outputs[i]) not in keys:
+                    outputs[i] = outputs[i].data
         return outputs, saved
 
     def _copy_of(self, slot: int, replica_id: int, found: Tensor) -> Tensor:
@@ -273,11 +281,13 @@ class ModuleProgram:
             before.copy_(found)
         return copy
 
-    def _without_version(self, slot: int, replica_id: int, buffer: Tensor) -> Tensor:
-        """Returns a tensor of a buffer's memory, whose writes are no new version of the buffer."""
-        known = self._aliases.get((slot, replica_id))
-        if known is None or known[0] is not buffer or known[1].data_ptr() != buffer.data_ptr():
-            known = self._aliases[slot, replica_id] = buffer, buffer.data
+    def _without_versions(self, replica_id: int, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors of buffers' memory, whose writes are no new versions of the buffers."""
+        known = self._aliases.get(replica_id)
+        if known is not None and are_identical(known[0], buffers):
+            if [*map(Tensor.data_ptr, known[1])] == [*map(Tensor.data_ptr, buffers)]:
+                return known[1]
+        known = self._aliases[replica_id] = buffers, [buffer.data for buffer in buffers]
         return known[1]
 
     def run_backward(
@@ -327,15 +337,16 @@ class ModuleProgram:
     def _find_gradients(
         self, ctx: Any, call: ModuleCall, grads: Sequence[Tensor | None]
     ) -> Sequence[Any]:
-        if not any(grad is not None for grad in grads):  # of code behind another output
+        are_there = [grad is not None for grad in grads]
+        if True not in are_there:  # of code behind another output
             return [None] * (self._num_arguments + len(self._trace.parameters))
-        saved = self._take_saved(ctx, call, grads)
+        saved = self._take_saved(ctx, call, grads) if self._has_parts else ctx.saved_tensors
         given = self._get_tangents(grads)
         is_traced = (
             saved is not None
             and not torch.is_grad_enabled()
             and call.is_there()
-            and [grad is not None for grad in grads] == self._are_tangents
+            and are_there == self._are_tangents
             and [*map(Tensor.stride, given)] == self._strides
             and (self.later is None or self.later.hold())
         )
@@ -365,8 +376,6 @@ class ModuleProgram:
         ``None``: a pass through outputs with a graph of their own has freed it, which autograd
         does not do to others.
         """
-        if not self._has_parts:
-            return ctx.saved_tensors
         parts = {self._trace.parts[i] for i, grad in enumerate(grads) if grad is not None}
         try:
             return ctx.saved_tensors

@@ -156,7 +156,8 @@ class ParamSync:
         if unreduced.deferred.has_passes or unreduced.tracker.have_arrived():
             self._access.distribute_common()
             unreduced.flush()
-        unreduced.own_grads()
+        if unreduced.lent:
+            unreduced.own_grads()
         if unreduced.scattered:
             unreduced.gather()
 

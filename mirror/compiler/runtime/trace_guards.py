@@ -232,6 +232,7 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     of_values: list[str] = []
     children: list[Any] = []
     owners: list[str] = []
+    counted: list[dict[str, Any]] = []  # one may get more entries
     hooks = hooks_of_all_modules()
     held: list[tuple[dict[str, Any], str]] = []
     for key, module in modules.items():
@@ -243,7 +244,8 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
             for name, value in attributes.items()
             if isinstance(value, PLAIN) and not name.startswith(("_is_", "_compiled", "_version"))
         ]
-        getters.append((operator.itemgetter("training", *names), attributes))  # a tuple
+        # With two names it gives a tuple; every module has the first, some have no mode.
+        getters.append((operator.itemgetter("_is_full_backward_hook", *names), attributes))
         of_values.append(f"one of {', '.join(names)} of module {paths[key]!r}")
         if module._modules:
             children.append(module._modules)
@@ -255,15 +257,13 @@ def _guard_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
         buffers = attributes["_buffers"]  # some may be None
         held += [(buffers, name) for name in buffers]
         held += [(attributes, name) for name, one in attributes.items() if isinstance(one, Tensor)]
-
-    dicts = [attributes for _, attributes in getters]
-    counted = [*children, *dicts]
+        counted += [attributes, module._modules, module._parameters, buffers]
 
     def read() -> list[Any]:
-        ids = [[*map(id, entries.values())] for entries in children]
+        ids = [[*map(id, dict.values(entries))] for entries in children]
         try:
             values = [get(attributes) for get, attributes in getters]
-            return [*values, *ids, [*map(len, dicts)]]
+            return [*values, *ids, [*map(len, counted)]]
         except KeyError as error:
             return [error.args[0]]
 

@@ -49,6 +49,9 @@ class MakesState(RuntimeError):
 class UpdatePlan:
     """The tensors of one replica's update.
 
+    Args:
+        get_moves: returns a value that changes whenever they may have got other memory.
+
     Raises:
         Unrecordable: the update of these parameters cannot be captured.
 
@@ -57,8 +60,10 @@ class UpdatePlan:
         signature: the kinds of its stand-ins, which are those of other replicas, too.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self.device = device
+    def __init__(
+        self, optimizer: Optimizer, device: torch.device, get_moves: Callable[[], object] = object
+    ) -> None:
+        self.device, self._get_moves = device, get_moves
         groups = optimizer.param_groups
         if any(options.get("differentiable") for options in (optimizer.defaults, *groups)):
             raise Unrecordable("it is differentiable")
@@ -217,7 +222,7 @@ class UpdatePlan:
             # What a graph writes to copies of gradients would be lost.
             if copied.isdisjoint(recorded.written):
                 self._graph = _UpdateGraph(recorded, given, are_static, self._chunks, self.device)
-                self._graph.grads_stay = stay
+                self._graph.grads_stay, self._graph.get_moves = stay, self._get_moves
         if self._graph is None:
             recorded.run(given, self._chunks)
         else:
@@ -279,9 +284,11 @@ class _UpdateGraph:
     Attributes:
         grads_stay: whether it reads gradients where a packed pass leaves them; others are copied
             there.
+        get_moves: see UpdatePlan.
     """
 
     grads_stay = False
+    get_moves: Callable[[], object] = object
 
     def __init__(
         self,
@@ -306,12 +313,14 @@ class _UpdateGraph:
 
         piece = ProgramPiece(True, None, [*range(ends[-1])], [], self._written)
         self._program = CallableProgram(piece, {device: call}, is_raw=False)
-        self._pieces = CapturedPieces([device], stay, CudaGraph)
+        self._pieces = CapturedPieces(
+            [device], stay, CudaGraph, has_fixed_sizes=True, sees_first=False
+        )
 
     def run(self, given: Sequence[Sequence[Tensor]]) -> None:
         """Makes the update."""
         values = [*chain.from_iterable(given)]
-        self._pieces.moves = object()  # any tensor may have got other memory
+        self._pieces.moves = self.get_moves()
         self._pieces.run(self._program, {0: values})
         increment_version(self._get_written(values))
 

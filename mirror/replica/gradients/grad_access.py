@@ -16,8 +16,8 @@ back. The sum includes the factor of a mean; only NCCL multiplies afterwards.
 To autograd the gradient is not a view: it has a version of its own. Every reduction creates new
 buffers and new gradients, in a few calls for all of them, so a gradient that the program has kept
 is never overwritten, whatever keeps it; if ``.grad`` is still set, the sum is added to it. Memory
-is that of one device, too. Buffers that are used again would save half of these calls, but need an
-answer to who holds a gradient: by references of Python or C++, weak ones, or by its storage.
+is that of one device, too. Only buffers that the program never sees are used again: those of
+compiled modules, in ``packed_grads.py``. A read copies what is there.
 
 A buffer lives as long as any gradient in it, so a kept gradient keeps at most ``bytes_per_pack``
 alive. ``copy.deepcopy`` and pickle would copy the whole storage, so ``copy_without_bucket`` makes
@@ -53,7 +53,12 @@ from mirror.execution.run import Replica, Run, current, replica_of
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.exposed_grads import broadcast_grad, copy_for
 from mirror.replica.gradients.grad_reducer import GradReducer
-from mirror.replica.gradients.ready_grads import add_grads, local_grad, set_local_grad
+from mirror.replica.gradients.ready_grads import (
+    add_grads,
+    are_usual,
+    local_grad,
+    set_local_grad,
+)
 from mirror.replica.params.mirrored_tensor import GRAD, share_storage
 from mirror.replica.params.replicated_param import GradientHook, ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
@@ -122,7 +127,8 @@ class GradAccess:
 
     def distribute_common(self) -> None:
         """Gives the replicas the gradients of ``set_common``, in memory of their own."""
-        self.unreduced.own_grads()
+        if self.unreduced.lent:
+            self.unreduced.own_grads()
         common = dict(self._common)
         by_step: dict[Keep, list[ReplicatedParam]] = {}
         for variable, (grad, keep) in common.items():
@@ -162,7 +168,8 @@ class GradAccess:
         if self._common:
             self.distribute_common()
         self.unreduced.flush()
-        self.unreduced.own_grads()
+        if self.unreduced.lent:
+            self.unreduced.own_grads()
         if self.unreduced.scattered:
             self.unreduced.gather()
         return self.exposed.show(variable)
@@ -257,6 +264,31 @@ class GradAccess:
             deque(map(GRAD.__set__, mine, repeat(None)), maxlen=0)
         if gradients.lent and replica is None:
             gradients.lent[:] = [p for p in gradients.lent if not p.is_cleared_with(variables)]
+        return True
+
+    def zero(self, targets: Sequence[Sequence[nn.Parameter]]) -> bool:
+        """Fills the reduced gradients of all replicas with zeros, outside ``run``.
+
+        Args:
+            targets: per replica, the ordinary parameters.
+
+        Returns:
+            False, and changes nothing, inside ``run`` and for gradients that are not dense.
+        """
+        gradients = self.unreduced
+        if current.replica is not None or self._replicas.has_parameter_device:
+            return False
+        self._runner.check_between_runs("a gradient")
+        self.distribute_common()
+        gradients.flush()
+        if gradients.scattered:
+            return False
+        by_replica = [[t.grad for t in mine if t.grad is not None] for mine in targets]
+        if not all(map(are_usual, by_replica)):
+            return False
+        with torch.no_grad():
+            for grads in filter(None, by_replica):
+                torch._foreach_zero_(grads)
         return True
 
     # Keeping them equal

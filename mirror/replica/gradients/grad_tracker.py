@@ -57,7 +57,7 @@ from mirror.execution.run import Run, Unverifiable, current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.gradients.non_finite import NonFiniteCheck
-from mirror.replica.gradients.packed_grads import PackedPasses
+from mirror.replica.gradients.packed_grads import PackedPasses, node_hooks
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.pass_arguments import (
     clone_gradients,
@@ -302,7 +302,8 @@ class GradTracker:
 
     def drop_local(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
         """Empties the slots of a variable's copies, for these replicas."""
-        self.packed.unpack()
+        if self.packed.unreduced:
+            self.packed.unpack()
         self.mutex.call(_empty_slots, [variable.copies[r] for r in replica_ids])
 
     def record_arrival_order(self) -> tuple[ReadyGrads, bool]:
@@ -463,6 +464,7 @@ def watch_backward() -> None:
     """Wraps the start of backward passes; does nothing where torch lacks the function."""
     if hasattr(torch.autograd, PASS):
         wrap_once(torch.autograd, PASS, _wrap_backward)
+        node_hooks.watch()
 
 
 def register_listener(tracker: GradTracker) -> bool:

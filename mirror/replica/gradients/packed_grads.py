@@ -15,22 +15,24 @@ written again. Unreduced gradients become copies in the slots (``unpack``) where
 not the usual one: before a second pass, and under ``no_sync``.
 
 A pass is packed if it is one outside ``run`` whose graph reaches one call of the program on each
-replica, and those parameters in no other way: ``find_packed``.
+replica, and those parameters in no other way: ``find_packed``. It ends at these calls, and not
+at the parameters. So neither of them may have hooks.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, repeat
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
-from mirror.base.torch_private import ACCUMULATES, HIDES_ANOTHER
+from mirror.base.torch_private import ACCUMULATES, HIDES_ANOTHER, NODE_HOOK, wrap_once
 from mirror.comm.packing import move_into_flats
 from mirror.device.streams import ReplicaStreams
 from mirror.replica.gradients.ready_grads import MovedTensors, ReadyGrads, set_local_grad
@@ -40,7 +42,7 @@ from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedP
 _MAX_NODES = 256  # between the loss and the calls of a program
 STAYS = "mirror_stays"  # an attribute of a gradient that is the same tensor in every step
 
-_grad_of = attrgetter("grad")
+_grad_of, _hooks_of = attrgetter("grad"), attrgetter("hooks")
 
 
 class PackedGrads:
@@ -160,6 +162,32 @@ class PackedGrads:
             return False
         self._cleared = variables
         return True
+
+
+class NodeHooks:
+    """Hooks of autograd's nodes. No node tells of them, and those of a parameter run in a pass.
+
+    Attributes:
+        may_exist: whether the program has ever registered one, or this torch does not show it.
+    """
+
+    may_exist = not hasattr(Function, NODE_HOOK)
+
+    def watch(self) -> None:
+        """Watches their registration, from now on."""
+        if not self.may_exist:
+            wrap_once(Function, NODE_HOOK, _note_node_hook)
+
+
+node_hooks = NodeHooks()
+
+
+def _note_node_hook(register: Callable[..., Any]) -> Callable[..., Any]:
+    def register_hook(*args: Any) -> Any:
+        node_hooks.may_exist = True
+        return register(*args)
+
+    return register_hook
 
 
 class PackedPasses:
@@ -282,6 +310,8 @@ def find_packed(
         autograd does not go on to the parameters.
     """
     nothing = None, ()
+    if node_hooks.may_exist:
+        return nothing
     found: dict[int, PackedGrads] = {}
     ends: list[GradientEdge] = []
     waiting: list[Any] = [getattr(output, "grad_fn", None) for output in outputs]
@@ -310,6 +340,8 @@ def find_packed(
             return nothing
     first = found.get(0)
     if first is None or first.passes is not passes or not first.moved:
+        return nothing
+    if any(map(_hooks_of, first.variables)):  # they are called when the pass ends
         return nothing
     if len(found) < passes.num_replicas or not all(map(is_, found.values(), repeat(first))):
         return nothing

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
-from operator import is_, is_not
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -159,8 +159,15 @@ def add_grads(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> None:
     """Adds reduced gradients to the targets' ``.grad``."""
-    if not any(map(is_not, map(GRAD.__get__, targets), repeat(None))):
+    found = [*map(GRAD.__get__, targets)]
+    for grad in found:
+        if grad is not None:
+            break
+    else:
         deque(map(GRAD.__set__, targets, reduced), maxlen=0)
+        return
+    if are_usual(found):
+        torch._foreach_add_(found, list(reduced))
         return
     sums, summands = [], []
     for target, grad in zip(targets, reduced, strict=True):
@@ -352,7 +359,7 @@ class Reducer:
         Args:
             streams: the streams on which replicas may use the buffers; ``None`` without GPUs.
         """
-        if not self.packs:
+        if self.wire_dtype is not None or not self._replicas.communicator.packs:
             return MovedTensors(columns, [], range(len(columns[0])))
         before = [] if streams is None else [list(column) for column in columns]
         # The first read may happen in inference mode: such tensors cannot be changed later.

@@ -280,7 +280,8 @@ class ModuleRegistry:
         ``None`` if this strategy does not mirror the module.
         """
         self.mirror_recorded()
-        if all(map(self._registry.owns, module.parameters())):
+        unmade = {id(layer) for layer in module.modules()} & self.pending.unmade.keys()
+        if unmade or all(map(self._registry.owns, module.parameters())):
             self.route(module, is_compiled_here=True)
         route = interceptor_of(module)
         return None if route is None or route.replicas is not self.replicas else route

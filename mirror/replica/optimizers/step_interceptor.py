@@ -314,10 +314,13 @@ def _wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         mirror: MirroredOptimizer | None = self.__dict__.get("_mirror")  # since its first step
         is_traced = current.replica is not None and current.replica.tracing is not None
-        if mirror is not None and set_to_none and not is_traced:
+        if mirror is not None and not is_traced:
             parameters = mirror.loan.parameters
             if parameters.are_in(self.param_groups):
-                if mirror.gradients.clear(parameters.variables, parameters.targets):
+                if not set_to_none:
+                    if mirror.gradients.zero(parameters.targets):
+                        return
+                elif mirror.gradients.clear(parameters.variables, parameters.targets):
                     return
         original(self, set_to_none)
 

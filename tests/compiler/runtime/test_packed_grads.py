@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.replica.gradients.packed_grads import PackedPasses
+from mirror.comm.host_backends import NaiveCommunicator
+from mirror.replica.gradients.packed_grads import PackedPasses, node_hooks
 from tests.gpu.compiling import compiling_gpus
 from tests.gpu.graphs import graphs_on
 
@@ -31,8 +32,7 @@ class Loop:
 
     Attributes:
         found: the values that the steps have left.
-        held: gradients that the program keeps, with their values of then.
-        packed: how many passes were packed.
+        held: gradients that the program keeps.
     """
 
     def __init__(self, strategy, make=torch.optim.SGD, **options):
@@ -50,7 +50,7 @@ class Loop:
         self.found += [value.detach().cpu().clone() for value in values]
 
     def hold(self, *grads):
-        self.held += [(grad, grad.detach().cpu().clone()) for grad in grads]
+        self.held += grads
 
     def grads(self):
         return [p.grad for p in self.model.parameters()]
@@ -164,9 +164,23 @@ class Loop:
         self.optimizer.step()
 
     def hooks(self):
-        handle = self.model.first.weight.register_hook(lambda grad: 2 * grad)
-        self.plain()
+        calls = []
+        handle = self.model.first.weight.register_hook(lambda grad: calls.append(grad) or 2 * grad)
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.keep(*calls)  # at the end of the pass
         handle.remove()
+        self.optimizer.step()
+
+    def hooks_of_a_node(self):
+        calls = []
+        node = self.model.last.weight.view(-1).grad_fn.next_functions[0][0]
+        handle = node.register_prehook(lambda grads: calls.append(1))
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.keep(torch.tensor(len(calls)))
+        handle.remove()
+        self.optimizer.step()
 
     def runs(self):
         def step(x, y):
@@ -207,6 +221,25 @@ class Loop:
         self.plain()
         self.model.first.bias.requires_grad_(True)
 
+    def moves_memory(self):
+        """As often as replicas may have other memory; the graphs find it."""
+        self.plain()
+        for p in self.model.parameters():
+            p.data = p.data.clone()
+        self.plain()
+
+        def move():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                tensor.data = tensor.data.clone()
+
+        self.strategy.run(move)
+        self.plain()
+        for entry in self.optimizer.state.values():
+            entry.update(
+                {name: value.clone() for name, value in entry.items() if value is not None}
+            )
+        self.plain()
+
     def evaluates(self):
         self.optimizer.zero_grad()
         self.loss().backward()
@@ -218,13 +251,15 @@ class Loop:
 
 
 @contextlib.contextmanager
-def counting_packed():
+def counting_packed(strategy):
     """Gives a list with True for each pass that is packed, and False for each other one."""
-    found, end = [], PackedPasses.end
+    found, end, mine = [], PackedPasses.end, strategy._group.gradients.tracker.packed
 
     def count(passes, this):
-        found.append(end(passes, this))
-        return found[-1]
+        is_packed = end(passes, this)
+        if passes is mine:
+            found.append(is_packed)
+        return is_packed
 
     with mock.patch.object(PackedPasses, "end", count):
         yield found
@@ -232,17 +267,19 @@ def counting_packed():
 
 def train(kinds, *, compiles, make=torch.optim.SGD, options=None, backend="naive"):
     """Returns what the loop has found, and which passes were packed."""
-    with compiling_gpus(2) as gpus, graphs_on(gpus), counting_packed() as packed:
+    with contextlib.ExitStack() as stack:
+        gpus = stack.enter_context(compiling_gpus(2))
+        stack.enter_context(graphs_on(gpus))
         torch.manual_seed(0)
-        strategy = mirror.MirroredStrategy(["cuda:0", "cuda:1"], backend)
+        strategy = mirror.MirroredStrategy(["cuda:0", "cuda:1"], backend, schedule="lockstep")
+        packed = stack.enter_context(counting_packed(strategy))
         loop = Loop(strategy, make, **(options or {}))
         if compiles:
             strategy.compile(loop.model, fallback="error")
         for kind in ("plain", "plain", "plain", "plain", *kinds):
             getattr(loop, kind)()
             loop.keep(*loop.model.state_dict().values())
-        for grad, value in loop.held:
-            assert torch.equal(grad.cpu(), value)
+        loop.keep(*loop.held)
         strategy.close()
         assert not gpus.violations
     return loop.found, packed
@@ -270,6 +307,7 @@ SEQUENCES = [
     ["zeroes_modules", "drops", "defers", "plain", "defers_after", "penalizes", "calls_twice"],
     ["asks_autograd", "plain", "hooks", "plain", "runs", "reads_in_a_run", "plain"],
     ["uses_a_stream", "plain", "uses_a_stream", "evaluates", "plain", "freezes", "plain"],
+    ["moves_memory", "plain", "moves_memory", "zeroes", "reads", "zeroes", "holds", "zeroes"],
 ]
 
 
@@ -279,6 +317,17 @@ def test_gradients_have_the_values_of_an_uncompiled_loop(kinds):
     # The first pass is uncompiled, and the second one makes the memory.
     assert packed[:3] == [False, True, True]
     assert packed[-1]
+
+
+def test_a_hook_of_a_parameters_node_is_called():
+    values = []
+    for compiles in (False, True):
+        with mock.patch.object(node_hooks, "may_exist", False):
+            found, packed = train(["hooks_of_a_node", "plain"], compiles=compiles)
+            values.append(found)
+            assert node_hooks.may_exist
+    assert all(map(torch.equal, *values))
+    assert packed == [False, True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -303,15 +352,16 @@ def test_a_pass_of_one_strategy_is_not_that_of_another_one():
         loops = []
         for first, last in ((0, 2), (0, 2), (0, 4)):
             devices = [f"cuda:{i}" for i in range(first, last)]
-            loops.append(Loop(mirror.MirroredStrategy(devices, "naive")))
+            strategy = mirror.MirroredStrategy(devices, "naive", schedule="lockstep")
+            loops.append(Loop(strategy))
             loops[-1].strategy.compile(loops[-1].model, fallback="error")
         for _ in range(4):
             for loop in loops:
                 loop.plain()
         for loop in loops:
-            with counting_packed() as packed:
+            with counting_packed(loop.strategy) as packed:
                 loop.plain()
-            assert packed.count(True) == 1
+            assert packed == [True]
             assert all(grad is not None for grad in loop.grads())
             loop.optimizer.zero_grad()
         sum(loop.loss() for loop in loops).backward()
@@ -319,3 +369,45 @@ def test_a_pass_of_one_strategy_is_not_that_of_another_one():
         for loop in loops:
             loop.strategy.close()
         assert not gpus.violations
+
+
+@contextlib.contextmanager
+def recording_reductions():
+    """Gives a list of what the replicas reduce together: copies of the buffers, before."""
+    found, reduce = [], NaiveCommunicator.all_reduce
+
+    def record(communicator, tensors, op="sum", scale=1.0):
+        found.append([tensor.detach().cpu().flatten() for tensor in tensors])
+        return reduce(communicator, tensors, op, scale)
+
+    with mock.patch.object(NaiveCommunicator, "all_reduce", record):
+        yield found
+
+
+@pytest.mark.parametrize("bytes_per_pack", [25 * 2**20, 200, 0])
+def test_what_is_reduced_together_is_that_of_an_uncompiled_pass(bytes_per_pack):
+    """A ring adds in an order that depends on where an element lies in the buffer."""
+    reduced = []
+    for compiles in (False, True):
+        with compiling_gpus(2) as gpus, graphs_on(gpus):
+            torch.manual_seed(0)
+            options = mirror.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+            strategy = mirror.MirroredStrategy(
+                ["cuda:0", "cuda:1"],
+                "naive",
+                schedule="lockstep",
+                communication_options=options,
+            )
+            loop = Loop(strategy)
+            if compiles:
+                strategy.compile(loop.model, fallback="error")
+            for _ in range(5):
+                loop.plain()
+            with recording_reductions() as found:
+                loop.plain()
+            reduced.append(found)
+            strategy.close()
+    uncompiled, packed = reduced
+    assert len(uncompiled) == len(packed) > 0
+    for before, now in zip(uncompiled, packed, strict=True):
+        assert all(map(torch.equal, before, now))

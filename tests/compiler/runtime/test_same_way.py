@@ -293,7 +293,7 @@ class Losses(Net):
     def forward(self, x):
         self.calls += 1
         y = self.last(self.first(x).relu()) * self.calls
-        return {"loss": y.square().mean(), "y": y}
+        return {"loss": y.square().mean(1), "y": y}
 
 
 @pytest.mark.parametrize(("uses_both", "traces"), [(False, 1), (True, 2)])
@@ -302,7 +302,9 @@ def test_a_loss_and_the_values_it_is_made_of_get_the_gradients_of_a_call(uses_bo
     def step(loop, x, y):
         loop.optimizer.zero_grad()
         found = loop.model(x)
-        loss = found["loss"] + F.mse_loss(found["y"], y) if uses_both else found["loss"]
+        loss = found["loss"].mean()
+        if uses_both:
+            loss = loss + F.mse_loss(found["y"], y)
         loss.backward()
         loop.optimizer.step()
         loop.keep(loss)
@@ -319,10 +321,10 @@ def test_a_gradient_that_passes_through_an_output_is_told(way, caplog):
             found["y"].register_hook(loop.keep)
         else:
             found["y"].retain_grad()
-        found["loss"].backward()
+        found["loss"].mean().backward()
         loop.optimizer.step()
         if way == "retain":
             loop.keep(found["y"].grad)
 
     assert compare(Losses, 1, step, sizes=SIZES, fallback="eager") == 0
-    assert [r.getMessage().count("retains its gradient") for r in caplog.records] == [1]
+    assert sum("retains its gradient" in r.getMessage() for r in caplog.records) == 1
