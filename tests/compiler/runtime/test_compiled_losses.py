@@ -3,6 +3,8 @@
 The weights come from the graph of the trace, and their numbers from each call.
 """
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -103,53 +105,57 @@ def batch(size, generator):
     return torch.randn(size, 3, generator=generator), labels
 
 
+def outputs_of(net, x, labels):
+    result = net(x, labels)
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return list(result.values() if isinstance(result, dict) else result)
+
+
 def train(loss, devices, compiles, monkeypatch, in_run=False):
     """Returns what a loop sees, the module, and the number of calls by programs in each step."""
     torch.manual_seed(0)
     strategy = mirror.MirroredStrategy(devices, "naive", schedule="lockstep", verify="off")
-    replays, run_forward = [], ModuleProgram.run_forward
-    monkeypatch.setattr(
-        *(ModuleProgram, "run_forward"),
-        lambda *args: (replays.__setitem__(-1, replays[-1] + 1), run_forward(*args))[1],
-    )
+    replays, found, run_forward = [], [], ModuleProgram.run_forward
+
+    def count(program, call):
+        replays[-1] += 1
+        return run_forward(program, call)
+
+    def step(x, labels):
+        outputs = outputs_of(net, x, labels)
+        loss = outputs[0] / 2
+        loss.backward()
+        return loss
+
     with strategy.scope():
         net = Net(loss)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     if compiles:
         strategy.compile(net)
-    generator, found = torch.Generator().manual_seed(1), []
-
-    def step(x, labels):
-        value = net(x, labels)
-        value.backward()
-        return value.detach()
-
-    for size in SIZES:
-        replays.append(0)
-        x, labels = (t.to(strategy.devices[0]) for t in batch(size, generator))
-        optimizer.zero_grad()
-        if in_run:
-            value = strategy.reduce("mean", strategy.run(step, args=strategy.split((x, labels))))
-            outputs = [value]
-        else:
-            result = net(x, labels)
-            outputs = (
-                [result]
-                if isinstance(result, torch.Tensor)
-                else list(result.values() if isinstance(result, dict) else result)
-            )
-            outputs[0].backward()
-        optimizer.step()
-        found += [t.detach().cpu().clone() for t in (*outputs, *net.parameters())]
-    monkeypatch.undo()
+    generator = torch.Generator().manual_seed(1)
+    batches = [batch(size, generator) for size in SIZES]
+    if in_run:
+        batches = strategy.distribute_dataset(batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModuleProgram, "run_forward", count)
+        for x, labels in batches:
+            replays.append(0)
+            optimizer.zero_grad()
+            if in_run:
+                outputs = [strategy.reduce("mean", strategy.run(step, args=(x, labels)))]
+            else:
+                outputs = outputs_of(net, *[t.to(strategy.devices[0]) for t in (x, labels)])
+                outputs[0].backward()
+            optimizer.step()
+            found += [t.detach().cpu().clone() for t in (*outputs, *net.parameters())]
     return found, net, replays
 
 
 def check(loss, devices, monkeypatch, **options):
     expected, _, _ = train(loss, devices, False, monkeypatch, **options)
     found, net, replays = train(loss, devices, True, monkeypatch, **options)
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     return interceptor_of(net).compiled.num_traces, replays
 
 
@@ -163,6 +169,20 @@ def test_a_loss_by_programs_has_the_bits_of_the_uncompiled_loss(loss, n, monkeyp
     assert replays[1:3] == [n, n]
     assert replays[4] == n
     assert "uncompiled" not in caplog.text
+
+
+@pytest.mark.parametrize("loss", [mean, mean_with_mask], ids=lambda loss: loss.__name__)
+def test_what_run_reduces_is_read_through_programs(loss, monkeypatch):
+    """The same warning is given: a mean over a mask is no mean over examples."""
+    told = []
+    for compiles in (False, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found, _, replays = train(loss, ["cpu"] * 2, compiles, monkeypatch, in_run=True)
+        told.append((torch.cat([t.flatten() for t in found]).tolist(), [*map(str, caught)]))
+    assert sum(replays) == 8
+    assert told[0][0] == told[1][0]
+    assert len(told[0][1]) == len(told[1][1]) == (loss is mean_with_mask)
 
 
 @pytest.mark.parametrize("loss", ON_GPUS, ids=lambda loss: loss.__name__)
