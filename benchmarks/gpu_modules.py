@@ -281,7 +281,7 @@ def shares_memory(devices: Devices) -> str:
         return peak
 
     one, three = reserved(LARGE[:1]), reserved(LARGE)
-    line = f"{one >> 20} MiB with one size, {three >> 20} with three"
+    line = f"{one / 2**20:.3g} MiB with one size, {three / 2**20:.3g} with three"
     if three > MOST_BYTES * one:
         raise AssertionError(line)
     return line

@@ -59,7 +59,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _MISSING: Any = object()
 _CONTENTS, _BASES = operator.attrgetter("cell_contents"), operator.attrgetter("__mro__")
 _BUFFERS = operator.attrgetter("_buffers")
-_OF_FUNCTIONS = [*map(operator.attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))]
+_OF_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPERS = functools.__file__, contextlib.__file__  # their functions hold the user's
 _REPLACEABLE = "_modules", "_parameters", *MODULE_HOOKS  # by other dicts
 _CALLING = {"forward", "__call__", WHOLE_CALL}  # of every module
@@ -188,16 +188,17 @@ class FreeVariables:
         if not self._is_strict:
             return []
         dicts = [*map(vars, self._modules)]
+        names = chain.from_iterable(map(repeat, _REPLACEABLE, repeat(len(dicts))))
         return [
-            *chain.from_iterable(map(read, self._functions) for read in _OF_FUNCTIONS),
+            *chain.from_iterable(map(_OF_FUNCTION, self._functions)),
             *map(type, self._objects),
             *map(type, self._modules),
             *map(len, dicts),
             *map(len, map(_BUFFERS, self._modules)),
             *map(_BASES, map(type, self._objects)),
             *map(_BASES, map(type, self._modules)),
-            *chain.from_iterable(map(dict.get, dicts, repeat(name)) for name in _REPLACEABLE),
-            *chain.from_iterable(one for _, one in self.sizes if isinstance(one, dict)),
+            *map(dict.get, dicts * len(_REPLACEABLE), names),
+            *chain.from_iterable([one for _, one in self.sizes if isinstance(one, dict)]),
         ]
 
     def watch(self) -> Callable[[], bool]:
