@@ -284,6 +284,29 @@ def test_the_trainer_replays_a_compiled_model(make_strategy, train_by_trainer):
     assert all(map(torch.equal, *found))
 
 
+def test_a_compiled_model_with_ignored_labels_replays_its_losses(make_strategy):
+    found = []
+    for compiles in (False, True):
+        strategy = make_strategy(2)
+        torch.manual_seed(0)
+        _, model = pair(gpt2, strategy)
+        if compiles:
+            strategy.compile(model, fallback="error")
+        for size in (4, 4, 5, 5):
+            tokens = torch.randint(1, 32, (size, 8))
+            lengths = torch.arange(1, size + 1)[:, None]
+            labels = torch.where(torch.arange(8) <= lengths, tokens, -100)
+            output = model(input_ids=tokens, labels=labels)
+            output.loss.backward()
+            found.append(
+                [output.loss, output.logits, *[p.grad.clone() for p in model.parameters()]]
+            )
+    assert interceptor_of(model).compiled.num_traces == 2
+    assert "_Replayed" in type(output.logits.grad_fn.next_functions[0][0]).__name__
+    for one, other in zip(found[:4], found[4:], strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize("evaluated_only", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_where_it_sees_several_gpus_the_error_names_a_remedy_that_works(
     evaluated_only, train_by_trainer, make_strategy

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mirror.compiler.step_inputs import InputKind, StateTensor, StepInput
 from mirror.compiler.torch_internals import IS_PARAMETER, fake_mode, make_fake
+from mirror.replica.exactness.node_classes import STANDS_FOR_PARAMETER
 
 _MOVED = (InputKind.STATE, InputKind.RATE, InputKind.NUMBER, InputKind.OWN_NUMBER)
 
@@ -113,6 +114,7 @@ class Placeholders:
                 leaf = self._by_place[InputKind.PARAMETER, place, None].fake.detach()
                 leaf.requires_grad_(place.owner.requires_grad)
                 setattr(leaf, IS_PARAMETER, True)
+                setattr(leaf, STANDS_FOR_PARAMETER, True)
                 self._leaves[place] = leaf
                 self._by_object[id(leaf)] = place
         return dict(self._leaves)

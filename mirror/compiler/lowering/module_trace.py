@@ -29,11 +29,14 @@ from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.lowering.step_trace import StepTrace, trace_step
 from mirror.compiler.step_inputs import InputKind, StateTensor
-from mirror.compiler.torch_internals import make_untraced
+from mirror.compiler.torch_internals import is_fake, make_untraced, run_untraced
 from mirror.compiler.varying_inputs import VaryingInputs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import current
+from mirror.replica.exactness.node_classes import UNREADABLE
+from mirror.replica.exactness.node_rules import NotReducible
+from mirror.replica.exactness.program_terms import ProgramTerms
 from mirror.values import leaves_of, rebuild_structure
 
 FAST_PATHS = nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention
@@ -49,6 +52,7 @@ class CallPattern:
         kinds: the kinds of these tensors' devices.
         is_training: the mode of the module.
         grad_enabled: the caller's grad mode.
+        count: the replica's number of examples; ``None`` if it is not known.
         autocast: by kind of device, the dtype of autocast if it is enabled.
         caches: whether autocast keeps casts of parameters.
         tangents: by output that has got a gradient, the strides of that; ``None``: no backward
@@ -68,6 +72,7 @@ class CallPattern:
     grad_enabled: bool
     autocast: dict[str, torch.dtype]
     caches: bool
+    count: float | None = None
     tangents: dict[int, Strides] | None = None
     passes_through: bool = True
     hooked: set[int] = field(default_factory=set)
@@ -110,6 +115,8 @@ class ModuleTrace:
         gradients: the numbers of those of both that get gradients from ``tangents``.
         of_some_outputs: the parameters on which some of them depend, and others do not.
         record: the functions of torch that the traced call has made.
+        terms: those of the 0-d outputs; ``None`` if no values of replicas are joined.
+            The tensors that they hold are results after the outputs.
     """
 
     step: StepTrace
@@ -123,6 +130,7 @@ class ModuleTrace:
     gradients: list[int]
     of_some_outputs: list[StateTensor]
     record: CallRecord
+    terms: ProgramTerms | None
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +142,7 @@ class _Joint:
     places: Sequence[StateTensor]
     record: CallRecord
     is_joined: bool  # whether values of several replicas are
+    terms: ProgramTerms | None = None
     outputs: Any = None
     differentiable: list[int] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
@@ -177,12 +186,11 @@ class _Joint:
             raise CompileError("two of its outputs share memory; return a copy of one (x.clone())")
         self.outputs = result
         self.differentiable = [i for i, t in enumerate(outputs) if t.requires_grad]
-        if self.is_joined and any(outputs[i].dim() == 0 for i in self.differentiable):
-            raise CompileError(
-                "it returns a 0-d tensor with a gradient; how the replicas' values join into that "
-                "of the batch is read from its graph, which a program does not have; return one "
-                "value per example, or compute the loss outside the module"
-            )
+        losses = [i for i in self.differentiable if outputs[i].dim() == 0]
+        added: list[Tensor] = []
+        if self.is_joined and losses:
+            self.terms = _terms_of(losses, outputs, self.pattern.count, tracer)
+            added = self.terms.tensors
         self.parts = _parts_of(outputs)
         seen = self.pattern.tangents
         inner = _used_by_others(outputs)
@@ -201,7 +209,7 @@ class _Joint:
             if seen is None or i in seen
         }
         if not self.pattern.grad_enabled or not self.tangents:
-            return outputs
+            return [outputs, added]
         # 2. The gradients, by arguments and parameters.
         wanted = [t for t in tensors if t.requires_grad]
         places = [p for p in self.places if p.is_parameter and leaf_of[p].requires_grad]
@@ -235,7 +243,7 @@ class _Joint:
         self.parameters = [which for which, _ in used if isinstance(which, StateTensor)]
         self.of_some_outputs = [p for p in self.parameters if id(leaf_of[p]) not in common]
         self.gradients = [i for i, (_, grad) in enumerate(used) if grad is not None]
-        return [outputs, [grad for _, grad in used if grad is not None]]
+        return [outputs, added, [grad for _, grad in used if grad is not None]]
 
     def _tangent(self, placeholders: Any, number: int, output: Tensor) -> Tensor:
         """Returns the placeholder of an output's gradient."""
@@ -246,6 +254,40 @@ class _Joint:
         )
         found: Tensor = placeholders.add_fake(InputKind.PART, like, ("tangent", number))
         return found
+
+
+def _terms_of(
+    losses: Sequence[int], outputs: Sequence[Tensor], count: float | None, tracer: Any
+) -> ProgramTerms:
+    """Returns what the graphs of 0-d outputs show, by which the replicas' values are joined.
+
+    Raises:
+        CompileError: they do not show it, or a program cannot keep it.
+    """
+
+    def number_of(tensor: Tensor) -> float | None:
+        if isinstance(tensor, is_fake):
+            return None
+        if id(tensor) in tracer.captured or tensor.dim() or tensor.device.type != "cpu":
+            raise NotReducible("computed with a tensor that is no buffer")
+        found: float = run_untraced(tensor.item)
+        return found
+
+    try:
+        if count is None:
+            raise NotReducible("computed from an unknown number of examples")
+        terms = ProgramTerms(count, number_of)
+        with torch.no_grad():
+            for i in losses:
+                terms.add(i, outputs[i])
+    except (NotReducible, *UNREADABLE) as error:
+        why = error if isinstance(error, NotReducible) else "computed in a way that is unknown"
+        raise CompileError(
+            f"it returns a 0-d tensor with a gradient, {why}; a program cannot show how the "
+            "replicas' values join into that of the batch; return one value per example, or "
+            "compute the loss outside the module"
+        ) from None
+    return terms
 
 
 def _nodes_below(output: Tensor) -> set[Any]:
@@ -345,4 +387,5 @@ def trace_module(
         joint.gradients,
         joint.of_some_outputs,
         joint.record,
+        joint.terms,
     )

@@ -32,6 +32,7 @@ from mirror.compiler.step_inputs import InputKind, StateTensor, state_tensors
 from mirror.device.cuda_graph import has_graphs
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
+from mirror.execution.run import Replica, current
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.modules.module_owner import suspend_recording
 from mirror.replica.modules.replica_attributes import own_attributes
@@ -68,6 +69,7 @@ class ModuleProgramBuilder:
             torch.is_grad_enabled(),
             autocast,
             torch.is_autocast_cache_enabled(),
+            _num_examples(current.replica),
         )
 
     def can_observe(self) -> bool:
@@ -182,6 +184,16 @@ class ModuleProgramBuilder:
                 ]
             )
         return guards, program
+
+
+def _num_examples(replica: Replica | None) -> float | None:
+    """Returns the number of examples of the replica that runs; ``None`` if it is not known."""
+    if replica is None:
+        return None
+    if replica.run.is_split:
+        return replica.weight
+    counts = replica.run.counts
+    return None if counts is None else counts[replica.replica_id]
 
 
 def _own_attributes(modules: Sequence[nn.Module]) -> list[tuple[str, str]]:

@@ -42,6 +42,7 @@ from mirror.compiler.runtime.module_graphs import ModuleGraphs, PackedMemory, Re
 from mirror.compiler.step_inputs import InputKind, StateTensor
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
+from mirror.replica.exactness.node_rules import Term
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.packed_grads import PackedGrads
 from mirror.replica.params.torch_function import make_common
@@ -148,7 +149,7 @@ class ModuleProgram:
             for device in replicas.devices
         ]
         distinct, self._numbers = distinct_tensors(trace.outputs)
-        num_outputs = len(distinct)
+        num_outputs = self._num_outputs = len(distinct)
         self._are_tangents = [i in self.tangents for i in range(num_outputs)]
         self.not_differentiable = [i for i in range(num_outputs) if i not in trace.differentiable]
         self._has_parts = len({*trace.parts}) > 1
@@ -254,6 +255,9 @@ class ModuleProgram:
             self._forward.run(values, device)
             saved = self._saved(values)
         outputs = list(self._outputs(values))
+        if self._trace.terms is not None:
+            call.terms = partial(self._trace.terms.of_call, outputs[self._num_outputs :])
+            del outputs[self._num_outputs :]
         # Autograd refuses writes to a view that a Function returns. It need not where the
         # backward pass does not read the memory.
         views = [i for i, output in enumerate(outputs) if output._base is not None]
@@ -436,7 +440,7 @@ class ModuleCall:
 
     __slots__ = (
         *("__weakref__", "buffers", "graphs", "has_ended", "is_freed", "joined", "leaves"),
-        *("passed", "program", "replica_id", "state", "versions", "watched"),
+        *("passed", "program", "replica_id", "state", "terms", "versions", "watched"),
     )
 
     def __init__(
@@ -455,6 +459,7 @@ class ModuleCall:
         self.watched = (*leaves, *parameters)
         self.versions = [*map(_version_of, self.watched)]
         self.has_ended = self.is_freed = False
+        self.terms: Callable[[int, float], list[Term] | None] | None = None  # of outputs
         self.passed: set[int] = set()
 
     def is_there(self) -> bool:
@@ -535,7 +540,7 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, call: ModuleCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         make_common(ctx)  # no code of a replica runs in backward, unless redo makes one current
         outputs, saved = call.program.run_forward(call)
-        ctx.call = call
+        ctx.call, ctx.mirror_terms = call, call.terms
         if call.joined is not None:
             ctx.mirror_packs = partial(call.program.packs, call.replica_id)
         ctx.mirror_is_separate = call.program.pattern.is_separate

@@ -228,13 +228,18 @@ def _is_mean(term: Term) -> bool:
 def _read(losses: Sequence[Any], count: float, counts: Sequence[float]) -> _Reading:
     """Returns what the graphs of a replica's losses show, without the graphs."""
     terms = list[Term]()
-    for term in (term for loss in losses for term in read_terms(_node_of(loss), count)):
+    for term in (term for loss in losses for term in _terms_of(loss, count)):
         try:
             terms.append(term.detach())
         except UNREADABLE:
             terms.append(Term("unknown"))
     nodes = [node for node in map(_node_of, losses) if node is not None]
     return terms, find_nonlinear(nodes, count) if len(set(counts)) > 1 else None
+
+
+def _terms_of(loss: Any, count: float) -> list[Term]:
+    number = loss.output_nr if isinstance(loss, Tensor) else 0
+    return read_terms(_node_of(loss), count, number)
 
 
 def _node_of(loss: Any) -> Any:

@@ -36,19 +36,23 @@ _Edge = tuple[Any, int]  # a node, and which of its results
 _ENDS = (COLLECTIVE, ACCUMULATES)
 _BEYOND: tuple[str, bool, Sequence[_Edge]] = ("", True, ())  # what is known of other nodes
 _MOST_NODES = 5000  # of one graph
+# The attribute of a node that is a program's call: it returns the terms of a 0-d result, by its
+# number and the number of examples. See ``program_terms.py``.
+TERMS = "mirror_terms"
 
 
-def read_terms(root: Any, count: float) -> list[Term]:
+def read_terms(root: Any, count: float, number: int = 0) -> list[Term]:
     """Returns the terms of a 0-d value; one of kind "unknown" if the nodes show none.
 
     Args:
         root: the value's node; ``None`` for a value without a graph.
         count: the replica's number of examples.
+        number: which of the node's results it is.
     """
     if root is None:
         return [Term("constant")]
     try:
-        content = _GraphReader([root], count).read(root).as_terms()
+        content = _GraphReader([root], count).read(root, number).as_terms()
     except NonlinearInExamples as error:
         return [Term("nonlinear", error=error.with_traceback(None))]
     except UNREADABLE:
@@ -99,13 +103,13 @@ class _GraphReader:
             for below, _ in edges:
                 todo.append(below)
 
-    def read(self, root: Any) -> Content:
-        """Returns the content of a node's first result.
+    def read(self, root: Any, number: int = 0) -> Content:
+        """Returns the content of a node's result, its first one if not told otherwise.
 
         Raises:
             NonlinearInExamples: it combines examples in a way that is not linear.
         """
-        contents, todo = self._contents, [(root, 0)]
+        contents, todo = self._contents, [(root, number)]
         while todo:
             edge = todo.pop()
             if edge in contents:
@@ -119,12 +123,16 @@ class _GraphReader:
                 todo.insert(size, edge)  # again, after its inputs
             else:
                 contents[edge] = self._content_of(edge)
-        return contents[root, 0]
+        return contents[root, number]
 
     def _content_of(self, edge: _Edge) -> Content:
         (node, number), contents, is_same = edge, self._contents, True
         name, of_layer, edges = self._nodes.get(node, _BEYOND)
         shape = self._shapes[edge] = arriving_shape(node, number)
+        if of_layer and (of_program := getattr(node, TERMS, None)) is not None:
+            terms = of_program(number, self._count)
+            if terms is not None:
+                return SAME if terms == [Term("same")] else Content(None, tuple(terms))
         inputs, shapes = list[Content | None](), list[Shape]()
         for below in edges:
             content = None

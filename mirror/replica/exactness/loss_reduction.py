@@ -67,7 +67,10 @@ def weights_of(values: Sequence[Tensor], counts: Sequence[float], has_shares: bo
     means = [count / sum(counts) for count in counts]
     if len(values) == 1 or all(value.grad_fn is None for value in values):
         return means
-    terms = [read_terms(value.grad_fn, n) for value, n in zip(values, counts, strict=True)]
+    terms = [
+        read_terms(value.grad_fn, n, value.output_nr)
+        for value, n in zip(values, counts, strict=True)
+    ]
     kind, weights = weights_of_terms(terms, counts, has_shares)
     if kind == "weighted":
         return normalize_weights(weights, values[0].device)

@@ -48,6 +48,7 @@ LAYERS = (  # beginnings of names
     *("Scaled", "Slow", "Thnn", "Upsample"),
 )
 COLLECTIVE = "GradSend"  # a collective's result, the same on all replicas
+STANDS_FOR_PARAMETER = "_mirror_stands_for_parameter"  # an attribute of leaves in a trace
 
 _MOST_OF_PARAMETERS = 4096  # nodes of an operand that may be of all parameters of a model
 
@@ -157,6 +158,7 @@ def depends_on_more(node: Any, name: str) -> bool:
 
 def is_parameter(node: Any) -> bool:
     """Returns whether a node accumulates the gradient of a mirrored parameter."""
-    return name_of(node) == ACCUMULATES and isinstance(
-        node.variable, (ReplicaParameter, MirroredTensor)
+    return name_of(node) == ACCUMULATES and (
+        isinstance(node.variable, (ReplicaParameter, MirroredTensor))
+        or hasattr(node.variable, STANDS_FOR_PARAMETER)
     )

@@ -412,34 +412,6 @@ def test_hooks_of_parameters_are_not_called_in_passes_through_other_outputs(meth
     assert "parameter 'other.bias' has a hook, and only some outputs" in caplog.text
 
 
-class WithLoss(Net):
-    def forward(self, x):
-        output = super().forward(x)
-        chosen = (output.detach() > 0).float()
-        return (output * chosen).sum() / chosen.sum(), output
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_loss_among_the_outputs_joins_as_that_of_an_uncompiled_call(n, caplog):
-    """The loss is weighted by what its graph shows, here by the numbers of chosen elements."""
-    found = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        machine = Machine(["cpu"] * n, compiles=False)
-        with machine.strategy:
-            model = machine.model(WithLoss)
-            if compiles:
-                machine.strategy.compile(model)
-            for x in machine.batches():
-                model.zero_grad()
-                loss, _ = model(x)
-                loss.backward()
-                machine.keep(loss, *[p.grad for p in model.parameters()])
-        found.append(machine.found)
-    assert all(map(torch.equal, *found))
-    assert ("it returns a 0-d tensor with a gradient" in caplog.text) == (n > 1)
-
-
 ON_GPUS = [
     keeping_outputs,
     two_forwards_before_a_backward,
