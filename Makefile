@@ -1,5 +1,5 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
-# make test   the linters, the type checker and all tests but those marked slow: about eleven minutes
+# make test   the linters, the type checker and all tests but those marked slow: about ten minutes
 # make quick  the contract on two simulated devices, the layers, the public API: half a minute
 # make affected   the tests of what differs from main: by file names and folders
 # make mutants IN=mirror/execution   how many of 50 small faults the tests find

@@ -580,7 +580,8 @@ PROGRAMS = [
 @pytest.fixture(autouse=True)
 def settable_flags(monkeypatch):
     """Flags may be set, although torch's own test utilities were imported before."""
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    held = torch.backends.flags_frozen.__globals__  # torch.backends is a proxy of its module
+    monkeypatch.setitem(held, "__allow_nonbracketed_mutation_flag", True)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
