@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mirror.compiler.capture.write_rewriting import rewrite_writes
+from mirror.compiler.capture.write_rewriting import KeepingDraws, rewrite_writes
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.compiler.torch_internals import (
-    KeepingPlaces,
     inductor_decompositions,
     is_fake,
     is_operation,
@@ -169,7 +168,7 @@ def _retrace(
     keeps_kernels: bool,
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """Traces a graph without its writes; returns, by input that it writes, its last value."""
-    call = graph if for_inductor else KeepingPlaces(graph).run
+    call = graph if for_inductor else KeepingDraws(graph).run
 
     def function(*args: Tensor) -> Any:
         with torch.no_grad():

@@ -8,6 +8,8 @@
     aten.t(x), and later a write of x        the view again, of the new value, where it is used
     aten.relu_(z.view(...))                  aten.relu of the view, if nothing else uses z later
     aten.relu_(w), where w has gaps          aten.copy(w, aten.relu(w)), which has gaps, too
+    aten.bernoulli_(w), w transposed         aten.bernoulli of w as it lies in memory: the numbers
+                                             are drawn in this order
 
 That is what torch's functionalization computes, which calls every operation again to find it out,
 and takes as long as the trace. Some graphs are left to it: those that write through a view to a
@@ -27,6 +29,7 @@ from torch import Tensor, fx
 
 from mirror.compiler.overloads import functional_overload
 from mirror.compiler.torch_internals import (
+    KeepingPlaces,
     call_with_fakes,
     is_operation,
     schema_of,
@@ -163,6 +166,8 @@ class _Write:
         value: the fake of what ``target`` returns.
         first: the position of the first new value among the results; ``None``: there is only one.
         layouts: for each root, its fake if the new value has other strides.
+        order: the order of dimensions in which ``target`` gets and returns the tensor; ``None``:
+            as it is.
     """
 
     def __init__(
@@ -172,9 +177,10 @@ class _Write:
         value: Any,
         first: int | None,
         layouts: Sequence[Tensor | None],
+        order: list[int] | None,
     ) -> None:
         self.target, self.roots, self.value, self.first = target, roots, value, first
-        self.layouts = layouts
+        self.layouts, self.order = layouts, order
 
 
 def _plan(node: fx.Node, memory: _Memory, mode: Any) -> _Write | None:
@@ -194,12 +200,53 @@ def _plan(node: fx.Node, memory: _Memory, mode: Any) -> _Write | None:
     before = [one.meta["val"] for one in written]
     if not all(map(_have_one_shape, before, values)):
         return None
+    order = None
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        if not all(map(_have_one_layout, before, values)):
+            if len(written) > 1 or node.args[0] is not written[0]:
+                return None
+            order = _order_in_memory(before[0])
+            turned = call_with_fakes(mode, target, (args[0].permute(order), *args[1:]), kwargs)
+            values = [turned.permute(_inverse(order))]
     if not all(memory.write(root, node) for root in roots):
         return None
     layouts = [
         None if _have_one_layout(*pair) else pair[0] for pair in zip(before, values, strict=True)
     ]
-    return _Write(target, roots, value, first, layouts)
+    return _Write(target, roots, value if order is None else turned, first, layouts, order)
+
+
+class KeepingDraws(KeepingPlaces):
+    """Runs a graph that is traced again without its writes: what is drawn keeps its order."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten.bernoulli_.float:  # others keep the layout of a tensor without gaps
+            turned = args[0].permute(_order_in_memory(args[0]))
+            super().call_function(target, (turned, *args[1:]), kwargs)
+            return args[0]
+        return super().call_function(target, args, kwargs)
+
+
+def draws_into_gaps(node: fx.Node) -> bool:
+    """Whether a node draws numbers into a tensor with gaps, by a kernel for that."""
+    if not is_operation(node.target) or node.target is aten.bernoulli_.float:
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if not schema_of(node.target).is_mutable:
+        return False
+    written = [one.meta["val"] for one in _written(node)]
+    return not all(one.permute(_order_in_memory(one)).is_contiguous() for one in written)
+
+
+def _order_in_memory(tensor: Tensor) -> list[int]:
+    """Returns the dimensions, those of neighbours in memory last."""
+    strides = without_guards(tensor.stride())
+    return sorted(range(tensor.dim()), key=lambda d: -strides[d])
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=lambda i: order[i])
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
@@ -276,8 +323,13 @@ class _Rewriting:
 
     def _replace(self, node: fx.Node, plan: _Write) -> None:
         with self._graph.inserting_before(node):
-            made = self._graph.call_function(plan.target, node.args, dict(node.kwargs))
+            args = node.args
+            if plan.order is not None:
+                args = (self._permute(args[0], plan.order), *args[1:])
+            made = self._graph.call_function(plan.target, args, dict(node.kwargs))
             made.meta = {**node.meta, "val": plan.value}
+            if plan.order is not None:
+                made = self._permute(made, _inverse(plan.order))
             for i, root in enumerate(plan.roots):
                 value = made
                 if plan.first is not None:
@@ -300,6 +352,11 @@ class _Rewriting:
                 made.meta = dict(node.meta)
             node.replace_all_uses_with(made)
             self._graph.erase_node(node)
+
+    def _permute(self, node: Any, order: list[int]) -> fx.Node:
+        made = self._graph.call_function(aten.permute.default, (node, order))
+        made.meta = {**node.meta, "val": node.meta["val"].permute(order)}
+        return made
 
     def _erase(self, node: fx.Node) -> None:
         """Drops a node that is the memory of another one, which its users use instead."""

@@ -15,7 +15,7 @@ from mirror.compiler.capture.call_record import CallRecord
 from mirror.compiler.capture.functional_graph import functional
 from mirror.compiler.capture.observed_call import ObservedCall
 from mirror.compiler.capture.side_effects import line_about
-from mirror.compiler.capture.write_rewriting import UNDECLARED
+from mirror.compiler.capture.write_rewriting import UNDECLARED, draws_into_gaps
 from mirror.compiler.lowering.module_trace import FAST_PATHS, CallPattern, trace_module
 from mirror.compiler.lowering.pass_cutter import cut_passes
 from mirror.compiler.lowering.programs import interpret_piece
@@ -146,6 +146,9 @@ class ModuleProgramBuilder:
             return self._build(module, pattern, redo)
         later = pattern.observed.of_backward(functions, layers)
         step = trace.step
+        for node in step.graph.graph.nodes:
+            if draws_into_gaps(node):
+                raise CompileError(f"{node.target} draws numbers into a tensor with gaps")
         pure = functional(
             step.graph, step.inputs, step.mode, for_inductor=False, keeps_kernels=True
         )

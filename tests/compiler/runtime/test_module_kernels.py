@@ -46,6 +46,14 @@ def with_gaps(x):
     return left.add_(right).sigmoid_() * right
 
 
+def transposed(x):
+    return x.t().contiguous().t()
+
+
+def drawn_into_gaps(x):
+    return x * torch.ones(len(x), 2 * x.size(1))[:, ::2].bernoulli_(0.7)
+
+
 FUNCTIONS = {
     "bilinear": (IMAGES, partial(F.interpolate, mode="bilinear", size=(13, 7))),
     "corners": (
@@ -61,6 +69,13 @@ FUNCTIONS = {
     "margins of several": (ROWS, lambda x: F.multilabel_margin_loss(x, targets(x))),
     "shrinking": (ROWS, lambda x: F.softshrink(x, 0.3) + F.hardshrink(x, 0.3)),
     "dropout": (ROWS, lambda x: F.dropout(x, 0.3) + F.rrelu(x, training=True)),
+    "transposed dropout": (ROWS, lambda x: F.dropout(transposed(x), 0.3)),
+    "transposed dropout in place": (
+        ROWS,
+        lambda x: F.dropout(transposed(x), 0.3, inplace=True) * x,
+    ),
+    "transposed numbers": (ROWS, lambda x: x * torch.empty_like(transposed(x)).normal_()),
+    "numbers with gaps": (ROWS, drawn_into_gaps),
     "gaps": ((4, 66), with_gaps),
     "stft": ((2, 400), lambda x: torch.stft(x, 64, window=x[0, :64], return_complex=True).abs()),
 }
@@ -112,6 +127,22 @@ def test_an_operation_has_the_bits_of_an_uncompiled_call(name):
 def test_recurrent_layers_have_the_bits_of_an_uncompiled_call(name, dtype):
     kind, options = LAYERS[name]
     compare(lambda: Recurrent(kind, **options), (8, 4, 5), dtype)
+
+
+def test_an_encoder_layer_drops_what_an_uncompiled_call_drops():
+    make = partial(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.3, batch_first=True)
+    compare(make, (6, 4, 8))
+
+
+def test_numbers_drawn_into_gaps_by_a_kernel_for_that_run_uncompiled(caplog):
+    strategy = mirror.MirroredStrategy(["cpu"])
+    with strategy.scope():
+        module = Weighted(lambda x: x * torch.ones(len(x), 8)[:, ::2].normal_(), 4)
+    strategy.compile(module)
+    for _ in range(3):
+        module(torch.randn(5, 4)).sum().backward()
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "aten.normal_.default draws numbers into a tensor with gaps" in warning
 
 
 def test_a_batch_norm_that_a_trace_does_not_see_to_write_runs_uncompiled(caplog):
