@@ -206,7 +206,7 @@ def _plan(node: fx.Node, memory: _Memory, mode: Any) -> _Write | None:
             if len(written) > 1 or node.args[0] is not written[0]:
                 return None
             order = _order_in_memory(before[0])
-            turned = call_with_fakes(mode, target, (args[0].permute(order), *args[1:]), kwargs)
+            turned = call_with_fakes(mode, target, (before[0].permute(order), *args[1:]), kwargs)
             values = [turned.permute(_inverse(order))]
     if not all(memory.write(root, node) for root in roots):
         return None
@@ -229,11 +229,10 @@ class KeepingDraws(KeepingPlaces):
 
 def draws_into_gaps(node: fx.Node) -> bool:
     """Whether a node draws numbers into a tensor with gaps, by a kernel for that."""
-    if not is_operation(node.target) or node.target is aten.bernoulli_.float:
+    target: Any = node.target
+    if not is_operation(target) or target is aten.bernoulli_.float:
         return False
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    if not schema_of(node.target).is_mutable:
+    if torch.Tag.nondeterministic_seeded not in target.tags or not schema_of(target).is_mutable:
         return False
     written = [one.meta["val"] for one in _written(node)]
     return not all(one.permute(_order_in_memory(one)).is_contiguous() for one in written)
