@@ -155,6 +155,9 @@ class ModuleProgramBuilder:
         for node in pure.module.graph.nodes:
             if str(node.target).startswith(UNDECLARED):
                 raise CompileError(f"{node.target} writes statistics that no trace sees")
+            # A kernel may lay out its result in another way than a trace thinks.
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
         tangents = {i for i, one in enumerate(step.inputs) if one.kind is InputKind.PART}
         passes = cut_passes(pure, pure.num_results - len(trace.gradients), tangents)
         forward, backward = [

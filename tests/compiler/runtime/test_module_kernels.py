@@ -134,6 +134,19 @@ def test_an_encoder_layer_drops_what_an_uncompiled_call_drops():
     compare(make, (6, 4, 8))
 
 
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2))
+
+
+def test_a_kernel_may_lay_out_its_result_in_another_way_than_a_trace():
+    compare(Turned, (3, 7, 6))
+
+
 def test_numbers_drawn_into_gaps_by_a_kernel_for_that_run_uncompiled(caplog):
     strategy = mirror.MirroredStrategy(["cpu"])
     with strategy.scope():
