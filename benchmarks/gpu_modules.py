@@ -22,15 +22,13 @@ import torch
 import torch.nn.functional as F
 from cases import Case
 from checking import Skipped, settle
-from gpu_trainings import Devices
+from gpu_trainings import Devices, named_devices
 from models import build
 from supervised import add_options, run_checks
 from torch import Tensor, nn
 
 import mirror
 from mirror.compiler.runtime.cuda_graphs import CapturedGraph
-from mirror.devices import num_cuda_devices, resolve
-from mirror.errors import DeviceError
 
 BUDGET_SECONDS = 65
 NUM_STEPS = 6
@@ -48,12 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("devices", nargs="*", help="of the replicas; by default cuda:0")
     add_options(parser, BUDGET_SECONDS)
     arguments = parser.parse_args(argv)
-    if not arguments.devices and num_cuda_devices() == 0:
-        parser.error("there is no GPU; name devices: cpu cpu checks this program")
-    try:
-        devices = resolve(arguments.devices or ["cuda:0"])
-    except DeviceError as error:
-        parser.error(str(error))
+    devices = named_devices(parser, arguments.devices, ["cuda:0"])
     command = [sys.executable, __file__, *map(str, devices)]
     return run_checks(command, module_checks(devices), arguments)
 

@@ -22,14 +22,22 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from gpu_failures import a_device_that_fails, one_replica_fails
-from gpu_trainings import DTYPE, Devices, Parameters, Training, adam, parts, rows, sgd
+from gpu_trainings import (
+    DTYPE,
+    Devices,
+    Parameters,
+    Training,
+    adam,
+    named_devices,
+    parts,
+    rows,
+    sgd,
+)
 from supervised import Check, add_options, run_checks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirror
-from mirror.devices import num_cuda_devices, resolve
-from mirror.errors import DeviceError
 
 BUDGET_SECONDS = 240
 ROUNDS = 5
@@ -42,13 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("devices", nargs="*", help="of the replicas; by default all GPUs")
     add_options(parser, BUDGET_SECONDS)
     arguments = parser.parse_args(argv)
-    names = arguments.devices
-    if not names and num_cuda_devices() == 0:
-        parser.error("there is no GPU; name devices: cpu cpu checks this program")
-    try:
-        devices = resolve(names or None)
-    except DeviceError as error:
-        parser.error(str(error))
+    devices = named_devices(parser, arguments.devices, None)
     devices = devices * 2 if len(devices) == 1 else devices
     command = [sys.executable, __file__, *map(str, devices)]
     return run_checks(command, several_checks(devices, ""), arguments)

@@ -1,8 +1,9 @@
-"""Trainings whose parameters must be those of one device, for the checks in gpu_several.py."""
+"""What checks of GPUs share: devices, and trainings whose parameters are those of one device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import argparse
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mirror
+from mirror.devices import num_cuda_devices, resolve
+from mirror.errors import DeviceError
 
 Devices = tuple[torch.device, ...]
 Parameters = Iterable[nn.Parameter]
@@ -17,6 +20,22 @@ MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 
 DTYPE = torch.float64
 """Of parameters and data: sums in another order differ by less than the tolerance."""
+
+
+def named_devices(
+    parser: argparse.ArgumentParser, names: Sequence[str], default: Sequence[str] | None
+) -> Devices:
+    """Returns the devices of a command line; a wrong name, or no GPU, ends the program.
+
+    Args:
+        default: the names if there are none; ``None``: all GPUs.
+    """
+    if not names and num_cuda_devices() == 0:
+        parser.error("there is no GPU; name devices: cpu cpu checks this program")
+    try:
+        return resolve(names or default)
+    except DeviceError as error:
+        parser.error(str(error))
 
 
 def rows(num_rows: int, *shape: int) -> Tensor:
